@@ -1,0 +1,197 @@
+"""The manifest: all that a runtime must know of a model file, as JSON in the file's own metadata.
+
+The exporter writes it, the runtime reads it; nothing else passes between the two. A model has up to two stages:
+
+``encode``  request inputs → context tensors (or, for a model that is run once, its outputs)
+``decode``  new tokens + context + caches → logits + the same caches, extended
+
+With both, the graph is one ``If`` over the boolean input ``STAGE``: true runs decode. Every input must be bound in
+either stage; the ones that the stage does not read may be empty. With one stage there is no ``If`` and no ``STAGE``.
+
+Caches are right-padded: slot *j* of a row's cache holds the row's token *j*. The decode stage is told where the new
+tokens stand by *control inputs*, of which a file lists those that it reads (``Decode.controls``). For a call that feeds
+``N`` new token slots to each of ``B`` rows, of which the first ``count[b]`` are valid, after ``past[b]`` cached tokens:
+
+=============== ======= ======== =====================================================================================
+POSITIONS       int64   (B, N)   ``past[b] + i``, clipped to ``max_length - 1`` (only slots beyond ``count`` need it)
+LAST            int32   (B,)     ``past[b] + count[b] - 1``: the index of the row's last valid token
+TOTAL           int32   ()       ``max(past[b]) + N`` : how many slots the longest row has after the call
+START           int64   (B,)     ``past[b]``: the slot that the row's first new token goes to
+SLOTS           int64   (TOTAL,) ``0 … TOTAL - 1``: the slots that attention may read
+SELECT          int64   (B, M)   which of the N new slots logits are wanted for
+=============== ======= ======== =====================================================================================
+
+The logits are ``(B, M, vocabulary)``, float32. A cache whose ``in_place`` is true is bound with one buffer as past and
+present; otherwise present is a buffer of the same shape, apart. Buffers have room for at least TOTAL slots, and start as zeros.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tformer_runtime.errors import ModelFileError
+
+KEY = "tformer.manifest"
+VERSION = 1
+
+STAGE = "stage.decode"
+POSITIONS = "decode.positions"
+LAST = "decode.last"
+TOTAL = "decode.total"
+START = "decode.start"
+SLOTS = "decode.slots"
+SELECT = "decode.select"
+
+BATCH = "batch"  # names of axes in TensorSpec.shape
+NEW = "new"
+SLOT = "slot"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A graph input or output. `dtype` is numpy's name; an axis of `shape` is a size or the name of a free size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class RequestInput(TensorSpec):
+    """An input of the encode stage.
+
+    role: "ids" (token ids, padded with `pad`), "mask" (derived: `keep` where the input `of` is valid, else the other
+    value; integer masks use 1 and 0) or "data" (features that the caller supplies).
+    """
+
+    role: str = "ids"
+    of: str | None = None
+    keep: bool = True
+    pad: int = 0
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cached tensor: graph input `past`, graph output `present`; `shape` has the axes BATCH (first) and SLOT."""
+
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
+class Encode:
+    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model."""
+
+    inputs: tuple[RequestInput, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The stage that runs once a step.
+
+    `controls` are the control inputs that the graph has. `ragged_chunks` tells whether several new tokens may be fed
+    at once to more than one row that has a past (the first call of a row, with no past, may always do so).
+    """
+
+    step: TensorSpec
+    controls: tuple[str, ...]
+    caches: tuple[Cache, ...]
+    logits: TensorSpec
+    ragged_chunks: bool = True
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the step input's vocabulary: `start` is put before what is generated (encoder-decoder) or before the
+    prompt (decoder-only); generation ends at any of `end`; rows are padded with `pad`."""
+
+    start: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    pad: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module's docstring.
+
+    `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
+    `parity`, `quantization`, `producer` and `report` are for people: they are shown, not interpreted.
+    """
+
+    task: str
+    max_length: int
+    encode: Encode | None
+    decode: Decode | None
+    special: SpecialTokens = SpecialTokens()
+    tokenizers: tuple[str, ...] = ()
+    tokenizer_of: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    target: str = "cpu"
+    quantization: str = "none"
+    source_digest: str = ""
+    producer: Mapping[str, str] = field(default_factory=dict)
+    parity: Mapping[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    @property
+    def staged(self) -> bool:
+        """Whether the graph holds both stages, in one `If`."""
+        return self.encode is not None and self.decode is not None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read a manifest; ModelFileError if it is damaged or of a newer version than this runtime knows."""
+        try:
+            data = json.loads(text)
+            version = int(data["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelFileError("the file's tformer manifest is damaged: export the model again") from error
+        if version > VERSION:
+            raise ModelFileError(
+                f"the file's manifest has version {version} and this runtime reads up to {VERSION}: upgrade tformer"
+            )
+        try:
+            return cls._from_dict(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelFileError(f"the file's tformer manifest is damaged ({error}): export the model again") from error
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Manifest:
+        encode, decode = data["encode"], data["decode"]
+        return cls(
+            **{
+                **data,
+                "encode": encode
+                and Encode(
+                    tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
+                    tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
+                ),
+                "decode": decode
+                and Decode(
+                    TensorSpec(**_shaped(decode["step"])),
+                    tuple(decode["controls"]),
+                    tuple(Cache(**_shaped(c)) for c in decode["caches"]),
+                    TensorSpec(**_shaped(decode["logits"])),
+                    decode["ragged_chunks"],
+                ),
+                "special": SpecialTokens(
+                    tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
+                ),
+                "tokenizers": tuple(data["tokenizers"]),
+            }
+        )
+
+
+def _shaped(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "shape": tuple(data["shape"])}
