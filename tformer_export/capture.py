@@ -1,0 +1,243 @@
+"""Source module → one functional ATen graph with symbolic batch and time.
+
+`torch.export` traces the full-sequence forward; decompositions are run with an empty table, which makes the graph
+functional and leaves `linear`, `matmul`, `layer_norm` and `scaled_dot_product_attention` whole. What a trace carries
+along and computes nothing (assertions, clones, whole slices, casts to the same dtype) is removed here, and equal
+computations are merged, so that later stages see only what the model does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.fx.passes.dialect.common.cse_pass import CSEPass
+
+from tformer_runtime.errors import UnsupportedModelError
+
+aten = torch.ops.aten
+
+BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
+
+
+@dataclass
+class Captured:
+    """The traced graph. `constants` maps a placeholder's name to its tensor; the other placeholders are inputs.
+
+    time: the symbol of the step input's time axis, None for a model that is run once. `inputs` keeps forward's order.
+    """
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    inputs: dict[str, Node]
+    step: Node | None
+    output: Node
+    time: sympy.Symbol | None
+    time_limit: int | None
+    batch: frozenset[sympy.Symbol]
+    example: dict[str, torch.Tensor]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.graph.nodes)
+
+
+def capture(
+    module: torch.nn.Module,
+    example: Mapping[str, torch.Tensor],
+    step: str | None,
+    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+) -> Captured:
+    """Trace `module(**example)`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
+
+    Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
+    example's size.
+    """
+    free = {name: tuple((dynamic or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
+    sized = distinct_sizes(example, free, step)
+    shapes = {name: dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized}
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(module, (), dict(sized), dynamic_shapes=shapes, strict=False)
+            program = program.run_decompositions({})
+    except Exception as error:  # torch.export raises many types, with no common base
+        raise UnsupportedModelError(_explain(error)) from error
+    signature = program.graph_signature
+    constants: dict[str, torch.Tensor] = {}
+    for spec in signature.input_specs:
+        if spec.kind.name == "PARAMETER":
+            constants[spec.arg.name] = program.state_dict[spec.target]
+        elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
+            held: Any = program.state_dict if spec.target in program.state_dict else program.constants
+            constants[spec.arg.name] = held[spec.target]
+    graph = _clean(program)
+    output = next(n for n in graph.nodes if n.op == "output")
+    (first, *_) = output.args[0]
+    output.args = ((first,),)  # what else forward returns is not exported
+    graph.eliminate_dead_code()
+    placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
+    inputs = dict(zip(sized, placeholders, strict=True))
+    batch = frozenset(
+        size.node.expr for name, n in inputs.items() if isinstance(size := n.meta["val"].shape[0], torch.SymInt)
+    )
+    time = limit = None
+    if step is not None:
+        length = inputs[step].meta["val"].shape[1]
+        time = length.node.expr
+        upper = program.range_constraints[time].upper if time in program.range_constraints else None
+        limit = int(upper) if upper is not None and upper.is_finite and upper < 2**31 else None
+    return Captured(graph, constants, inputs, inputs[step] if step else None, first, time, limit, batch, sized)
+
+
+def distinct_sizes(
+    example: Mapping[str, torch.Tensor], free: Mapping[str, tuple[int, ...]], step: str | None
+) -> dict[str, torch.Tensor]:
+    """The example repeated or cut to sizes that tell its axes apart: batch 3, and 5, 7, 9 … for each other length.
+
+    Axes of request inputs that have one size in the example keep having one size.
+    """
+    lengths: dict[tuple[int, bool], int] = {}
+    sized = {}
+    for name, value in example.items():
+        for axis in free[name]:
+            if axis == 0:
+                size = BATCH_SIZE
+            else:
+                key = (value.shape[axis], name == step)
+                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths))
+            value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+        sized[name] = value.contiguous()
+    return sized
+
+
+def source_line(node: Node) -> str:
+    """Where the user's own code made this node: `file:line: code`, the innermost frame outside torch if there is one."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = []
+    lines = trace.splitlines()
+    for at, line in enumerate(lines):
+        line = line.strip()
+        if line.startswith("File "):
+            file, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
+            code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+            frames.append((file, f"{file}:{number}: {code}"))
+    own = [text for file, text in frames if "/torch/" not in file]
+    return (own or [text for _, text in frames] or ["(no source line in the trace)"])[-1]
+
+
+def meta(node: Any) -> Any:
+    """The traced value of a node: a fake tensor, a SymInt, or a list of them."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def expression(size: Any) -> sympy.Expr:
+    """A size as an expression of the trace's symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def symbols(size: Any) -> frozenset[sympy.Symbol]:
+    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+_NOTHING = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
+_FILLS: dict[Any, float | None] = {  # None: the last argument says
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_full.default: None,
+}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_SAME = {
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+}
+
+
+def _clean(program: torch.export.ExportedProgram) -> Graph:
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _FILLS:
+            _fill_by_size(graph, node)
+        elif node.target in _NOTHING:
+            graph.erase_node(node)
+        elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
+            node.target = aten.reshape.default
+    graph.eliminate_dead_code()
+    merged: Graph = CSEPass()(program.graph_module).graph_module.graph
+    merged.eliminate_dead_code()
+    return merged
+
+
+def _fill_by_size(graph: Graph, node: Node) -> None:
+    """`zeros_like(x)`, `x.new_full(…)` and their kind as `full(size, value)`: what reads no data should not name it."""
+    value = meta(node)
+    fill = _FILLS[node.target]
+    fill = node.args[-1] if fill is None else fill
+    source = node.args[0]
+    with graph.inserting_before(node):
+        sizes: list[Any] = []
+        given = node.args[1] if "new_" in str(node.target) else None
+        for axis, size in enumerate(value.shape):
+            if given is not None:
+                sizes.append(given[axis])
+            elif isinstance(size, torch.SymInt):
+                sizes.append(graph.call_function(aten.sym_size.int, (source, axis)))
+                sizes[-1].meta["val"] = size
+            else:
+                sizes.append(int(size))
+        full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
+    full.meta = dict(node.meta)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
+
+
+def _is_whole_slice(node: Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    _, _, start, end, by = (*node.args, *(0, 0, 2**63 - 1, 1)[len(node.args) - 1 :])
+    return start in (0, None) and end == 2**63 - 1 and by == 1
+
+
+def _is_same_cast(node: Node) -> bool:
+    cast = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
+    return node.target in cast and meta(node).dtype == meta(node.args[0]).dtype
+
+
+def _is_no_dropout(node: Node) -> bool:
+    return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)
+
+
+def _explain(error: Exception) -> str:
+    """One sentence out of torch.export's report."""
+    text = str(error)
+    if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__ or "specialized" in text:
+        line = next((row.strip(" -") for row in text.splitlines() if "L[" in row or "speciali" in row), "")
+        return (
+            "the model's code fixes a batch or time axis to the example's size, so it cannot run at other sizes: "
+            f"{line or text.splitlines()[0]}"
+        )
+    first = next((row for row in text.splitlines() if row.strip()), type(error).__name__)
+    return f"torch.export cannot trace the model: {first.strip()}"

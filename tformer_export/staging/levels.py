@@ -1,0 +1,125 @@
+"""The binding time of every value: is it known for good, once a request, or once a step?
+
+A size does not inherit the binding time of the tensor that it is read from. A value that follows from the
+step input through "is this padding?" alone is a constant: rows are right-padded, so valid positions hold no padding.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tformer_export.capture import Captured, aten, meta
+
+
+class Level(IntEnum):
+    CONSTANT = 0
+    REQUEST = 1
+    STEP = 2
+
+
+def binding_times(captured: Captured) -> dict[Node, Level]:
+    """One pass over the graph, in its order."""
+    level: dict[Node, Level] = {}
+    for node in captured.nodes:
+        if node.op == "placeholder":
+            if node is captured.step:
+                level[node] = Level.STEP
+            else:
+                level[node] = Level.CONSTANT if node.name in captured.constants else Level.REQUEST
+        elif isinstance(meta(node), (int, torch.SymInt)):
+            level[node] = Level.CONSTANT
+        else:
+            level[node] = max((level[a] for a in node.all_input_nodes), default=Level.CONSTANT)
+    return level
+
+
+def fold_padding_tests(captured: Captured) -> int | None:
+    """Replace "is this token padding?" by its answer for a valid token, in place; returns the padding id that was tested.
+
+    A test is any operation from token ids to booleans that answers alike for all ids but one: it is run on all of them.
+    Its cost is one operation over the ids of the example, at most the vocabulary.
+    """
+    if captured.step is None:
+        return None
+    ids = torch.arange(int(captured.example[captured.step.name].max()) + 1)
+    if len(ids) < 3:
+        ids = torch.arange(3)
+    carriers, padding = {captured.step}, None
+    for node in captured.nodes:
+        if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):
+            continue
+        value = meta(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype == torch.bool:
+            answer = _odd_one_out(captured, node, ids)
+            if answer is None:
+                continue
+            usual, odd = answer
+            padding = odd if odd is not None else padding
+            with captured.graph.inserting_before(node):
+                sizes = [_size(captured, node, axis) for axis in range(value.dim())]
+                folded = captured.graph.call_function(aten.full.default, (sizes, usual), {"dtype": torch.bool})
+            folded.meta = dict(node.meta)
+            node.replace_all_uses_with(folded)
+        elif value.dtype == torch.int64 and _only_moves(node, carriers):
+            carriers.add(node)
+    captured.graph.eliminate_dead_code()
+    return padding
+
+
+def _size(captured: Captured, node: Node, axis: int) -> Any:
+    """The size of an axis of a node that is about to go, read from the operand that it has it from."""
+    size = meta(node).shape[axis]
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    source, at = next(
+        (a, i)
+        for a in node.all_input_nodes
+        if isinstance(meta(a), torch.Tensor)
+        for i, s in enumerate(meta(a).shape)
+        if isinstance(s, torch.SymInt) and s.node.expr == size.node.expr
+    )
+    read = captured.graph.call_function(aten.sym_size.int, (source, at))
+    read.meta["val"] = size
+    return read
+
+
+def _only_moves(node: Node, carriers: set[Node]) -> bool:
+    tensors = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor)]
+    moves = {
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten._to_copy.default,
+    }
+    return len(tensors) == 1 and tensors[0] in carriers and node.target in moves
+
+
+def _odd_one_out(captured: Captured, node: Node, ids: torch.Tensor) -> tuple[bool, int | None] | None:
+    """(the usual answer, the one id that gets the other), or None if more ids than one do or it is not elementwise."""
+
+    def operand(argument: Node) -> Any:
+        if argument.name in captured.constants:
+            return captured.constants[argument.name]
+        return ids
+
+    if any(isinstance(meta(a), torch.SymInt) for a in node.all_input_nodes):
+        return None
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+    try:
+        answers = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, IndexError, TypeError):
+        return None
+    if not isinstance(answers, torch.Tensor) or answers.shape != ids.shape:
+        return None
+    for usual in (True, False):
+        odd = (answers != usual).nonzero().flatten().tolist()
+        if len(odd) <= 1:
+            return usual, odd[0] if odd else None
+    return None

@@ -1,0 +1,308 @@
+"""What does each operation need of the past? The question is put to the operation itself.
+
+A *window* is a set of new positions [p, p + n). Restricting a value to a window keeps, of each of its time axes, either
+the window (role NEW: one row for each new position) or all positions up to the window's end (role ALL: one row for each
+position that attention may read). An operation can be decoded incrementally if it *commutes with restriction*:
+
+    operation(restricted operands) = restriction of operation(operands)
+
+for some roles of its operands' time axes, with as few ALL as possible. An operation that keeps positions apart does so
+with NEW alone. In attention the keys and values need ALL, and only if it looks nowhere ahead: positions after the
+window are not among the restricted operands. An operation that commutes for no roles mixes positions, and is refused.
+The test is run on traced values at several windows, for any operation there is or will be; nothing is assumed by name.
+
+Roles are demanded backwards from the output. Where ALL is demanded of a value that is computed from the step input, the
+past has to come from somewhere: that is a *cut point*, and becomes a cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from tformer_export.capture import Captured, expression, meta, source_line, symbols
+from tformer_export.staging.evaluate import Constants
+from tformer_export.staging.levels import Level
+from tformer_runtime.errors import UnsupportedModelError
+
+NEW, ALL = "new", "all"
+ONE = "one"  # a request value that is the same at every position: computed once, for one position
+FRESH = "fresh"  # a constant that indexes whatever rows are present: computed for as many as are new
+Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of the axes
+Choice = Roles | str | None
+
+LENGTH = 6
+WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3))  # (first position, how many) at that length
+RELATIVE = 1e-4  # kernels of different shapes round differently by about 1e-6; a missing position changes whole digits
+MOST_AXES = 12  # choices beyond 2 ** this are not searched
+
+
+@dataclass(frozen=True)
+class Solution:
+    """How an operation is computed for a window: one choice for each leaf of (args, kwargs), in pytree order."""
+
+    choices: tuple[Choice, ...]
+
+
+class Views:
+    """Demand-driven search for roles. Cost: at most a few dozen runs of each operation at sizes of about 6."""
+
+    def __init__(
+        self, captured: Captured, level: Mapping[Node, Level], values: Mapping[Node, Any], constants: Constants
+    ) -> None:
+        assert captured.time is not None
+        self.captured, self.level, self.values, self.constants = captured, level, values, constants
+        self.time: sympy.Symbol = captured.time
+        self.inner: dict[Node, dict[int, int]] = {}
+        self.solutions: dict[tuple[Node, Roles], Solution] = {}
+        self.cuts: dict[Node, int] = {}  # cut node → its time axis
+        self._fresh: dict[tuple[Node, int], Any] = {}
+        self.sizes = {  # of each symbol in the values
+            size.node.expr: values[node].shape[axis]
+            for node in captured.inputs.values()
+            for axis, size in enumerate(meta(node).shape)
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+        }
+        self._find_layouts()
+
+    # -- axes -----------------------------------------------------------------------------------------------------
+
+    def time_axes(self, node: Node) -> list[int]:
+        """Axes whose size mentions the time symbol; of a list-valued node, those of its first tensor."""
+        value = meta(node)
+        value = value[0] if isinstance(value, (list, tuple)) else value
+        if not isinstance(value, torch.Tensor):
+            return []
+        return [axis for axis, size in enumerate(value.shape) if self.time in symbols(size)]
+
+    def is_timed_size(self, leaf: Any) -> bool:
+        return isinstance(leaf, Node) and isinstance(meta(leaf), torch.SymInt) and self.time in symbols(meta(leaf))
+
+    def roles(self, node: Node, role: str = NEW) -> Roles:
+        return tuple((axis, role) for axis in self.time_axes(node))
+
+    def is_exact(self, node: Node, axis: int) -> bool:
+        return expression(meta(node).shape[axis]) == self.time
+
+    def _find_layouts(self) -> None:
+        """An axis of size k·time (batch and time flattened, say) holds time at some stride: find which, operation by
+        operation, as the stride at which the operation commutes with restriction."""
+        for node in self.captured.nodes:
+            if self.level[node] == Level.CONSTANT or node.op != "call_function":
+                continue
+            for axis in self.time_axes(node):
+                if isinstance(meta(node), torch.Tensor) and not self.is_exact(node, axis):
+                    size = self.values[node].shape[axis] // LENGTH
+                    strides = [k for k in range(1, size + 1) if size % k == 0]
+                    self.inner.setdefault(node, {})[axis] = self._first_stride(node, axis, strides)
+
+    def _first_stride(self, node: Node, axis: int, strides: list[int]) -> int:
+        for stride in strides:
+            self.inner.setdefault(node, {})[axis] = stride
+            if self._search(node, self.roles(node), (NEW,)) is not None:
+                return stride
+        return 1
+
+    def restrict(self, node: Node, roles: Roles, window: tuple[int, int]) -> Any:
+        """The node's value, narrowed on its time axes."""
+        first, count = window
+        value = self.values[node]
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        restricted = []
+        for tensor in tensors:
+            for axis, role in roles:
+                stride = self.inner.get(node, {}).get(axis, 1)
+                start, size = (first, count) if role == NEW else (0, first + count)
+                split = tensor.unflatten(axis, (-1, LENGTH, stride)).narrow(axis + 1, start, size)
+                tensor = split.flatten(axis, axis + 2)
+            restricted.append(tensor.contiguous())
+        return restricted if isinstance(value, (list, tuple)) else restricted[0]
+
+    # -- search ---------------------------------------------------------------------------------------------------
+
+    def solve(self, node: Node, roles: Roles) -> Solution:
+        """The choice of operands that computes `node` in these roles; UnsupportedModelError if there is none."""
+        key = node, roles
+        if key not in self.solutions:
+            found = self._search(node, roles, (NEW, ALL))
+            if found is None:
+                raise UnsupportedModelError(self._why_not(node, roles))
+            self.solutions[key] = found
+        return self.solutions[key]
+
+    def _search(self, node: Node, roles: Roles, allowed: tuple[str, ...]) -> Solution | None:
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        for choices in self._candidates(leaves, allowed):
+            if all(self._commutes(node, roles, leaves, choices, spec, window) for window in WINDOWS):
+                return Solution(choices)
+        return None
+
+    def _candidates(self, leaves: list[Any], allowed: tuple[str, ...]) -> Iterator[tuple[Choice, ...]]:
+        """All choices for the leaves, those with the fewest ALL first."""
+        options: list[list[Choice]] = []
+        for leaf in leaves:
+            if self.is_timed_size(leaf):
+                options.append([((0, role),) for role in allowed])
+            elif isinstance(leaf, Node) and (axes := self.time_axes(leaf)):
+                per_axis: list[Choice] = [
+                    tuple(zip(axes, roles, strict=True)) for roles in itertools.product(allowed, repeat=len(axes))
+                ]
+                if self.level[leaf] == Level.CONSTANT:
+                    exact = all(self.is_exact(leaf, a) for a in axes)
+                    per_axis = [*per_axis, FRESH] if exact else [FRESH]
+                elif self.level[leaf] == Level.REQUEST:
+                    per_axis = [ONE, *per_axis]
+                options.append(per_axis)
+            else:
+                options.append([None])
+        free = sum(len(o) > 1 for o in options)
+        if free > MOST_AXES:
+            options = [[o[0], o[-1]] if len(o) > 1 and i < MOST_AXES else o[:1] for i, o in enumerate(options)]
+
+        def weight(choices: tuple[Choice, ...]) -> int:
+            return sum(role == ALL for c in choices if isinstance(c, tuple) for _, role in c)
+
+        return iter(sorted(itertools.product(*options), key=weight))
+
+    def _commutes(
+        self,
+        node: Node,
+        roles: Roles,
+        leaves: list[Any],
+        choices: tuple[Choice, ...],
+        spec: Any,
+        window: tuple[int, int],
+    ) -> bool:
+        operands = [self._operand(leaf, choice, window) for leaf, choice in zip(leaves, choices, strict=True)]
+        args, kwargs = pytree.tree_unflatten(operands, spec)
+        try:
+            with torch.no_grad():
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError):  # sizes that do not fit each other: not these roles
+            return False
+        return _alike(result, self.restrict(node, roles, window))
+
+    def _operand(self, leaf: Any, choice: Choice, window: tuple[int, int]) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        if isinstance(meta(leaf), torch.SymInt):
+            if choice is None:
+                return self.values[leaf]
+            ((_, role),) = choice
+            return self.size(leaf, window[1] if role == NEW else sum(window))
+        if choice is None:
+            return self.values[leaf]
+        if choice == ONE:
+            value = self.values[leaf]
+            for axis in self.time_axes(leaf):
+                value = value.narrow(axis, 0, 1)
+            return value
+        if choice == FRESH:
+            return self.fresh(leaf, window[1])
+        return self.restrict(leaf, choice, window)  # type: ignore[arg-type]
+
+    def size(self, node: Node, time: int) -> int:
+        """A traced size with `time` positions and the other symbols as in the values."""
+        return int(expression(meta(node)).subs({**self.sizes, self.time: time}))
+
+    def fresh(self, node: Node, time: int) -> Any:
+        """A constant computed for another number of positions."""
+        key = node, time
+        if key not in self._fresh:
+            try:
+                self._fresh[key] = self.constants.at([node], {**self.sizes, self.time: time})[node]
+            except (RuntimeError, IndexError) as error:
+                raise RuntimeError("cannot be computed at this size") from error
+        return self._fresh[key]
+
+    def _why_not(self, node: Node, roles: Roles) -> str:
+        where = f"`{node.target}` at {source_line(node)}"
+        if all(role == NEW for _, role in roles) and self._looks_ahead(node, roles):
+            return (
+                f"{where} looks ahead: its value at a position depends on later positions of the step input, so it "
+                "cannot be decoded step by step; if this is attention, give it a causal mask"
+            )
+        return (
+            f"{where} mixes different positions of the step input outside attention, so it cannot be decoded step by "
+            "step with a key-value cache; export the model without a step input to run it once per input"
+        )
+
+    def _looks_ahead(self, node: Node, roles: Roles) -> bool:
+        """Whether it commutes at least at the window that ends with the last position."""
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        last = [w for w in WINDOWS if sum(w) == LENGTH]
+        return any(
+            all(self._commutes(node, roles, leaves, choices, spec, window) for window in last)
+            for choices in self._candidates(leaves, (NEW, ALL))
+        )
+
+    # -- cut points -----------------------------------------------------------------------------------------------
+
+    def cut(self, node: Node) -> Node:
+        """Where the value whose ALL view is needed is held: the node itself, or, above operations that only repeat
+        numbers, the nearest one that holds each number once and has one plain time axis."""
+        best, here = node, node
+        while (above := self._moved_from(here)) is not None:
+            here = above
+            if self._can_hold(here) and (
+                not self._can_hold(best) or self.values[here].numel() < self.values[best].numel()
+            ):
+                best = here
+        if not self._can_hold(best):
+            raise UnsupportedModelError(
+                f"`{node.target}` at {source_line(node)} needs the past of a value whose batch and time axes are "
+                "merged, which cannot be cached; keep batch and time as axes of their own"
+            )
+        self.cuts[best] = self.time_axes(best)[0]
+        return best
+
+    def _can_hold(self, node: Node) -> bool:
+        axes = self.time_axes(node)
+        return len(axes) == 1 and self.is_exact(node, axes[0]) and self.batch_axis(node) is not None
+
+    def batch_axis(self, node: Node) -> int | None:
+        """The axis whose size is the batch's, if there is just one."""
+        found = [a for a, size in enumerate(meta(node).shape) if expression(size) in self.captured.batch]
+        return found[0] if len(found) == 1 else None
+
+    def _moved_from(self, node: Node) -> Node | None:
+        """The node's operand, if all that the node does is to rearrange or repeat it."""
+        tensors = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor)]
+        if len(tensors) != 1 or not isinstance(meta(node), torch.Tensor) or self.level[tensors[0]] != self.level[node]:
+            return None
+        source = self.values[tensors[0]]
+        if not isinstance(source, torch.Tensor) or source.numel() > self.values[node].numel():
+            return None
+        marked = torch.arange(1, source.numel() + 1, dtype=torch.float64).reshape(source.shape).to(source.dtype)
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        operands = [marked if x is tensors[0] else self.values[x] if isinstance(x, Node) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(operands, spec)
+        try:
+            moved = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError):
+            return None
+        same = moved.dtype == marked.dtype and torch.isin(moved, marked).all() and torch.isin(marked, moved).all()
+        return tensors[0] if same else None
+
+
+def _alike(result: Any, expected: Any) -> bool:
+    if isinstance(expected, (list, tuple)):
+        return len(result) == len(expected) and all(map(_alike, result, expected))
+    if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
+        return False
+    if not result.is_floating_point():
+        return torch.equal(result, expected)
+    finite = expected.isfinite()
+    if not torch.equal(
+        torch.where(finite, 0.0, expected.nan_to_num(2.0)), torch.where(finite, 0.0, result.nan_to_num(2.0))
+    ):
+        return False
+    scale = torch.where(finite & (expected.abs() < 1e30), expected, 0.0).abs().max() if expected.numel() else 0.0
+    return bool(torch.allclose(result[finite], expected[finite], rtol=RELATIVE, atol=float(RELATIVE * scale)))
