@@ -1,16 +1,16 @@
 """Every error that tformer raises on purpose, as one tree.
 
-    TformerError                what a caller catches; the command lines print its one sentence and exit with 1
-    ├── InputError              an input that the model cannot take: empty, too long, outside the vocabulary
-    ├── OptionError             an option with an unknown name or an impossible value
-    ├── ModelFileError          a file that is not a model of ours, is damaged, or is newer than this runtime
-    ├── DeviceError             a device that was asked for and cannot be had
-    ├── UnsupportedCallError    a call that this model does not offer
-    ├── MissingExtraError       an optional dependency that is not installed
-    ├── OutputError             an output that exists already or cannot be written
-    ├── SourceError             (export) a source that cannot be loaded
-    ├── UnsupportedModelError   (export) a model that cannot be decoded incrementally; says where and why
-    └── ParityError             (export) a file that does not compute what its source computes
+TformerError                what a caller catches; the command lines print its one sentence and exit with 1
+├── InputError              an input that the model cannot take: empty, too long, outside the vocabulary
+├── OptionError             an option with an unknown name or an impossible value
+├── ModelFileError          a file that is not a model of ours, is damaged, or is newer than this runtime
+├── DeviceError             a device that was asked for and cannot be had
+├── UnsupportedCallError    a call that this model does not offer
+├── MissingExtraError       an optional dependency that is not installed
+├── OutputError             an output that exists already or cannot be written
+├── SourceError             (export) a source that cannot be loaded
+├── UnsupportedModelError   (export) a model that cannot be decoded incrementally; says where and why
+└── ParityError             (export) a file that does not compute what its source computes
 """
 
 from __future__ import annotations

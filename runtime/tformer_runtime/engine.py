@@ -1,0 +1,309 @@
+"""The lowest level of decoding: encode requests, feed tokens, get logits. Everything above it is search.
+
+    engine = Engine("model.onnx", device="cpu")
+    state = engine.start({"src": [ids, other_ids]}, rows=2)      # None for a decoder-only model
+    logits = engine.step(state, np.array([[1], [1]]))            # (2, vocabulary)
+    engine.reorder(state, np.array([1, 1]))                      # beams; or fewer rows, to drop the finished ones
+
+A `State` belongs to one call and one thread; an `Engine` may be shared by any number of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.cache import KVCache, move_rows
+from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
+from tformer_runtime.manifest import (
+    BATCH,
+    LAST,
+    POSITIONS,
+    SELECT,
+    SLOTS,
+    STAGE,
+    START,
+    TOTAL,
+    Decode,
+    Manifest,
+)
+from tformer_runtime.requests import request_arrays
+from tformer_runtime.session import Array, Session
+
+Ints = npt.NDArray[np.int64]
+Want = Literal["last", "all"]
+
+
+class State:
+    """What decoding has so far for each row of a batch: its context, its cached tokens, and how many those are.
+
+    lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
+    """
+
+    def __init__(self, context: list[Array], cache: KVCache, rows: int) -> None:
+        self.lengths: Ints = np.zeros(rows, np.int64)
+        self.longest = 0  # the greatest of lengths
+        self.cache = cache
+        self.context = context
+        self.context_values: list[Any] = []
+        self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
+        self.call: _Call | None = None  # the last shape of call, bound
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches and the context."""
+        return self.cache.nbytes + sum(a.nbytes for a in self.context)
+
+
+class Engine:
+    """A model file's stages as functions. See the module's docstring."""
+
+    def __init__(
+        self, model: Session | str | os.PathLike[str], device: str = "auto", threads: int | None = None
+    ) -> None:
+        self.session = model if isinstance(model, Session) else Session(model, device, threads)
+        self.manifest: Manifest = self.session.manifest
+        self._context_inputs = self._find_context_inputs()
+        self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
+
+    @property
+    def decode(self) -> Decode:
+        if self.manifest.decode is None:
+            raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
+        return self.manifest.decode
+
+    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int) -> dict[str, Any]:
+        """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
+
+        requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
+        """
+        encode = self.manifest.encode
+        if encode is None:
+            raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
+        arrays = request_arrays(encode.inputs, requests, rows)
+        io = self.session.binding()
+        for name in self.session.inputs:
+            array = arrays[name] if name in arrays else self._empty(name)
+            io.bind_ortvalue_input(name, self.session.tensor(array))
+        for output in encode.outputs:
+            io.bind_output(output.name, self.session.device)
+        self.session.run(io)
+        return dict(zip((o.name for o in encode.outputs), io.get_outputs(), strict=True))
+
+    def start(self, requests: Mapping[str, Sequence[Array]] | None, rows: int, repeat: int = 1) -> State:
+        """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat)."""
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
+        if self.manifest.encode is None:
+            state = State([], cache, rows)
+        else:
+            context = self.encode(requests or {}, rows)
+            state = State([_writable(value.numpy()) for value in context.values()], cache, rows)
+        self._bind_context(state)
+        if repeat != 1:
+            self.reorder(state, np.repeat(np.arange(rows), repeat))
+        return state
+
+    def step(self, state: State, tokens: Array, counts: Array | None = None, want: Want = "last") -> Array:
+        """Feed new tokens to every row and return the logits that follow them.
+
+        tokens: (rows, N) int64, right-padded.
+        counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
+        Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
+        want="all". The array is overwritten by the next call. InputError if a row would pass the maximum length.
+        """
+        rows, new = tokens.shape
+        if rows != state.rows:
+            raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
+        if new > 1 and counts is not None:
+            new = int(counts.max())  # operators reckon from the row's last token back: no column without a valid one
+            tokens = tokens[:, :new]
+        total = state.longest + new
+        if new > 1 and self._one_at_a_time(state, total):
+            return self._columns(state, tokens, counts, want)
+        if total > self.manifest.max_length:
+            raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
+        if state.cache.reserve(total, state.longest):
+            state.call = None
+        call = state.call
+        if call is None or call.new != new or call.want != want:
+            call = state.call = _Call(self, state, new, want)
+        return call.run(tokens, counts, total)
+
+    def reorder(self, state: State, rows: Array) -> None:
+        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
+        rows = np.asarray(rows, np.int64)
+        if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
+            return
+        origin = state.origin[rows]
+        if not np.array_equal(origin, state.origin):
+            state.context = (
+                [
+                    move_rows(array, rows) if spec.shape[:1] == (BATCH,) else _taken(array, rows, spec.shape)
+                    for spec, array in zip(self.manifest.encode.outputs, state.context, strict=True)
+                ]
+                if self.manifest.encode
+                else []
+            )
+            self._bind_context(state)
+            state.origin = origin
+            state.call = None
+        state.cache.reorder(rows, state.longest)
+        if len(rows) == state.rows:
+            state.lengths[:] = state.lengths[rows]  # bound calls read this very array
+        else:
+            state.lengths = state.lengths[rows]
+            state.call = None
+        state.longest = int(state.lengths.max(initial=0))
+
+    def _one_at_a_time(self, state: State, total: int) -> bool:
+        """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
+        return (
+            state.longest > 0 and state.rows > 1 and (not self.decode.ragged_chunks or total > self.manifest.max_length)
+        )
+
+    def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
+        rows, new = tokens.shape
+        counts = np.full(rows, new) if counts is None else np.asarray(counts)
+        if int((state.lengths + counts).max()) > self.manifest.max_length:
+            total = int((state.lengths + counts).max())
+            raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
+        every, logits = [], np.empty(0, np.float32)
+        for i in range(new):
+            # A row that is through feeds its last token again: the same slot gets the same content.
+            through = i >= counts
+            state.lengths -= through
+            state.longest = int(state.lengths.max())
+            logits = self.step(state, tokens[np.arange(rows), np.minimum(i, counts - 1)][:, None])
+            if want == "all":
+                every.append(logits.copy())
+        return np.stack(every, 1) if want == "all" else logits
+
+    def _bind_context(self, state: State) -> None:
+        state.context_values = [self.session.tensor(array) for array in state.context]
+
+    def _find_context_inputs(self) -> tuple[str, ...]:
+        """The decode stage's inputs for the context, in the order of encode's outputs: what nothing else claims."""
+        manifest = self.manifest
+        if not (manifest.encode and manifest.decode):
+            return ()
+        claimed = {STAGE, manifest.decode.step.name, *manifest.decode.controls}
+        claimed |= {i.name for i in manifest.encode.inputs} | {c.past for c in manifest.decode.caches}
+        names = tuple(name for name in self.session.inputs if name not in claimed)
+        if len(names) != len(manifest.encode.outputs):
+            raise ModelFileError(
+                f"{self.session.path}: its manifest lists {len(manifest.encode.outputs)} context tensors and its graph "
+                f"reads {len(names)}: export the model again"
+            )
+        return names
+
+    def _empty(self, name: str) -> Array:
+        """Stands in for an input that the stage does not read; as STAGE it is false, for encode."""
+        return np.zeros([0 if d is None else d for d in self.session.inputs[name]], self._dtypes[name])
+
+    @property
+    def _dtypes(self) -> dict[str, str]:
+        manifest = self.manifest
+        dtypes = dict.fromkeys((POSITIONS, START, SLOTS, SELECT), "int64") | {
+            LAST: "int32",
+            TOTAL: "int32",
+            STAGE: "bool",
+        }
+        if manifest.encode:
+            dtypes |= {i.name: i.dtype for i in manifest.encode.inputs}
+            dtypes |= dict(zip(self._context_inputs, (o.dtype for o in manifest.encode.outputs), strict=True))
+        if manifest.decode:
+            dtypes |= {manifest.decode.step.name: manifest.decode.step.dtype}
+            dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
+        return dtypes
+
+
+class _Call:
+    """One shape of decode call with everything bound: a run only writes the few numbers that change."""
+
+    def __init__(self, engine: Engine, state: State, new: int, want: Want) -> None:
+        decode, rows = engine.decode, state.rows
+        self.session, self.state, self.new, self.want = engine.session, state, new, want
+        self.controls = frozenset(decode.controls)
+        self.slots, self.last_position = engine._slots, engine.manifest.max_length - 1
+        self.selects = SELECT in self.controls
+        self.tokens: Array = np.zeros((rows, new), decode.step.dtype)
+        self.ahead = np.arange(new)
+        # With one new token the positions are the lengths: the graph reads the state's own array.
+        self.positions: Ints = state.lengths[:, None] if new == 1 else np.zeros((rows, new), np.int64)
+        self.last = np.zeros(rows, np.int32)
+        self.total = np.zeros((), np.int32)
+        self.select: Ints = np.tile(self.ahead, (rows, 1)) if want == "all" else np.full((rows, 1), new - 1)
+        wanted = self.select.shape[1] if self.selects else new
+        self.logits = np.zeros((rows, wanted, int(decode.logits.shape[-1])), np.float32)
+        self.inputs: dict[str, Array] = {
+            decode.step.name: self.tokens, POSITIONS: self.positions, LAST: self.last, TOTAL: self.total,
+            START: state.lengths, SELECT: self.select,
+        }  # fmt: skip
+        self.inputs = {n: a for n, a in self.inputs.items() if n in self.controls or n == decode.step.name}
+        self.bindings = [self._bound(engine, turn) for turn in range(state.cache.turns)]
+
+    def _bound(self, engine: Engine, turn: int) -> Any:
+        state, session, io = self.state, self.session, self.session.binding()
+        bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
+        bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
+        bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
+        if SLOTS in self.controls:
+            bound[SLOTS] = session.host_tensor(self.slots)
+        if STAGE in session.inputs:
+            bound[STAGE] = session.tensor(np.ones_like(engine._empty(STAGE)))
+        for name in session.inputs:
+            io.bind_ortvalue_input(name, bound[name] if name in bound else session.tensor(engine._empty(name)))
+        io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
+        for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
+            io.bind_ortvalue_output(cache.present, present)
+        return io
+
+    def run(self, tokens: Array, counts: Array | None, total: int) -> Array:
+        state, new = self.state, self.new
+        lengths = state.lengths
+        self.tokens[:] = tokens
+        self.total[()] = total
+        if new == 1:
+            self.last[:] = lengths
+        else:
+            own = new if counts is None else counts
+            np.minimum(lengths[:, None] + self.ahead, self.last_position, out=self.positions)
+            self.last[:] = lengths + own - 1
+            if self.want == "last":
+                self.select[:, 0] = np.subtract(own, 1)
+        io = self.bindings[state.cache.turn]
+        if SLOTS in self.controls:
+            io.bind_ortvalue_input(SLOTS, self.session.host_tensor(self.slots[:total]))
+        if self.session.device != "cpu":  # binding copies to the device, so what changed is bound again
+            for name, array in self.inputs.items():
+                io.bind_ortvalue_input(name, self.session.host_tensor(array))
+        self.session.run(io)
+        state.cache.turn = (state.cache.turn + 1) % state.cache.turns
+        if counts is None or new == 1:
+            lengths += new
+            state.longest = total
+        else:
+            lengths += counts
+            state.longest = int(lengths.max())
+        if self.want == "all":
+            return self.logits
+        return (
+            self.logits[:, 0] if self.selects or new == 1 else self.logits[np.arange(len(lengths)), self.select[:, 0]]
+        )
+
+
+def _writable(array: Array) -> Array:
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+
+
+def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
+    """A context tensor whose batch is not its first axis, or that has none."""
+    return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array

@@ -1,0 +1,156 @@
+"""An opened model file: the onnxruntime session, its manifest, and the device that it runs on.
+
+All that this package asks of onnxruntime goes through here, so that a missing wheel, a missing device and each of
+onnxruntime's unrelated kinds of error become one of our own sentences in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.modelfile import read_manifest
+
+logger = logging.getLogger("tformer")
+
+Array = npt.NDArray[Any]
+DEVICES = ("auto", "cpu", "cuda")
+_CUDA = "CUDAExecutionProvider"
+_CPU = "CPUExecutionProvider"
+_OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
+
+
+class Session:
+    """A model file that is ready to run.
+
+    path: the file.  manifest: what it offers.  device: "cpu" or "cuda", whichever was chosen.
+    inputs: name → shape of each graph input, free axes as None.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> None:
+        """Open a file.
+
+        device: "cpu", "cuda" or "auto": CUDA if the file was made for it and it can be had, else the CPU.
+        threads: threads of one operator; by default one per physical core.
+        Raises ModelFileError, DeviceError, MissingExtraError.
+        """
+        self.path = Path(path)
+        self.manifest: Manifest = read_manifest(path)
+        self.threads = threads
+        self._ort = _onnxruntime()
+        self.device = self._choose(device)
+        self._session = self._load()
+        self.inputs: dict[str, tuple[int | None, ...]] = {
+            i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in self._session.get_inputs()
+        }
+
+    def binding(self) -> Any:
+        """A new onnxruntime IOBinding of this session: the buffers that one kind of call reads and writes."""
+        return self._session.io_binding()
+
+    def run(self, binding: Any) -> None:
+        """Run the graph on what `binding` holds. Any number of threads may be in here at once."""
+        try:
+            self._session.run_with_iobinding(binding)
+            if self.device != "cpu":
+                binding.synchronize_outputs()
+        except Exception as error:
+            raise self._translated(error) from error
+
+    def tensor(self, array: Array) -> Any:
+        """An OrtValue on the session's device. On the CPU it *is* the array's memory, elsewhere a copy."""
+        return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
+
+    def host_tensor(self, array: Array) -> Any:
+        """An OrtValue that is the array's own memory."""
+        return self._ort.OrtValue.ortvalue_from_numpy(array)
+
+    def _choose(self, device: str) -> str:
+        if device not in DEVICES:
+            raise DeviceError(f"there is no device {device!r}: choose one of {', '.join(DEVICES)}")
+        if device == "cuda":
+            missing = self._cuda_missing()
+            if missing:
+                raise DeviceError(f"device cuda cannot be had: {missing}")
+        elif device == "auto":
+            # A file made for the CPU holds operators that CUDA has not, and would run on both by turns.
+            device = "cpu" if self.manifest.target == "cpu" or self._cuda_missing() else "cuda"
+            logger.info("device: %s", device)
+        return device
+
+    def _cuda_missing(self) -> str | None:
+        """What keeps onnxruntime's CUDA provider from starting, as a sentence; None if nothing is known to."""
+        if _CUDA not in self._ort.get_available_providers():
+            return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            self._ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; it prints what it does not find
+        if os.name == "posix":
+            try:
+                ctypes.CDLL("libcuda.so.1")
+            except OSError:
+                return "there is no NVIDIA driver on this machine (libcuda.so.1)"
+            provider = Path(self._ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+            found = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
+            if found:
+                return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
+        return None
+
+    def _load(self) -> Any:
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = self.threads or 0
+        options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
+        providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
+        try:
+            # No silent fallback: a provider that cannot start must not leave a CPU session in its place.
+            session = self._ort.InferenceSession(os.fspath(self.path), options, providers, enable_fallback=False)
+        except Exception as error:
+            raise self._translated(error) from error
+        if self.device == "cuda" and _CUDA not in session.get_providers():
+            raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
+        return session
+
+    def _translated(self, error: Exception) -> TformerError:
+        """onnxruntime's errors have no common base (its own kinds, ValueError, RuntimeError): make them ours."""
+        if isinstance(error, TformerError):
+            return error
+        text = str(error).strip()
+        index = _OUT_OF_RANGE.search(text)
+        if index:
+            return InputError(f"id {index[1]} is not in the model's vocabulary, which ends at {index[3]}")
+        if "external data" in text.lower() or "GetFileLength" in text or "data path" in text.lower():
+            return ModelFileError(
+                f"{self.path}: the file that holds its weights is missing or not whole ({self._data()})"
+            )
+        first = (
+            re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text).splitlines()[0] if text else type(error).__name__
+        )
+        return ModelFileError(f"onnxruntime cannot run {self.path}: {first[:300]}")
+
+    def _data(self) -> str:
+        return f"expected beside it, usually {self.path.name}.data"
+
+
+def _onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError("onnxruntime is not installed; pip install tformer[cpu]") from error
+    return onnxruntime
+
+
+def _load_error(library: Path) -> str:
+    try:
+        ctypes.CDLL(os.fspath(library))
+    except OSError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,280 @@
+"""Small model files for the runtime's tests, built with onnx.helper, and the same computation in plain numpy.
+
+One layer of self attention (GroupQueryAttention written in place, or TensorScatter and standard operators), cross
+attention if there is an encoder, one projection to the vocabulary; random weights from a seed. An encoder-decoder is
+one graph whose stages are the branches of an `If`, as the compiler writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from tformer_runtime import manifest as m
+
+HEADS, SIZE = 2, 8  # GroupQueryAttention wants heads of a multiple of 8
+WIDTH = HEADS * SIZE
+PAD, START_ID, END_ID = 0, 1, 2
+LETTERS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
+ONNX_TYPE = {"int64": T.INT64, "int32": T.INT32, "bool": T.BOOL, "float32": T.FLOAT}
+
+
+def letters() -> Tokenizer:
+    """A tokenizer of single letters, with no unknown token."""
+    tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(LETTERS[:3])
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Toy:
+    """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair"."""
+
+    encoder: bool = True
+    attention: str = "gqa"
+    vocabulary: int = len(LETTERS)
+    max_length: int = 64
+    seed: int = 0
+    source_max: int | None = 40
+    select: bool = True
+    tokenizer: bool = True
+    start: tuple[int, ...] = (START_ID,)
+    end: tuple[int, ...] = (END_ID,)
+    sharpness: float = 3.0
+    layers: int = 1
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(self.seed)
+        shapes = {
+            "source": (self.vocabulary, WIDTH),
+            "target": (self.vocabulary, WIDTH),
+            "places": (self.max_length, WIDTH),
+        }
+        names = ["q", "k", "v", "o", "cq", "co"]
+        shapes |= {f"{n}{i}": (WIDTH, WIDTH) for i in range(self.layers) for n in names}
+        shapes |= {"ck": (WIDTH, WIDTH), "cv": (WIDTH, WIDTH), "out": (WIDTH, self.vocabulary)}
+        made = {
+            n: (rng.standard_normal(s) / np.sqrt(s[0] if n != "target" else 1)).astype(np.float32)
+            for n, s in shapes.items()
+        }
+        made["source"] *= np.sqrt(self.vocabulary)
+        made["places"] *= np.sqrt(self.max_length)
+        made["out"] *= self.sharpness
+        return made
+
+    def manifest(self) -> m.Manifest:
+        encode = decode = None
+        b, s = m.BATCH, "source"
+        if self.encoder:
+            encode = m.Encode(
+                (
+                    m.RequestInput("src", "int64", (b, s), "ids", pad=PAD, max_length=self.source_max),
+                    m.RequestInput("src_mask", "bool", (b, s), "mask", of="src", keep=True),
+                ),
+                (
+                    m.TensorSpec("context.k", "float32", (b, HEADS, s, SIZE)),
+                    m.TensorSpec("context.v", "float32", (b, HEADS, s, SIZE)),
+                    m.TensorSpec("context.bias", "float32", (b, 1, 1, s)),
+                ),
+            )
+        gqa = self.attention == "gqa"
+        controls = (m.POSITIONS, m.LAST, m.TOTAL) if gqa else (m.POSITIONS, m.START, m.SLOTS)
+        caches = tuple(
+            m.Cache(
+                f"past.{n}{i}", f"present.{n}{i}", "float32", (b, HEADS, m.SLOT, SIZE), self.attention != "scatter-pair"
+            )
+            for i in range(self.layers)
+            for n in "kv"
+        )
+        decode = m.Decode(
+            m.TensorSpec("tgt", "int64", (b, m.NEW)),
+            controls + ((m.SELECT,) if self.select else ()),
+            caches,
+            m.TensorSpec("logits", "float32", (b, m.NEW, self.vocabulary)),
+            ragged_chunks=not gqa,
+        )
+        return m.Manifest(
+            task="translate" if self.encoder else "continue",
+            max_length=self.max_length,
+            encode=encode,
+            decode=decode,
+            special=m.SpecialTokens(self.start, self.end, PAD),
+            tokenizers=(letters().to_str(),) if self.tokenizer else (),
+            tokenizer_of=({"src": 0, "tgt": 0} if self.encoder else {"tgt": 0}) if self.tokenizer else {},
+            defaults=self.defaults,
+            producer={"tformer": "0"},
+            parity={"max_abs_error": 0.0},
+        )
+
+    def write(self, path: Path) -> Path:
+        model = build(self)
+        onnx.save(model, path)
+        return path
+
+    def logits(self, target: np.ndarray, source: np.ndarray | None = None) -> np.ndarray:
+        """The full-sequence computation for one row: (time, vocabulary)."""
+        w = self.weights()
+        x = w["target"][target] + w["places"][: len(target)]
+        causal = np.where(np.tri(len(target), dtype=bool), 0, -np.inf)
+        for i in range(self.layers):
+            x = x + _attend(x @ w[f"q{i}"], x @ w[f"k{i}"], x @ w[f"v{i}"], causal) @ w[f"o{i}"]
+            if source is not None:
+                y = w["source"][source]
+                x = x + _attend(x @ w[f"cq{i}"], y @ w["ck"], y @ w["cv"], np.zeros((1, 1))) @ w[f"co{i}"]
+        return x @ w["out"]
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    q, k, v = (a.reshape(len(a), HEADS, SIZE).transpose(1, 0, 2) for a in (q, k, v))
+    scores = q @ k.transpose(0, 2, 1) / np.sqrt(SIZE) + bias
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    return (scores / scores.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(q.shape[1], WIDTH)
+
+
+class Graph:
+    """Nodes being gathered; `op` adds one and returns its output's name."""
+
+    def __init__(self, prefix: str) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.prefix, self.count = prefix, 0
+
+    def op(
+        self, kind: str, inputs: list[str], outputs: list[str] | None = None, domain: str = "", **attributes: Any
+    ) -> str:
+        self.count += 1
+        outputs = outputs or [f"{self.prefix}{self.count}"]
+        self.nodes.append(h.make_node(kind, inputs, outputs, domain=domain, **attributes))
+        return outputs[0]
+
+    def constant(self, value: Any, dtype: Any = np.int64) -> str:
+        return self.op("Constant", [], value=numpy_helper.from_array(np.asarray(value, dtype)))
+
+    def heads(self, x: str) -> str:
+        """(batch, time, width) → (batch, heads, time, size)"""
+        return self.op("Transpose", [self.op("Reshape", [x, self.constant([0, 0, HEADS, SIZE])])], perm=[0, 2, 1, 3])
+
+    def attend(self, q: str, k: str, v: str, bias: str) -> str:
+        """(batch, time, width) and K, V as heads → (batch, time, width)"""
+        scores = self.op("MatMul", [self.heads(q), self.op("Transpose", [k], perm=[0, 1, 3, 2])])
+        scores = self.op("Mul", [scores, self.constant(1 / np.sqrt(SIZE), np.float32)])
+        mixed = self.op("MatMul", [self.op("Softmax", [self.op("Add", [scores, bias])], axis=-1), v])
+        return self.op("Reshape", [self.op("Transpose", [mixed], perm=[0, 2, 1, 3]), self.constant([0, 0, WIDTH])])
+
+
+def _encode(g: Graph, prefix: str) -> None:
+    x = g.op("Gather", ["source", "src"])
+    for n in "kv":
+        g.op("Identity", [g.heads(g.op("MatMul", [x, f"c{n}"]))], [f"{prefix}context.{n}"])
+    bias = g.op("Where", ["src_mask", g.constant(0, np.float32), g.constant(-1e9, np.float32)])
+    g.op("Unsqueeze", [bias, g.constant([1, 2])], [f"{prefix}context.bias"])
+
+
+def _decode(g: Graph, toy: Toy, prefix: str) -> None:
+    x = g.op("Add", [g.op("Gather", ["target", "tgt"]), g.op("Gather", ["places", m.POSITIONS])])
+    for i in range(toy.layers):
+        q, k, v = (g.op("MatMul", [x, f"{n}{i}"]) for n in "qkv")
+        presents = [f"{prefix}present.{n}{i}" for n in "kv"]
+        if toy.attention == "gqa":
+            a = f"{g.prefix}attention{i}"
+            g.op(
+                "GroupQueryAttention",
+                [q, k, v, f"past.k{i}", f"past.v{i}", m.LAST, m.TOTAL],
+                [a, *presents],
+                "com.microsoft",
+                num_heads=HEADS,
+                kv_num_heads=HEADS,
+            )
+        else:
+            keys, values = (
+                g.op(
+                    "Gather",
+                    [g.op("TensorScatter", [f"past.{n}{i}", g.heads(new), m.START], [p], axis=2), m.SLOTS],
+                    axis=2,
+                )
+                for n, new, p in zip("kv", (k, v), presents, strict=True)
+            )
+            seen = g.op("LessOrEqual", [m.SLOTS, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
+            bias = g.op("Where", [seen, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
+            a = g.attend(q, keys, values, bias)
+        x = g.op("Add", [x, g.op("MatMul", [a, f"o{i}"])])
+        if toy.encoder:
+            cross = g.attend(g.op("MatMul", [x, f"cq{i}"]), "past_context.k", "past_context.v", "past_context.bias")
+            x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
+    if toy.select:
+        x = g.op("GatherND", [x, g.op("Unsqueeze", [m.SELECT, g.constant([2])])], batch_dims=1)
+    g.op("MatMul", [x, "out"], [f"{prefix}logits"])
+
+
+def build(toy: Toy) -> onnx.ModelProto:
+    manifest = toy.manifest()
+    encode, decode = manifest.encode, manifest.decode
+    assert decode is not None
+
+    def info(name: str, dtype: str, shape: Any) -> onnx.ValueInfoProto:
+        return h.make_tensor_value_info(name, ONNX_TYPE[dtype], shape)
+
+    shapes = {m.POSITIONS: [m.BATCH, m.NEW], m.LAST: [m.BATCH], m.TOTAL: [], m.START: [m.BATCH], m.SLOTS: ["total"]}
+    inputs = [info(decode.step.name, "int64", decode.step.shape)]
+    inputs += [
+        info(c, "int32" if c in (m.LAST, m.TOTAL) else "int64", shapes.get(c, [m.BATCH, "wanted"]))
+        for c in decode.controls
+    ]
+    inputs += [info(c.past, c.dtype, c.shape) for c in decode.caches]
+    outputs = [info("logits", "float32", [m.BATCH, "wanted", toy.vocabulary])]
+    outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
+    used = toy.weights()
+    body = Graph("n")
+    if encode:
+        inputs = [info(m.STAGE, "bool", []), *(info(i.name, i.dtype, i.shape) for i in encode.inputs), *inputs]
+        inputs += [info("past_" + o.name, o.dtype, o.shape) for o in encode.outputs]
+        contexts = [info(o.name, o.dtype, o.shape) for o in encode.outputs]
+        stages = []
+        for prefix, made in (("then.", outputs), ("else.", contexts)):
+            g = Graph(prefix)
+            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix)
+            both = []
+            for o in [*contexts, *outputs]:
+                copy = onnx.ValueInfoProto()
+                copy.CopyFrom(o)
+                copy.name = prefix + o.name
+                if not any(o is x for x in made):  # the other stage's outputs, as nothing
+                    empty = np.zeros([0] * len(o.type.tensor_type.shape.dim), np.float32)
+                    g.nodes.append(h.make_node("Constant", [], [copy.name], value=numpy_helper.from_array(empty)))
+                del copy.type.tensor_type.shape.dim[:]
+                copy.type.tensor_type.ClearField("shape")
+                both.append(copy)
+            stages.append(h.make_graph(g.nodes, prefix, [], both))
+        outputs = [*contexts, *outputs]
+        names = [o.name for o in outputs]
+        body.nodes.append(h.make_node("If", [m.STAGE], names, then_branch=stages[0], else_branch=stages[1]))
+    else:
+        _decode(body, toy, "")
+        used = {n: w for n, w in used.items() if not n.startswith(("c", "source"))}
+    graph = h.make_graph(body.nodes, "toy", inputs, outputs, [numpy_helper.from_array(w, n) for n, w in used.items()])
+    opset = 21 if toy.attention == "gqa" else 24
+    model = h.make_model(
+        graph, opset_imports=[h.make_opsetid("", opset), h.make_opsetid("com.microsoft", 1)], ir_version=10
+    )
+    h.set_model_props(model, {m.KEY: manifest.to_json()})
+    return model
+
+
+def with_manifest(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a file with fields of its manifest replaced."""
+    model = onnx.load(source)
+    text = next(p.value for p in model.metadata_props if p.key == m.KEY)
+    h.set_model_props(model, {m.KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
+    onnx.save(model, target)
+    return target
