@@ -1,0 +1,68 @@
+"""What `Engine.step` costs beyond the bare session call, as a ratio. Run by hand, on a quiet machine:
+
+    python tests/benchmarks/step_overhead.py [model.onnx] [--rows 1] [--threads N]
+
+The bare call is onnxruntime's `run_with_iobinding` on the very binding that a step has just used. Without a file, a
+small random one is built that takes a few hundred microseconds a step. Rounds of both alternate, so that a busy
+machine slows both; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+
+from tformer_runtime.engine import Engine
+
+STEPS, ROUNDS, SOURCE = 24, 60, 12
+
+
+@click.command()
+@click.argument("model", required=False, type=click.Path(exists=True))
+@click.option("--rows", default=1, show_default=True)
+@click.option("--threads", type=int)
+def main(model: str | None, rows: int, threads: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(model or _toy(Path(folder)), device="cpu", threads=threads)
+    stepped, bare = [], []
+    for _ in range(ROUNDS):
+        state = _started(engine, rows)
+        tokens = np.full((rows, 1), 5, np.int64)
+        engine.step(state, tokens)
+        stepped.append(_microseconds(lambda state=state, tokens=tokens: engine.step(state, tokens)))
+        call, state = state.call, _started(engine, rows)
+        assert call is not None
+        session, binding = engine.session._session, call.bindings[0]
+        bare.append(_microseconds(lambda session=session, binding=binding: session.run_with_iobinding(binding)))
+    one, other = float(np.median(stepped)), float(np.median(bare))
+    click.echo(f"rows {rows}: step {one:.1f} µs, bare session call {other:.1f} µs, ratio {one / other:.3f}")
+
+
+def _started(engine: Engine, rows: int):
+    encode = engine.manifest.encode
+    source = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in encode.inputs if i.role == "ids"} if encode else None
+    return engine.start(source, rows)
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        call()
+    return (time.perf_counter() - start) / STEPS * 1e6
+
+
+def _toy(folder: Path) -> Path:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
+    from toy_models import Toy
+
+    return Toy(layers=12).write(folder / "toy.onnx")
+
+
+if __name__ == "__main__":
+    main()
