@@ -35,12 +35,16 @@ class Captured:
     graph: Graph
     constants: dict[str, torch.Tensor]
     inputs: dict[str, Node]
-    step: Node | None
+    step_name: str | None
     output: Node
     time: sympy.Symbol | None
     time_limit: int | None
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+
+    @property
+    def step(self) -> Node | None:
+        return self.inputs[self.step_name] if self.step_name else None
 
     @property
     def nodes(self) -> list[Node]:
@@ -53,7 +57,7 @@ def capture(
     step: str | None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Captured:
-    """Trace `module(**example)`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
+    """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
 
     Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
     example's size.
@@ -64,7 +68,7 @@ def capture(
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(module, (), dict(sized), dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
             program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(_explain(error)) from error
@@ -92,7 +96,7 @@ def capture(
         time = length.node.expr
         upper = program.range_constraints[time].upper if time in program.range_constraints else None
         limit = int(upper) if upper is not None and upper.is_finite and upper < 2**31 else None
-    return Captured(graph, constants, inputs, inputs[step] if step else None, first, time, limit, batch, sized)
+    return Captured(graph, constants, inputs, step, first, time, limit, batch, sized)
 
 
 def distinct_sizes(
@@ -116,8 +120,26 @@ def distinct_sizes(
     return sized
 
 
+def vocabulary(captured: Captured, name: str) -> int:
+    """How many ids an input may take: the rows of the table that it looks up first, else what the example shows."""
+    node, todo = captured.inputs[name], [captured.inputs[name]]
+    seen = set()
+    while todo:
+        node = todo.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if user.target is aten.embedding.default and user.args[1] is node:
+                return int(meta(user.args[0]).shape[0])
+            value = meta(user)
+            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+                todo.append(user)
+    return int(captured.example[name].max()) + 1
+
+
 def source_line(node: Node) -> str:
-    """Where the user's own code made this node: `file:line: code`, the innermost frame outside torch if there is one."""
+    """Where the user's code made this node: `file:line: code`, of the innermost frame outside torch if there is one."""
     trace = node.meta.get("stack_trace") or ""
     frames = []
     lines = trace.splitlines()

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError, SourceError, TformerError
 
@@ -203,7 +203,7 @@ def import_callable(path: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise SourceError(f"{path} is not callable")
-    return found  # type: ignore[no-any-return]
+    return cast(Callable[..., Any], found)
 
 
 def _parse(source: Path, content: Any) -> Checkpoint:

@@ -14,7 +14,7 @@ from tformer_export.staging.levels import Level
 
 
 def run(captured: Captured, inputs: Mapping[str, torch.Tensor]) -> dict[Node, Any]:
-    """Every value of the graph for these inputs; memory is that of all activations together, so keep the sizes small."""
+    """Every value of the graph for these inputs. Memory is that of all activations: keep the sizes small."""
     values: dict[Node, Any] = {}
     by_node = {node: inputs[name] for name, node in captured.inputs.items()}
     with torch.no_grad():
@@ -46,7 +46,7 @@ class Constants:
         """The values of `nodes`, all constant, with each symbol at its size."""
         known: dict[Node, Any] = {}
         wanted = set(nodes)
-        uses = dict.fromkeys(self._ancestors(nodes), 0)
+        uses = dict.fromkeys(self.ancestors(nodes), 0)
         for node in uses:
             for argument in node.all_input_nodes:
                 if argument in uses:
@@ -63,7 +63,7 @@ class Constants:
                             known.pop(argument, None)
         return {n: known[n] for n in nodes}
 
-    def _ancestors(self, nodes: list[Node]) -> set[Node]:
+    def ancestors(self, nodes: list[Node]) -> set[Node]:
         seen: set[Node] = set()
         todo = list(nodes)
         while todo:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, aten, meta
+from tformer_export.capture import Captured, aten, meta, vocabulary
 
 
 class Level(IntEnum):
@@ -38,16 +38,14 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
 
 
 def fold_padding_tests(captured: Captured) -> int | None:
-    """Replace "is this token padding?" by its answer for a valid token, in place; returns the padding id that was tested.
+    """Replace "is this token padding?" by its answer for a valid token, in place; returns the id that was tested for.
 
-    A test is any operation from token ids to booleans that answers alike for all ids but one: it is run on all of them.
-    Its cost is one operation over the ids of the example, at most the vocabulary.
+    A test is any operation from token ids to booleans that answers alike for all ids but one: it is run on all of them,
+    at the cost of that one operation over the vocabulary.
     """
-    if captured.step is None:
+    if captured.step is None or captured.step_name is None:
         return None
-    ids = torch.arange(int(captured.example[captured.step.name].max()) + 1)
-    if len(ids) < 3:
-        ids = torch.arange(3)
+    ids = torch.arange(max(3, vocabulary(captured, captured.step_name)))
     carriers, padding = {captured.step}, None
     for node in captured.nodes:
         if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):

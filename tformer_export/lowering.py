@@ -1,0 +1,76 @@
+"""Programs → ONNX models: each stage through torch.onnx, with the names, types and free axes of its ports."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+
+import onnx_ir as ir
+import torch
+
+from tformer_export.staging.programs import Port, Program
+
+SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
+IR_VERSION = 10
+
+
+def to_onnx(program: Program, opset: int) -> ir.Model:
+    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds, plus one pass over the weights."""
+    sizes = dict(SIZES)
+    for port in program.inputs:
+        for axis in port.shape:
+            if isinstance(axis, str) and axis not in sizes:
+                sizes[axis] = 7 + 2 * len(sizes)
+    example = tuple(_example(port, sizes) for port in program.inputs)
+    dynamic = tuple(
+        {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
+        for port in program.inputs
+    )
+    with warnings.catch_warnings(), torch.no_grad(), _quiet("torch.onnx", "onnxscript"):
+        warnings.simplefilter("ignore")
+        exported = torch.onnx.export(
+            program.module,
+            example,
+            dynamo=True,
+            dynamic_shapes=dynamic,
+            opset_version=opset,
+            input_names=[p.name for p in program.inputs],
+            output_names=[p.name for p in program.outputs],
+            optimize=True,
+            verbose=False,
+        )
+    model = exported.model  # type: ignore[union-attr]
+    for ports, held in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
+        for port, value in zip(ports, held, strict=True):
+            _describe(value, port)
+    return model
+
+
+def _describe(value: ir.Value, port: Port) -> None:
+    value.name = port.name
+    value.shape = ir.Shape(port.shape)
+    value.dtype = ir.DataType.from_numpy(torch.empty(0, dtype=port.dtype).numpy().dtype)
+
+
+def _example(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = [sizes[a] if isinstance(a, str) else a for a in port.shape]
+    if not shape:
+        return torch.tensor(sizes["total"], dtype=port.dtype)
+    return torch.ones(shape, dtype=port.dtype)
+
+
+class _quiet:
+    """Silences loggers for a while: torch.onnx reports its progress on them."""
+
+    def __init__(self, *names: str) -> None:
+        self.loggers = [logging.getLogger(n) for n in names]
+
+    def __enter__(self) -> None:
+        self.levels = [logger.level for logger in self.loggers]
+        for logger in self.loggers:
+            logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        for logger, level in zip(self.loggers, self.levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,141 @@
+"""The operations that staged programs use beyond ATen, each traceable by torch.onnx.
+
+Shapes: B batch, H heads, G key-value heads, N new positions, S slots or source positions, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.onnx.ops as onnx_ops
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The attention node in standard operators: (B, H, N, D), (B, G, S, D), (B, G, S, Dv) → (B, H, N, Dv).
+
+    Cost grows with N · S; grouped heads are multiplied as groups, so that keys and values are not repeated.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    if heads != groups:
+        query = query.unflatten(1, (groups, heads // groups))
+        key, value = key.unsqueeze(2), value.unsqueeze(2)
+        if bias is not None and bias.dim() == 4:
+            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.unflatten(1, (groups, heads // groups))
+    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    if bias is not None:
+        scores = scores + _additive(bias)
+    out = torch.matmul(torch.softmax(scores, -1), value)
+    return out.flatten(1, 2) if heads != groups else out
+
+
+def grouped_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    last: torch.Tensor,
+    total: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """onnxruntime's GroupQueryAttention: causal attention over a cache that is extended in place.
+
+    query (B, H, N, D), key and value (B, G, N, D) of the new positions, caches (B, G, slots, D); last (B,) and total ()
+    as in the manifest; bias, added, broadcasts to (B, H, N, total). Its cost follows the valid length, not the buffer's.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    inputs = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
+    if bias is not None:
+        inputs += [None, None, None, _additive(bias)]
+    out, present_key, present_value = onnx_ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        inputs,
+        {"num_heads": heads, "kv_num_heads": groups, "scale": scale},
+        dtypes=[query.dtype] * 3,
+        shapes=[inputs[0].shape, past_key.shape, past_value.shape],
+        version=1,
+    )
+    return out.unflatten(2, (heads, query.shape[3])).transpose(1, 2), present_key, present_value
+
+
+def multi_head_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """onnxruntime's MultiHeadAttention over keys and values that are all given: (B, H, N, D), (B, H, S, D) twice.
+
+    bias broadcasts to (B, H, N, S); the operator wants its last two axes whole.
+    """
+    heads = query.shape[1]
+    inputs: list[Any] = [_rows(query), key, value]
+    if bias is not None:
+        bias = _additive(bias)
+        bias = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
+        inputs += [None, None, bias]
+    rows = (*inputs[0].shape[:2], heads * value.shape[3])
+    out = onnx_ops.symbolic(
+        "com.microsoft::MultiHeadAttention",
+        inputs,
+        {"num_heads": heads, "scale": scale},
+        dtype=query.dtype,
+        shape=rows,
+        version=1,
+    )
+    return out.unflatten(2, (heads, value.shape[3])).transpose(1, 2)
+
+
+def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis: int) -> torch.Tensor:
+    """TensorScatter (opset 24): `new` (B, …, N, …) written into `past` (B, …, slots, …) from slot start[b] on."""
+    return onnx_ops.symbolic(
+        "TensorScatter",
+        [past, new, start],
+        {"axis": axis, "mode": "linear"},
+        dtype=past.dtype,
+        shape=past.shape,
+        version=24,
+    )
+
+
+def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: int) -> torch.Tensor:
+    """Of each row, the new positions `select` (B, M): (…B…N…) → (…B…M…)."""
+    rows = value.movedim((batch, time), (0, 1))
+    new = rows.shape[1]
+    flat = torch.arange(rows.shape[0]).unsqueeze(1) * new + select
+    taken = rows.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (select.shape[0], select.shape[1]))
+    return taken.movedim((0, 1), (batch, time))
+
+
+def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int) -> torch.Tensor:
+    """A table (length, …) at positions (B, N): B becomes axis `batch` and N axis `new` among the others."""
+    flat = torch.nn.functional.embedding(positions, rows.reshape(rows.shape[0], -1))
+    return flat.reshape(*positions.shape, *rows.shape[1:]).movedim((0, 1), (batch, new))
+
+
+def table_diagonals(
+    diagonals: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: int, new: int, every: int
+) -> torch.Tensor:
+    """A table of slot − position, (2 · length − 1, …), at positions (B, N) and slots (S,): B at `batch`, N at `new`, S at
+    `every` among the others."""
+    offsets = slots - positions.unsqueeze(2) + diagonals.shape[0] // 2
+    flat = torch.nn.functional.embedding(offsets, diagonals.reshape(diagonals.shape[0], -1))
+    return flat.reshape(*offsets.shape, *diagonals.shape[1:]).movedim((0, 1, 2), (batch, new, every))
+
+
+def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Tensor:
+    """The slots that attention may read, of a cache: narrowed on `axis` to the length of `slots`."""
+    return present.narrow(axis, 0, slots.shape[0])
+
+
+def _additive(bias: torch.Tensor) -> torch.Tensor:
+    if bias.dtype != torch.bool:
+        return bias
+    low = torch.finfo(torch.float32).min
+    return torch.where(bias, 0.0, low)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, N, D) → (B, N, H·D)."""
+    return x.transpose(1, 2).flatten(2)

@@ -1,0 +1,52 @@
+"""Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
+
+cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and
+MultiHeadAttention over given keys and values. On CUDA the former has no float32 kernel and the latter cannot share its
+buffers, so cuda takes what portable takes: TensorScatter into the cache and plain matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from tformer_export import operators
+from tformer_export.attention import ATTENTION
+from tformer_export.capture import meta
+from tformer_export.staging.plan import CachedAttention
+
+HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
+
+
+@dataclass(frozen=True)
+class Target:
+    """name: what the user asks for. opset: the ONNX operator set that the file uses."""
+
+    name: str
+    opset: int
+
+    def fuses(self, attention: CachedAttention) -> bool:
+        """Whether a fused operator keeps this attention's cache."""
+        if self.name != "cpu":
+            return False
+        query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
+        sizes = {query.shape[3], key.shape[3], value.shape[3]}
+        return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+
+    def lower(self, module: GraphModule) -> int:
+        """Replace the attention nodes that are left, in place, by this target's operator; returns how many there were."""
+        found = [n for n in module.graph.nodes if n.target is ATTENTION]
+        operator = self._given_attention()
+        for node in found:
+            node.target = operator
+        module.recompile()
+        return len(found)
+
+    def _given_attention(self) -> Callable[..., torch.Tensor]:
+        return operators.multi_head_attention if self.name == "cpu" else operators.plain_attention
+
+
+TARGETS = {name: Target(name, opset) for name, opset in (("cpu", 24), ("cuda", 24), ("portable", 24))}
