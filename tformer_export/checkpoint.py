@@ -176,9 +176,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 "one that needs no trust"
             ) from error
         raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
-    except (
-        Exception
-    ) as error:  # torch raises RuntimeError, EOFError, KeyError, ... depending on where a file breaks off
+    except Exception as error:  # RuntimeError, EOFError, KeyError, ... depending on where a file breaks off
         raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
     return _parse(source, content)
 
@@ -192,7 +190,7 @@ def import_callable(path: str) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        where = "" if missing == name else f" (imported by {name})"
+        where = "" if name == missing or name.startswith(f"{missing}.") else f" (imported by {name})"
         raise SourceError(f"there is no module {missing}{where} to take {attribute} from") from error
     except Exception as error:  # user code again
         raise SourceError(f"importing the module {name} failed: {type(error).__name__}: {error}") from error
@@ -207,6 +205,8 @@ def import_callable(path: str) -> Callable[..., Any]:
 
 
 def _parse(source: Path, content: Any) -> Checkpoint:
+    import torch
+
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise SourceError(
             f"{source} is a PyTorch file but not a tformer checkpoint; write one with save_checkpoint(), or name a "
@@ -219,6 +219,8 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     if missing:
         raise SourceError(f"{source} lacks {', '.join(missing)}, so it is damaged or was not written by tformer")
     wrong = [name for name, kind in KINDS.items() if not isinstance(content[name], kind)]
+    if not wrong and not all(isinstance(value, torch.Tensor) for value in content["state_dict"].values()):
+        wrong = ["state_dict"]
     if wrong:
         raise SourceError(f"{source} holds something else than a checkpoint does as its {', '.join(wrong)}")
     return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})

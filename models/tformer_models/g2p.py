@@ -10,6 +10,7 @@ Data as the literature has it: lower-case letters and the apostrophe, 39 phoneme
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sys
@@ -37,6 +38,7 @@ SPLITS = ("train", "validation", "test")
 Lexicon = dict[str, list[tuple[str, ...]]]
 
 
+@functools.cache
 def lexicon() -> Lexicon:
     """Word → its distinct pronunciations without stress, in the dictionary's order.
 
@@ -61,9 +63,9 @@ def split_of(word: str) -> str:
     return "test" if place < 5 else "validation" if place < 10 else "train"
 
 
-def split(name: str, words: Lexicon | None = None) -> Lexicon:
+def split(name: str) -> Lexicon:
     """The words of one side, in alphabetical order."""
-    words = lexicon() if words is None else words
+    words = lexicon()
     return {word: words[word] for word in sorted(words) if split_of(word) == name}
 
 
@@ -71,12 +73,11 @@ def dataset(limit: int | None = None) -> Dataset:
     """The data factory of the recipe: a pair for each pronunciation. `limit` keeps so many words a side, for trials."""
     from tformer_models.data import Dataset
 
-    words = lexicon()
     letters = {letter: i for i, letter in enumerate(LETTERS, start=UNK + 1)}
     phonemes = {phoneme: i for i, phoneme in enumerate(PHONEMES, start=EOS + 1)}
 
     def pairs(side: str) -> list[tuple[list[int], list[int]]]:
-        chosen = list(split(side, words).items())[:limit]
+        chosen = list(split(side).items())[:limit]
         return [
             ([letters[letter] for letter in word] + [EOS], [BOS, *(phonemes[p] for p in pronunciation), EOS])
             for word, pronunciations in chosen

@@ -94,8 +94,7 @@ class EncoderLayer(nn.Module):
         """x (B, S, D), mask (B, 1, 1, S) → (B, S, D)"""
         attend, transform = self.residuals
         x = attend(x, lambda y: self.self_attention(y, y, mask))
-        x = transform(x, self.feedforward)
-        return x
+        return transform(x, self.feedforward)
 
 
 class DecoderLayer(nn.Module):
@@ -113,8 +112,7 @@ class DecoderLayer(nn.Module):
         attend, consult, transform = self.residuals
         x = attend(x, lambda y: self.self_attention(y, y, mask))
         x = consult(x, lambda y: self.cross_attention(y, memory, memory_mask))
-        x = transform(x, self.feedforward)
-        return x
+        return transform(x, self.feedforward)
 
 
 class Embedding(nn.Module):
