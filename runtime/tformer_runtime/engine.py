@@ -36,6 +36,7 @@ from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
 Want = Literal["last", "all"]
+_ENCODED = ".encoded"  # what an output of encode has behind the name of the input that takes it
 
 
 class State:
@@ -190,19 +191,24 @@ class Engine:
         state.context_values = [self.session.tensor(array) for array in state.context]
 
     def _find_context_inputs(self) -> tuple[str, ...]:
-        """The decode stage's inputs for the context, in the order of encode's outputs: what nothing else claims."""
+        """The decode stage's inputs for the context, in the order of encode's outputs.
+
+        They are the inputs that nothing else claims; each is called as the output that it takes, less a suffix.
+        """
         manifest = self.manifest
         if not (manifest.encode and manifest.decode):
             return ()
         claimed = {STAGE, manifest.decode.step.name, *manifest.decode.controls}
         claimed |= {i.name for i in manifest.encode.inputs} | {c.past for c in manifest.decode.caches}
         names = tuple(name for name in self.session.inputs if name not in claimed)
-        if len(names) != len(manifest.encode.outputs):
+        outputs = tuple(output.name for output in manifest.encode.outputs)
+        if len(names) != len(outputs):
             raise ModelFileError(
-                f"{self.session.path}: its manifest lists {len(manifest.encode.outputs)} context tensors and its graph "
-                f"reads {len(names)}: export the model again"
+                f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph reads "
+                f"{len(names)}: export the model again"
             )
-        return names
+        named = tuple(output.removesuffix(_ENCODED) for output in outputs)
+        return named if set(named) == set(names) else names
 
     def _empty(self, name: str) -> Array:
         """Stands in for an input that the stage does not read; as STAGE it is false, for encode."""

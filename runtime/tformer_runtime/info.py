@@ -1,0 +1,50 @@
+"""What a model file is, told from its manifest alone, without loading its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tformer_runtime.manifest import Manifest
+
+
+def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Plain values, fit for JSON. cache_bytes_per_token: of one row."""
+    m, data = manifest, path.with_name(path.name + ".data")
+    caches = m.decode.caches if m.decode else ()
+    slot = [np.dtype(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
+    inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
+    return {
+        "file": os.fspath(path),
+        "bytes": path.stat().st_size + (data.stat().st_size if data.exists() else 0),
+        "task": m.task,
+        "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
+        "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
+        "max_length": m.max_length,
+        "vocabulary": m.decode.logits.shape[-1] if m.decode else None,
+        "caches": len(caches),
+        "cache_bytes_per_token": int(sum(slot)),
+        "quantization": m.quantization,
+        "target": m.target,
+        "tokenizers": len(m.tokenizers),
+        "defaults": dict(m.defaults),
+        "versions": dict(m.producer),
+        "source_digest": m.source_digest,
+        "parity": dict(m.parity),
+    }
+
+
+def info_lines(info: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """`file_info` for people: one fact a line, what is empty left out."""
+    for name, value in info.items():
+        label = f"{indent}{name.replace('_', ' ')}:"
+        if isinstance(value, Mapping):
+            if value:
+                yield label
+                yield from info_lines(value, indent + "  ")
+        elif value not in (None, "", [], ()):
+            yield f"{label} {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"

@@ -1,0 +1,120 @@
+"""From what a caller gives, a text or ids or a mapping of them, to a request that can be run; all refusals are here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.errors import InputError
+from tformer_runtime.generate import Request
+from tformer_runtime.manifest import Manifest, RequestInput
+from tformer_runtime.sampling import Ints
+from tformer_runtime.session import Array
+from tformer_runtime.text import Codec
+
+Value = str | Sequence[int] | npt.NDArray[Any]
+Input = Value | Mapping[str, Value]
+
+
+class Inputs:
+    """What a model reads. InputError tells what is wrong with an input, and where."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._codecs = [Codec(definition) for definition in manifest.tokenizers]
+        self._step = manifest.decode.step.name if manifest.decode else ""
+
+    @property
+    def output_codec(self) -> Codec | None:
+        """The tokenizer of what is generated."""
+        return self._codec(self._step)
+
+    def request(self, input: Input, index: int, max_new_tokens: int | None) -> Request:
+        sources, prompt, _ = self.parts(input)
+        held = self._manifest.max_length
+        if len(prompt) >= held:
+            raise InputError(
+                f"the input is {len(prompt)} tokens long and the model holds {held}, what it generates included"
+            )
+        most = held - len(prompt)
+        return Request(index, sources, prompt, most if max_new_tokens is None else min(most, max_new_tokens))
+
+    def parts(self, input: Input) -> tuple[dict[str, Array], Ints, int]:
+        """The request inputs' arrays, the step input's first ids, and how many of those are not the caller's own.
+
+        With an encoder the model begins with its start tokens. Without one they come before a text; ids are taken as
+        they are, unless there are none.
+        """
+        encode, start = self._manifest.encode, np.array(self._manifest.special.start, np.int64)
+        if encode is not None:
+            return self._sources(encode.inputs, input), start, len(start)
+        if isinstance(input, Mapping):
+            self._match([self._step], input)
+            input = input[self._step]
+        ids = self.ids(self._step, input, special=False, may_be_empty=len(start) > 0)
+        if not isinstance(input, str) and len(ids):
+            return {}, ids, 0
+        return {}, np.concatenate([start, ids]), len(start)
+
+    def ids(self, name: str, value: Value, special: bool, may_be_empty: bool = False) -> Ints:
+        """Ids of a text or of a sequence of ids. special: with what the tokenizer puts around a text."""
+        if isinstance(value, str):
+            codec = self._codec(name)
+            if codec is None:
+                raise InputError(f"the file has no tokenizer for {name}: give ids")
+            # An empty text is empty, whatever the tokenizer would put around it.
+            ids = np.array(codec.encode(value, special) if value else (), np.int64)
+        else:
+            ids = np.asarray(value)
+            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+                raise InputError(f"input {name} takes text or a sequence of whole numbers")
+            ids = ids.astype(np.int64)
+            self._check_ids(name, ids)
+        if not len(ids) and not may_be_empty:
+            raise InputError("the input is empty")
+        return ids
+
+    def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
+        wanted = [spec for spec in specs if spec.role != "mask"]
+        if not isinstance(input, Mapping):
+            if len(wanted) != 1:
+                names = ", ".join(spec.name for spec in wanted)
+                raise InputError(f"the model reads several inputs: give a mapping with {names}")
+            input = {wanted[0].name: input}
+        self._match([spec.name for spec in wanted], input)
+        return {spec.name: self._source(spec, input[spec.name]) for spec in wanted}
+
+    def _source(self, spec: RequestInput, value: Value) -> Array:
+        if spec.role == "ids":
+            ids = self.ids(spec.name, value, special=True)
+            if spec.max_length is not None and len(ids) > spec.max_length:
+                raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
+            return ids
+        if isinstance(value, str):
+            raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
+        return np.asarray(value, spec.dtype)
+
+    def _match(self, wanted: Sequence[str], given: Mapping[str, Value]) -> None:
+        if set(given) != set(wanted):
+            raise InputError(f"the model reads {', '.join(wanted)}, not {', '.join(given) or 'nothing'}")
+
+    def _check_ids(self, name: str, ids: Ints) -> None:
+        size = None  # where it is not known, onnxruntime refuses what is too great
+        if self._manifest.decode is not None and name == self._step:
+            size = int(self._manifest.decode.logits.shape[-1])
+        elif codec := self._codec(name):
+            size = codec.size
+        wrong = np.flatnonzero((ids < 0) | (ids >= (ids.max(initial=0) + 1 if size is None else size)))
+        if wrong.size:
+            ends = "" if size is None else f", which ends at {size - 1}"
+            place = int(wrong[0])
+            raise InputError(
+                f"id {ids[place]} (number {place + 1} of the input) is not in the model's vocabulary{ends}"
+            )
+
+    def _codec(self, name: str) -> Codec | None:
+        index = self._manifest.tokenizer_of.get(name)
+        return None if index is None else self._codecs[index]

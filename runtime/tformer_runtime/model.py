@@ -1,0 +1,139 @@
+"""`Model`: a file, ready to be asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.batching import in_batches
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
+from tformer_runtime.generate import Request, Result, generate_all, generate_stream
+from tformer_runtime.info import file_info
+from tformer_runtime.inputs import Input, Inputs, Value
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.sampling import Ints, log_normalizer
+from tformer_runtime.session import Array, Session
+
+_CHUNK = 128  # positions that score() computes at once
+
+
+class Model:
+    """An exported model. Safe to share between threads.
+
+    An input is a text, or a sequence of ids, which is taken as it is: nothing is put before or after it. A model with
+    several inputs takes a mapping from their names.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Use `Model.load`."""
+        self._engine = engine
+        self.manifest: Manifest = engine.manifest
+        self._inputs = Inputs(engine.manifest)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> Model:
+        """Open a file that tformer-export has written.
+
+        device: "auto" (CUDA if the file was made for it and it can be had), "cpu" or "cuda".
+        threads: threads for one operator, by default one per core.
+        Raises ModelFileError, DeviceError, MissingExtraError.
+        """
+        return cls(Engine(Session(path, device, threads)))
+
+    @property
+    def device(self) -> str:
+        """Where the model runs: "cpu" or "cuda"."""
+        return self._engine.session.device
+
+    def generate(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Result:
+        """Generate for one input. `overrides` are options by name, on top of `options`.
+
+        Raises InputError, OptionError, and UnsupportedCallError for a model that does not generate.
+        """
+        settings = self._settings(options, overrides)
+        return generate_all(
+            self._engine, self._inputs.output_codec, [self._inputs.request(input, 0, settings.max_new_tokens)], settings
+        )[0]
+
+    def generate_batch(
+        self,
+        inputs: Iterable[Input],
+        options: GenerationOptions | None = None,
+        batch_size: int = 32,
+        **overrides: Any,
+    ) -> Iterator[Result]:
+        """Results for any number of inputs, in their order, computed in batches of like lengths.
+
+        Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
+        """
+        if batch_size < 1:
+            raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+        settings = self._settings(options, overrides)
+        codec = self._inputs.output_codec
+        requests = (self._numbered(index, input, settings.max_new_tokens) for index, input in enumerate(inputs))
+        return in_batches(requests, lambda batch: generate_all(self._engine, codec, batch, settings), batch_size)
+
+    def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
+        """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
+        settings = self._settings(options, overrides)
+        codec = self._inputs.output_codec
+        if codec is None:
+            raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
+        if settings.num_return > 1:
+            raise OptionError("num_return must be 1 for a stream")
+        return generate_stream(self._engine, codec, self._inputs.request(input, 0, settings.max_new_tokens), settings)
+
+    def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
+        """The natural-log probability of each token of `target` given `source` and the tokens before it.
+
+        For a model without an encoder: of `target` after the prompt `source`, or of `source` itself; there a first
+        token that has nothing before it, not even a start token, is left out.
+        """
+        self._must_decode("score")
+        if self.manifest.encode is not None and target is None:
+            raise InputError("score needs a target beside the source for a model with an encoder")
+        sources, prompt, start = self._inputs.parts(source)
+        if target is None:
+            return self._scores(sources, prompt)[max(start, 1) - 1 :]
+        ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+        return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
+
+    def info(self) -> dict[str, Any]:
+        """What the file is and where it runs, as plain values."""
+        return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
+
+    def _settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+        self._must_decode("generate")
+        settings = Settings.of((options or GenerationOptions()).with_(overrides), self.manifest.defaults)
+        if settings.stop and not self._inputs.output_codec:
+            raise OptionError("stop needs text and the file has no tokenizer")
+        return settings
+
+    def _numbered(self, index: int, input: Input, most: int | None) -> Request:
+        try:
+            return self._inputs.request(input, index, most)
+        except InputError as error:
+            raise InputError(f"input {index + 1}: {error}") from error
+
+    def _must_decode(self, call: str) -> None:
+        if self.manifest.decode is None:
+            raise UnsupportedCallError(f"this model ({self.manifest.task}) is run once for an input: it cannot {call}")
+
+    def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
+        """Log-probability of ids[1:], each after those before it."""
+        total = self.manifest.max_length
+        if len(ids) > total:
+            raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
+        state = self._engine.start({name: [array] for name, array in sources.items()} or None, rows=1)
+        scores = np.empty(len(ids) - 1, np.float32)
+        for at in range(0, len(scores), _CHUNK):
+            fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
+            logits = self._engine.step(state, fed[None], want="all")[0]
+            scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
+        return scores
