@@ -27,6 +27,7 @@ Array = npt.NDArray[Any]
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
+_EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
 
 
@@ -127,17 +128,14 @@ class Session:
         index = _OUT_OF_RANGE.search(text)
         if index:
             return InputError(f"id {index[1]} is not in the model's vocabulary, which ends at {index[3]}")
-        if "external data" in text.lower() or "GetFileLength" in text or "data path" in text.lower():
+        if _EXTERNAL.search(text):
             return ModelFileError(
-                f"{self.path}: the file that holds its weights is missing or not whole ({self._data()})"
+                f"{self.path}: the file with its weights, {self.path.name}.data, is missing or not whole beside it"
             )
         first = (
             re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text).splitlines()[0] if text else type(error).__name__
         )
         return ModelFileError(f"onnxruntime cannot run {self.path}: {first[:300]}")
-
-    def _data(self) -> str:
-        return f"expected beside it, usually {self.path.name}.data"
 
 
 def _onnxruntime() -> Any:

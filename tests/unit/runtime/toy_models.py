@@ -271,10 +271,10 @@ def build(toy: Toy) -> onnx.ModelProto:
     return model
 
 
-def with_manifest(source: Path, target: Path, **changes: Any) -> Path:
+def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
     """A copy of a file with fields of its manifest replaced."""
     model = onnx.load(source)
     text = next(p.value for p in model.metadata_props if p.key == m.KEY)
     h.set_model_props(model, {m.KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
-    onnx.save(model, target)
-    return target
+    onnx.save(model, copy)
+    return copy

@@ -1,0 +1,147 @@
+"""Opening files: what is wrong with a file or a device is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+from toy_models import Toy, with_manifest
+
+from tformer_runtime import DeviceError, MissingExtraError, ModelFileError
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.modelfile import read_manifest, read_metadata
+from tformer_runtime.session import Session
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return Toy().write(tmp_path_factory.mktemp("session") / "toy.onnx")
+
+
+def test_the_manifest_is_read_without_the_graph(path):
+    assert read_manifest(path) == Toy().manifest()
+    assert read_metadata(path) == {KEY: Toy().manifest().to_json()}
+
+
+def test_metadata_before_the_graph_are_found_as_well(path, tmp_path):
+    model = onnx.load(path)
+    meta, graph = onnx.ModelProto(metadata_props=model.metadata_props), onnx.ModelProto()
+    graph.CopyFrom(model)
+    del graph.metadata_props[:]
+    turned = tmp_path / "turned.onnx"
+    turned.write_bytes(meta.SerializeToString() + graph.SerializeToString())
+    assert read_manifest(turned) == Toy().manifest()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.9, 0.999])
+def test_a_truncated_file(path, tmp_path, share):
+    cut = tmp_path / "cut.onnx"
+    cut.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with pytest.raises(ModelFileError, match=r"cut\.onnx is not a whole ONNX file"):
+        Session(cut, "cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello\n" * 50, b"PK\x03\x04" * 9, bytes(1000), b"\xff" * 99])
+def test_a_foreign_file(tmp_path, content):
+    other = tmp_path / "other.onnx"
+    other.write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"other\.onnx is not a whole ONNX file"):
+        Session(other, "cpu")
+
+
+def test_no_file_and_a_folder(tmp_path):
+    with pytest.raises(ModelFileError, match="does not exist"):
+        Session(tmp_path / "none.onnx", "cpu")
+    with pytest.raises(ModelFileError, match="is a folder"):
+        Session(tmp_path, "cpu")
+
+
+def test_an_onnx_file_without_a_manifest(path, tmp_path):
+    model = onnx.load(path)
+    helper.set_model_props(model, {"other": "1"})
+    onnx.save(model, tmp_path / "plain.onnx")
+    with pytest.raises(ModelFileError, match="no tformer manifest: export the model with tformer-export"):
+        Session(tmp_path / "plain.onnx", "cpu")
+
+
+def test_a_newer_or_damaged_manifest(path, tmp_path):
+    newer = with_manifest(path, tmp_path / "newer.onnx", version=99)
+    with pytest.raises(ModelFileError, match=r"newer\.onnx: .*version 99 .*upgrade tformer"):
+        Session(newer, "cpu")
+    model = onnx.load(path)
+    helper.set_model_props(model, {KEY: json.dumps({"version": 1, "task": 3})})
+    onnx.save(model, tmp_path / "damaged.onnx")
+    with pytest.raises(ModelFileError, match="damaged"):
+        Session(tmp_path / "damaged.onnx", "cpu")
+
+
+def test_missing_external_data(path, tmp_path):
+    moved = tmp_path / "big.onnx"
+    onnx.save(onnx.load(path), moved, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
+    assert Engine(moved, device="cpu").manifest.task == "translate"
+    (tmp_path / "big.onnx.data").unlink()
+    with pytest.raises(ModelFileError, match=r"with its weights, big\.onnx\.data"):
+        Session(moved, "cpu")
+
+
+def test_truncated_external_data(path, tmp_path):
+    moved = tmp_path / "big.onnx"
+    onnx.save(onnx.load(path), moved, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
+    os.truncate(tmp_path / "big.onnx.data", 100)
+    with pytest.raises(ModelFileError, match=r"is missing or not whole beside it"):
+        Session(moved, "cpu")
+
+
+def test_a_graph_that_onnxruntime_refuses(path, tmp_path):
+    model = onnx.load(path)
+    model.graph.node[0].op_type = "NoSuchOperator"
+    onnx.save(model, tmp_path / "odd.onnx")
+    with pytest.raises(ModelFileError, match="onnxruntime cannot run") as caught:
+        Session(tmp_path / "odd.onnx", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_devices(path, monkeypatch):
+    with pytest.raises(DeviceError, match="no device 'tpu': choose one of auto, cpu, cuda"):
+        Session(path, "tpu")
+    assert Session(path, "auto").device == "cpu"
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(DeviceError, match=r"holds no CUDA provider; pip install tformer\[cuda\]"):
+        Session(path, "cuda")
+
+
+@pytest.mark.skipif(
+    os.path.exists("/proc/driver/nvidia") or sys.platform != "linux", reason="there is an NVIDIA driver"
+)
+def test_cuda_without_a_driver(path):
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime holds no CUDA provider")
+    with pytest.raises(DeviceError, match="cuda cannot be had: there is no NVIDIA driver"):
+        Session(path, "cuda")
+
+
+def test_auto_falls_back_where_a_file_for_cuda_cannot_have_it(path, tmp_path, monkeypatch):
+    other = with_manifest(path, tmp_path / "cuda.onnx", target="cuda")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert Session(other, "auto").device == "cpu"
+
+
+def test_a_missing_wheel(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtraError, match=r"pip install tformer\[cpu\]"):
+        Session(path, "cpu")
+
+
+def test_threads(path):
+    assert Session(path, "cpu", threads=1).threads == 1
+
+
+def test_manifests_survive_json():
+    for toy in (Toy(), Toy(encoder=False), Toy(attention="scatter-pair", defaults={"beam_size": 4})):
+        assert Manifest.from_json(toy.manifest().to_json()) == toy.manifest()
