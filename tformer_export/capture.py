@@ -38,9 +38,13 @@ class Captured:
     step_name: str | None
     output: Node
     time: sympy.Symbol | None
-    time_limit: int | None
+    limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+
+    @property
+    def time_limit(self) -> int | None:
+        return self.limits.get(self.time) if self.time is not None else None
 
     @property
     def step(self) -> Node | None:
@@ -64,7 +68,7 @@ def capture(
     """
     free = {name: tuple((dynamic or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
     sized = distinct_sizes(example, free, step)
-    shapes = {name: dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized}
+    shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -90,13 +94,13 @@ def capture(
     batch = frozenset(
         size.node.expr for name, n in inputs.items() if isinstance(size := n.meta["val"].shape[0], torch.SymInt)
     )
-    time = limit = None
-    if step is not None:
-        length = inputs[step].meta["val"].shape[1]
-        time = length.node.expr
-        upper = program.range_constraints[time].upper if time in program.range_constraints else None
-        limit = int(upper) if upper is not None and upper.is_finite and upper < 2**31 else None
-    return Captured(graph, constants, inputs, step, first, time, limit, batch, sized)
+    time = inputs[step].meta["val"].shape[1].node.expr if step is not None else None
+    limits = {
+        symbol: int(bounds.upper)
+        for symbol, bounds in program.range_constraints.items()
+        if bounds.upper.is_finite and bounds.upper < 2**31
+    }
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized)
 
 
 def distinct_sizes(
@@ -208,9 +212,19 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
         elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
             node.target = aten.reshape.default
     graph.eliminate_dead_code()
-    merged: Graph = CSEPass()(program.graph_module).graph_module.graph
-    merged.eliminate_dead_code()
-    return merged
+    return graph
+
+
+def merge_equal(captured: Captured) -> None:
+    """Merge equal computations, such as a mask that every layer makes again."""
+    captured.graph.eliminate_dead_code()
+    owner = torch.fx.GraphModule(torch.nn.Module(), captured.graph)
+    graph: Graph = CSEPass()(owner).graph_module.graph
+    graph.eliminate_dead_code()
+    by_name = {node.name: node for node in graph.nodes}
+    captured.graph = graph
+    captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
+    (captured.output,) = next(n for n in graph.nodes if n.op == "output").args[0]
 
 
 def _fill_by_size(graph: Graph, node: Node) -> None:

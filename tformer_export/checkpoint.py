@@ -165,9 +165,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     source = Path(path)
     try:
-        content = torch.load(source, map_location="cpu", weights_only=True)
+        source.open("rb").close()
     except OSError as error:
         raise SourceError(f"{source} cannot be read: {error.strerror or error}") from error
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if _is_pickle(source):
             raise SourceError(
@@ -176,7 +178,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 "one that needs no trust"
             ) from error
         raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
-    except Exception as error:  # RuntimeError, EOFError, KeyError, ... depending on where a file breaks off
+    except Exception as error:  # RuntimeError, EOFError, OSError, ... depending on where a file breaks off
         raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
     return _parse(source, content)
 

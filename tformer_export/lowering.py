@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -44,6 +45,10 @@ def to_onnx(program: Program, opset: int) -> ir.Model:
     for ports, held in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
         for port, value in zip(ports, held, strict=True):
             _describe(value, port)
+    for value in model.graph.initializers.values():
+        held = value.const_value
+        if held is not None and not (array := held.numpy()).flags.c_contiguous:  # what was folded may be a view
+            value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=held.dtype, name=value.name)
     return model
 
 

@@ -27,9 +27,7 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
     if step is not None and step not in names:
         raise SourceError(f"{path}: forward has no parameter {step!r} to step over: it takes {', '.join(names)}")
     special = checkpoint.special
-    tokens = SpecialTokens(
-        tuple(special.get("start", ())), tuple(special.get("end", ())), int(special.get("pad", 0))
-    )
+    tokens = SpecialTokens(tuple(special.get("start", ())), tuple(special.get("end", ())), int(special.get("pad", 0)))
     source = from_module(
         module,
         {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in names},

@@ -24,16 +24,18 @@ def from_folder(path: str | os.PathLike[str]) -> Source:
     try:
         import transformers
     except ImportError as error:
-        raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'") from error
+        raise MissingExtraError(
+            "reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'"
+        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        kind = (
-            transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-        )
+        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
         module = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SourceError(f"{os.fspath(path)} is not a Hugging Face folder that transformers can load: {reason}") from error
+        raise SourceError(
+            f"{os.fspath(path)} is not a Hugging Face folder that transformers can load: {reason}"
+        ) from error
     tokenizers: dict[str, str] = {}
     file = os.path.join(path, "tokenizer.json")
     if os.path.exists(file):

@@ -28,7 +28,9 @@ def load_source(spec: str | os.PathLike[str], *, step: str | None = None, trust_
     if not path.exists():
         if ":" in text and not path.suffix:
             return _from_factory(text, step)
-        raise SourceError(f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory")
+        raise SourceError(
+            f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
+        )
     if trust_pickle:
         try:
             load_checkpoint(path)
@@ -54,7 +56,9 @@ def _from_pickle(path: Path, step: str | None) -> Source:
     try:
         module = torch.load(path, weights_only=False, map_location="cpu")
     except Exception as error:  # unpickling runs any code, which raises anything
-        raise SourceError(f"{path} cannot be unpickled: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise SourceError(
+            f"{path} cannot be unpickled: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from error
     if is_transformers_model(module):
         return from_transformers(module)
     if not isinstance(module, torch.nn.Module):

@@ -129,7 +129,9 @@ def _select(captured: Captured, plan: Plan, views: Views) -> Node:
     order = {node: i for i, node in enumerate(captured.nodes)}
     computed = [n for n in captured.nodes if n in plan.demands]
     past_needed = [
-        n for n in computed if n.target is ATTENTION or any(role == ALL for roles in plan.demands[n] for _, role in roles)
+        n
+        for n in computed
+        if n.target is ATTENTION or any(role == ALL for roles in plan.demands[n] for _, role in roles)
     ]
     first = max((order[n] for n in past_needed), default=-1)
     last_use = {n: max((order[u] for u in n.users if u in plan.demands), default=-1) for n in computed}

@@ -38,12 +38,14 @@ class Port:
 
 @dataclass
 class Program:
-    """One stage. `caches` pairs the indices of an input (past) with an output (present)."""
+    """One stage. `caches` pairs the indices of an input (past) with an output (present), and says whether they may be
+    one buffer. `ragged_chunks` as in the manifest."""
 
     module: GraphModule
     inputs: list[Port]
     outputs: list[Port]
     caches: list[tuple[int, int, bool]] = field(default_factory=list)
+    ragged_chunks: bool = True
 
 
 class _Emitter:
@@ -151,7 +153,7 @@ class EncodeEmitter(_Emitter):
         for name, node in captured.inputs.items():
             if self.level[node] != Level.REQUEST:
                 continue
-            shape = axis_names(captured, name, meta(node))
+            shape = axis_names(captured, meta(node))
             self.made[node] = self.input(name, meta(node).dtype, shape)
             for axis, size in enumerate(meta(node).shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
@@ -187,7 +189,9 @@ class DecodeEmitter(_Emitter):
 
     views: Views
 
-    def emit(self, plan: Plan, tables: Mapping[Node, Table], contexts: list[tuple[Node, bool]], names: list[str]) -> Program:
+    def emit(
+        self, plan: Plan, tables: Mapping[Node, Table], contexts: list[tuple[Node, bool]], names: list[str]
+    ) -> Program:
         self.plan, self.tables = plan, tables
         captured = self.captured
         assert captured.step is not None and captured.step_name is not None
@@ -219,7 +223,8 @@ class DecodeEmitter(_Emitter):
         inputs = [p.name for p in self.inputs]
         outputs = [p.name for p, _ in self.outputs]
         pairs = [(inputs.index(past), outputs.index(present), place) for past, present, place in self.caches]
-        return Program(GraphModule(self.root, self.graph), self.inputs, [p for p, _ in self.outputs], pairs)
+        ports = [p for p, _ in self.outputs]
+        return Program(GraphModule(self.root, self.graph), self.inputs, ports, pairs, ragged_chunks=not plan.fused)
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -420,7 +425,7 @@ CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
 }
 
 
-def axis_names(captured: Captured, name: str, value: torch.Tensor) -> tuple[int | str, ...]:
+def axis_names(captured: Captured, value: torch.Tensor) -> tuple[int | str, ...]:
     """The axes of a request input: "batch", a size, or a name for each free length (equal names are equal sizes)."""
     return tuple(_axis_name(captured, size) for size in value.shape)
 

@@ -67,8 +67,9 @@ def make_tables(
     constants: Constants,
     nodes: Iterable[Node],
     wanted: int | None,
+    preferred: int | None = None,
 ) -> tuple[dict[Node, Table], int]:
-    """The tables and the maximum length: `wanted`, or else the greatest up to DEFAULT_LENGTH that the model allows.
+    """The tables and the maximum length: `wanted`, or else the greatest up to `preferred` that the model allows.
 
     Raises UnsupportedModelError if `wanted` is more than the model allows, or a constant is not prefix-consistent.
     Memory is that of the largest constants, length² for a mask.
@@ -87,7 +88,8 @@ def make_tables(
             raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: its position tables end before")
         length = wanted
     else:
-        length = min(DEFAULT_LENGTH, captured.time_limit or DEFAULT_LENGTH)
+        preferred = preferred or DEFAULT_LENGTH
+        length = min(preferred, captured.time_limit or preferred)
         if not works(length):
             low, high = LENGTH, length
             while high - low > 1:

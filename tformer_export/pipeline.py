@@ -1,0 +1,115 @@
+"""Source → compiled model, in one visible line of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+import torch
+
+from tformer_export.assemble import ENCODED, assemble
+from tformer_export.attention import recognise
+from tformer_export.capture import Captured, capture, expression, merge_equal, meta, vocabulary
+from tformer_export.describe import describe
+from tformer_export.lowering import to_onnx
+from tformer_export.passes import run_passes
+from tformer_export.source import Source
+from tformer_export.staging.evaluate import Constants, run
+from tformer_export.staging.levels import binding_times, fold_padding_tests
+from tformer_export.staging.plan import Plan, make_plan
+from tformer_export.staging.programs import DecodeEmitter, EncodeEmitter, Program
+from tformer_export.staging.tables import make_tables
+from tformer_export.staging.views import LENGTH, Views
+from tformer_export.target import TARGETS, Target
+from tformer_runtime.manifest import Manifest
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Compiled:
+    """A model that is ready to be quantised, verified and written. vocabularies: ids that each input may take."""
+
+    model: ir.Model
+    manifest: Manifest
+    vocabularies: dict[str, int]
+    found: dict[str, int]
+
+
+def compile_source(
+    source: Source, target: str, max_length: int | None, progress: Progress = lambda stage: None
+) -> Compiled:
+    """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be."""
+    chosen = TARGETS[target]
+    progress("capture")
+    captured = capture(source.module, source.example, source.step, source.dynamic)
+    attentions = recognise(captured)
+    padding = fold_padding_tests(captured)
+    merge_equal(captured)
+    progress("staging")
+    encode, decode, length, found = _stage(captured, chosen, max_length, source.max_length)
+    progress("lowering")
+    models = []
+    for program in (encode, decode):
+        if program is not None:
+            chosen.lower(program.module)
+        models.append(to_onnx(program, chosen.opset) if program is not None else None)
+    model = assemble(*models)
+    passes = run_passes(model)
+    if padding is not None and source.special.pad != padding:
+        source.special = replace(source.special, pad=padding)
+    manifest = describe(
+        source, encode, decode, max_length=length, target=target, source_limit=_request_limits(captured)
+    )
+    vocabularies = {
+        name: vocabulary(captured, name)
+        for name, node in captured.inputs.items()
+        if meta(node).dtype == torch.int64 and name not in source.masks
+    }
+    return Compiled(model, manifest, vocabularies, {"attentions": attentions, **found, **passes})
+
+
+def _stage(
+    captured: Captured, target: Target, wanted: int | None, preferred: int | None
+) -> tuple[Program | None, Program | None, int, dict[str, int]]:
+    level = binding_times(captured)
+    values = run(captured, _probe(captured))
+    constants = Constants(captured, level)
+    if captured.step is None:
+        outputs = [(captured.output, False)]
+        encode = EncodeEmitter(captured, level, None, values).emit(outputs, ["output"])
+        return encode, None, 0, {}
+    views = Views(captured, level, values, constants)
+    plan: Plan = make_plan(captured, level, views, target.fuses)
+    tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
+    contexts = list(plan.contexts)
+    names = [f"context.{i}" for i in range(len(contexts))]
+    decode = DecodeEmitter(captured, level, views, values).emit(plan, tables, contexts, names)
+    encode_program = None
+    if contexts:
+        encoded = [name + ENCODED for name in names]
+        encode_program = EncodeEmitter(captured, level, views, values).emit(contexts, encoded)
+    found = {"fused": len(plan.fused), "caches": len(decode.caches), "context": len(contexts), "tables": len(tables)}
+    return encode_program, decode, length, found
+
+
+def _probe(captured: Captured) -> dict[str, torch.Tensor]:
+    """Inputs for the runs that the analysis looks at: two rows, ids drawn at random so that positions differ."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {}
+    for name, value in captured.example.items():
+        value = value[:2]
+        if name == captured.step_name:
+            ids = vocabulary(captured, name)
+            value = torch.randint(0, ids, (2, LENGTH), generator=generator, dtype=value.dtype)
+        inputs[name] = value
+    return inputs
+
+
+def _request_limits(captured: Captured) -> dict[str, int | None]:
+    """The greatest length of each request input that the trace allows."""
+    return {
+        name: captured.limits.get(expression(meta(node).shape[1])) if meta(node).dim() > 1 else None
+        for name, node in captured.inputs.items()
+    }
