@@ -47,19 +47,17 @@ class Codec:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # a tokenizer without an unknown token may refuse instead
             raise self._refused(text) from error
-        if all(encoding.special_tokens_mask):  # nothing but what was put around it
-            return []
         covered = bytearray(len(text))
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if id_ == self._unknown and end > start:
                 raise _outside(text[start:end], start)
             covered[start:end] = b"\1" * (end - start)
-        at = covered.find(0)
-        while at >= 0:
-            if self._is_dropped(text[at]):
-                raise _outside(text[at], at)
-            at = covered.find(0, at + 1)
-        return list(encoding.ids)
+        if 0 in covered:  # where is not told: offsets after a dropped character are too low
+            for at, character in enumerate(text):
+                if self._is_dropped(character):
+                    raise _outside(character, at)
+        nothing = all(encoding.special_tokens_mask)  # but what was put around it
+        return [] if nothing else list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
@@ -86,7 +84,10 @@ class Codec:
     def _drops(self, character: str) -> bool:
         """Whether the vocabulary lacks a character, other than those that the tokenizer leaves out by design."""
         tokenizer = self._tokenizer
-        if tokenizer.encode(character, add_special_tokens=False).ids:
+        try:
+            if tokenizer.encode(character, add_special_tokens=False).ids:
+                return False
+        except Exception:  # a tokenizer that refuses does not drop
             return False
         if tokenizer.normalizer is not None:
             character = tokenizer.normalizer.normalize_str(character)
