@@ -1,0 +1,288 @@
+"""tformer-run as its users see it: standard output, standard error, exit status, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
+
+from toy_models import LETTERS, Toy, with_manifest
+
+from tformer_runtime import Model, __version__
+from tformer_runtime.cli import main
+
+WORDS = ["hello", "a", "transformer", "zebra"]
+SHORT = ["--max-new-tokens", "6"]
+PROGRAM = [sys.executable, "-m", "tformer_runtime.cli"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
+
+
+@pytest.fixture(scope="module")
+def expected(path):
+    model = Model.load(path, "cpu")
+    return [model.generate(word, max_new_tokens=6).text for word in WORDS]
+
+
+def run(*arguments, stdin=""):
+    return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
+
+
+def failed(result, status=1):
+    """The one sentence of a failure; nothing is on standard output and there is no traceback."""
+    assert result.exit_code == status, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("device: ")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_words_as_arguments(path, expected):
+    result = run(path, *WORDS, *SHORT)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == expected
+    assert result.stderr == "device: cpu\n"
+
+
+def test_auto_alone_says_what_it_chose(path):
+    assert run(path, "a", *SHORT, "--device", "cpu").stderr == ""
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_lines_of_a_file_and_of_standard_input(path, expected, tmp_path, ends):
+    (tmp_path / "in").write_bytes((ends.join(WORDS) + ends).encode())
+    assert run(path, "--input-file", tmp_path / "in", *SHORT).stdout.splitlines() == expected
+    assert run(path, "--input-file", "-", *SHORT, stdin=ends.join(WORDS)).stdout.splitlines() == expected
+    assert run(path, *SHORT, stdin=ends.join(WORDS)).stdout.splitlines() == expected
+
+
+def test_many_lines_keep_their_order(path, expected):
+    result = run(path, *SHORT, "--batch-size", 3, stdin="\n".join(WORDS * 50))
+    assert result.stdout.splitlines() == expected * 50
+
+
+def test_an_output_file(path, expected, tmp_path):
+    out = tmp_path / "out"
+    result = run(path, *WORDS, *SHORT, "--output-file", out)
+    assert result.stdout == ""
+    assert out.read_text().splitlines() == expected
+    assert failed(run(path, *WORDS, "--output-file", out)) == (
+        f"tformer-run: {out} exists already: give --force to overwrite it"
+    )
+    assert run(path, "a", *SHORT, "--output-file", out, "--force").exit_code == 0
+    assert out.read_text().splitlines() == expected[1:2]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_failure_leaves_the_old_output_and_nothing_half_written(path, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("old")
+    lines = "\n".join(["ab"] * 600 + ["é"])
+    assert failed(run(path, *SHORT, "--output-file", out, "--force", stdin=lines)) == (
+        "tformer-run: line 601: 'é' (character 1 of the input) is not in the model's vocabulary"
+    )
+    assert out.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_output_that_cannot_be_written(path, tmp_path):
+    message = failed(run(path, "a", *SHORT, "--output-file", tmp_path / "none" / "out"))
+    assert "cannot be written: No such file or directory" in message
+
+
+def test_beams_give_several_lines_for_an_input(path):
+    result = run(path, "hello", "ab", *SHORT, "--beam-size", 3, "--num-return", 2)
+    model = Model.load(path, "cpu")
+    expected = []
+    for word in ("hello", "ab"):
+        best = model.generate(word, beam_size=3, num_return=2, max_new_tokens=6)
+        expected += [best.text, best.alternatives[0].text]
+    assert result.stdout.splitlines() == expected
+
+
+def test_json(path):
+    result = run(path, "hello", "ab", *SHORT, "--json", "--beam-size", 2, "--num-return", 2)
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(o["index"], o["rank"]) for o in objects] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    best = Model.load(path, "cpu").generate("hello", beam_size=2, num_return=2, max_new_tokens=6)
+    assert objects[0]["text"] == best.text
+    assert tuple(objects[0]["token_ids"]) == best.token_ids
+    assert objects[0]["score"] == best.score
+    assert objects[0]["finish_reason"] == best.finish_reason
+    assert len(objects[0]["token_logprobs"]) == len(best.token_ids)
+
+
+def test_ids(path):
+    ids = " ".join(str(LETTERS.index(c)) for c in "hello")
+    result = run(path, ids, *SHORT, "--ids")
+    expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6).token_ids
+    assert tuple(map(int, result.stdout.split())) == expected
+    assert failed(run(path, "3 x", "--ids")) == "tformer-run: input 1: '3 x' is not a list of ids"
+    assert "id 99 (number 2 of the input)" in failed(run(path, "3 99", "--ids"))
+
+
+def test_samples(path):
+    options = ["--temperature", 1.5, "--top-k", 20, "--top-p", 0.95, "--seed", 3, "--num-return", 3]
+    first = run(path, "hello", *SHORT, *options)
+    assert first.exit_code == 0, first.stderr
+    assert len(set(first.stdout.splitlines())) == 3
+    assert run(path, "hello", *SHORT, *options).stdout == first.stdout
+
+
+def test_a_stream(path, expected):
+    assert run(path, *WORDS, *SHORT, "--stream").stdout.splitlines() == expected
+
+
+def test_info(path):
+    result = run(path, "--info")
+    assert result.exit_code == 0
+    for line in (
+        "task: translate", "stages: encode, decode", "max length: 64", "caches: 2", "cache bytes per token: 128",
+        "quantization: none", "target: cpu", "  src: int64 (batch, source)", "  tformer: 0", "  max abs error: 0.0",
+        f"bytes: {os.path.getsize(path)}",
+    ):  # fmt: skip
+        assert line in result.stdout.splitlines(), line
+    assert json.loads(run(path, "--info", "--json").stdout)["max_length"] == 64
+
+
+def test_version_and_help():
+    assert __version__ in run("--version").stdout
+    assert "--beam-size" in run("--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["x.onnx", "a", "--input-file", "f"],
+        ["x.onnx", "a", "--stream", "--json"],
+        ["x.onnx", "a", "--stream", "--beam-size", "2", "--num-return", "2"],
+        ["x.onnx", "a", "--beam-size", "0"],
+        ["x.onnx", "a", "--top-p", "2"],
+        ["x.onnx", "a", "--device", "tpu"],
+        ["x.onnx", "a", "--beem-size", "2"],
+        [],
+    ],
+)
+def test_wrong_usage(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-return", "2"], "num_return=2 needs a beam_size of at least 2"),
+        (["--beam-size", "2", "--top-k", "3"], "beam_size=2 and sampling"),
+    ],
+)
+def test_options_that_contradict_each_other_are_wrong_usage(path, options, message):
+    assert message in failed(run(path, "a", *options), status=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("", "the input is empty"),
+        ("a" * 41, "41 tokens long and the model takes at most 40"),
+        ("a b", "' ' (character 2"),
+    ],
+)
+def test_bad_inputs(path, word, message):
+    assert message in failed(run(path, "ok", word))
+    assert "input 2" in failed(run(path, "ok", word))
+    assert message in failed(run(path, "--stream", word))
+
+
+def test_bad_lines_are_named_by_file_and_number(path, tmp_path):
+    (tmp_path / "in").write_bytes(b"ab\ncd\n\xff\n")
+    assert (
+        failed(run(path, "--input-file", tmp_path / "in")) == f"tformer-run: {tmp_path / 'in'}, line 3: it is not UTF-8"
+    )
+    (tmp_path / "in").write_text("ab\n\ncd\n")
+    assert failed(run(path, "--input-file", tmp_path / "in")).endswith("line 2: the input is empty")
+    assert "cannot be read: No such file" in failed(run(path, "--input-file", tmp_path / "none"))
+
+
+def test_bad_model_files(path, tmp_path):
+    (tmp_path / "cut.onnx").write_bytes(Path(path).read_bytes()[:5000])
+    (tmp_path / "other.onnx").write_text("hello")
+    newer = with_manifest(Path(path), tmp_path / "newer.onnx", version=9)
+    for options in (["a"], ["--info"]):
+        assert "does not exist" in failed(run(tmp_path / "none.onnx", *options))
+        assert "not a whole ONNX file" in failed(run(tmp_path / "cut.onnx", *options))
+        assert "not a whole ONNX file" in failed(run(tmp_path / "other.onnx", *options))
+        assert "upgrade tformer" in failed(run(newer, *options))
+
+
+def test_cuda_where_there_is_none(path):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("there is an NVIDIA driver")
+    assert "device cuda cannot be had" in failed(run(path, "a", "--device", "cuda"))
+
+
+def test_a_reader_that_goes_away(path):
+    command = subprocess.Popen([*PROGRAM, path, *SHORT], stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.stdin is not None
+    assert command.stderr is not None
+    command.stdin.write("\n".join(WORDS * 2000))
+    command.stdin.close()
+    errors = command.stderr.read()
+    command.stderr.close()
+    assert command.wait(60) == 1
+    assert "Traceback" not in errors
+
+
+def test_an_interrupt(path, tmp_path):
+    out = tmp_path / "out"
+    command = subprocess.Popen([*PROGRAM, path, "--output-file", out], stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert command.stdin is not None
+    command.stdin.write("ab\n")
+    command.stdin.flush()
+    while not any(name.endswith(".part") for name in os.listdir(tmp_path)):  # it is at work, and waits for more
+        time.sleep(0.05)
+        assert command.poll() is None
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130
+    assert errors.splitlines()[-1] == "tformer-run: interrupted"
+    assert os.listdir(tmp_path) == []
+
+
+def test_progress_is_for_terminals(path, tmp_path):
+    (tmp_path / "in").write_text("\n".join(WORDS * 20))
+    ours, theirs = pty.openpty()
+    command = [*PROGRAM, path, *SHORT, "--input-file", str(tmp_path / "in")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, text=True)
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "inputs" in shown
+    assert len(done.stdout.splitlines()) == 80
+    quiet = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert quiet.stderr == "device: cpu\n"
+
+
+def test_nothing_to_do_on_a_terminal(path):
+    ours, theirs = pty.openpty()
+    done = subprocess.run([*PROGRAM, path], stdin=theirs, capture_output=True, text=True, check=False)
+    os.close(theirs)
+    os.close(ours)
+    assert done.returncode == 2
+    assert "there is no INPUT" in done.stderr
