@@ -55,7 +55,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
         monitor=options.monitor,
         mode=_mode(options),
         save_last=True,
-        save_on_train_epoch_end=True,
+        save_on_train_epoch_end=False,
         enable_version_counter=False,
     )
     trainer = L.Trainer(
@@ -183,7 +183,7 @@ class Stream(L.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         assert self.trainer is not None
-        first = self.trainer.current_epoch * self.options.validate_every
+        first = self.trainer.global_step
         count = min(self.options.validate_every, self.options.steps - first)
         return Loader(lambda: self.train.shuffled(first, count), count)
 
@@ -219,7 +219,7 @@ class History(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.began = time.monotonic()
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Task)
         loss = torch.stack(pl_module.train_loss).double().mean().item()
         pl_module.train_loss.clear()
@@ -259,7 +259,7 @@ def _callbacks(options: Training, output: Path) -> list[Callback]:
     if options.patience:
         callbacks.append(
             EarlyStopping(
-                options.monitor, mode=_mode(options), patience=options.patience, check_on_train_epoch_end=True
+                options.monitor, mode=_mode(options), patience=options.patience, check_on_train_epoch_end=False
             )
         )
     if sys.stderr.isatty():
