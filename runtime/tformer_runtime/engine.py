@@ -74,6 +74,7 @@ class Engine:
         self.manifest: Manifest = self.session.manifest
         self._context_inputs = self._find_context_inputs()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
+        self._unread = self._stand_ins()
 
     @property
     def decode(self) -> Decode:
@@ -92,8 +93,8 @@ class Engine:
         arrays = request_arrays(encode.inputs, requests, rows)
         io = self.session.binding()
         for name in self.session.inputs:
-            array = arrays[name] if name in arrays else self._empty(name)
-            io.bind_ortvalue_input(name, self.session.tensor(array))
+            read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
+            io.bind_ortvalue_input(name, read)
         for output in encode.outputs:
             io.bind_output(output.name, self.session.device)
         self.session.run(io)
@@ -210,25 +211,25 @@ class Engine:
         named = tuple(output.removesuffix(_ENCODED) for output in outputs)
         return named if set(named) == set(names) else names
 
-    def _empty(self, name: str) -> Array:
-        """Stands in for an input that the stage does not read; as STAGE it is false, for encode."""
-        return np.zeros([0 if d is None else d for d in self.session.inputs[name]], self._dtypes[name])
-
-    @property
-    def _dtypes(self) -> dict[str, str]:
+    def _stand_ins(self) -> dict[str, Any]:
+        """For every graph input what is bound where a stage does not read it: nothing. STAGE is false, for encode."""
         manifest = self.manifest
-        dtypes = dict.fromkeys((POSITIONS, START, SLOTS, SELECT), "int64") | {
-            LAST: "int32",
-            TOTAL: "int32",
-            STAGE: "bool",
-        }
+        dtypes = {STAGE: "bool"}
         if manifest.encode:
             dtypes |= {i.name: i.dtype for i in manifest.encode.inputs}
-            dtypes |= dict(zip(self._context_inputs, (o.dtype for o in manifest.encode.outputs), strict=True))
+            dtypes |= {name: o.dtype for name, o in zip(self._context_inputs, manifest.encode.outputs, strict=False)}
         if manifest.decode:
+            dtypes |= {name: "int32" if name in (LAST, TOTAL) else "int64" for name in manifest.decode.controls}
             dtypes |= {manifest.decode.step.name: manifest.decode.step.dtype}
             dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
-        return dtypes
+        shapes = {name: [0 if d is None else d for d in shape] for name, shape in self.session.inputs.items()}
+        try:
+            return {name: self.session.tensor(np.zeros(shape, dtypes[name])) for name, shape in shapes.items()}
+        except KeyError as error:
+            raise ModelFileError(
+                f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
+                "export the model again"
+            ) from error
 
 
 class _Call:
@@ -264,9 +265,9 @@ class _Call:
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
         if STAGE in session.inputs:
-            bound[STAGE] = session.tensor(np.ones_like(engine._empty(STAGE)))
+            bound[STAGE] = session.tensor(np.ones([d or 1 for d in session.inputs[STAGE]], np.bool_))
         for name in session.inputs:
-            io.bind_ortvalue_input(name, bound[name] if name in bound else session.tensor(engine._empty(name)))
+            io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
             io.bind_ortvalue_output(cache.present, present)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
-from toy_models import Toy, with_manifest
+from toy_models import Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import POSITIONS, SELECT, TOTAL
 
 KINDS = [
     Toy(encoder=encoder, attention=attention, select=select, layers=2)
@@ -207,7 +209,18 @@ def test_a_manifest_that_does_not_fit_its_graph(tmp_path):
         Engine(with_manifest(path, tmp_path / "other.onnx", encode=fewer), device="cpu")
 
 
-def test_an_encode_only_file_does_not_decode(tmp_path):
-    path = with_manifest(Toy(encoder=False).write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=None)
+def test_a_file_that_is_run_once(tmp_path):
+    engine = Engine(write_encoder(tmp_path / "toy.onnx"), device="cpu")
+    outputs = engine.encode({"src": [np.array([5, 6, 7]), np.array([8])]}, 2)
+    assert outputs["context.k"].numpy().shape == (2, 2, 3, 8)
+    assert outputs["context.bias"].numpy()[1, 0, 0].tolist() == [0, np.float32(-1e9), np.float32(-1e9)]
     with pytest.raises(UnsupportedCallError, match="run once"):
-        Engine(path, device="cpu").start(None, 1)
+        engine.start({"src": [np.array([5])]}, 1)
+
+
+def test_an_input_that_the_manifest_leaves_out(tmp_path):
+    toy = Toy(encoder=False)
+    decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL, SELECT))
+    other = with_manifest(toy.write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=decode)
+    with pytest.raises(ModelFileError, match=r"its graph reads 'decode\.last', of which its manifest tells nothing"):
+        Engine(other, device="cpu")

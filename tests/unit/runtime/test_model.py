@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_models import END_ID, START_ID, Toy, letters
+from toy_models import END_ID, START_ID, Toy, letters, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
 from tformer_runtime.batching import in_batches, packed
@@ -256,6 +256,14 @@ def test_a_file_without_a_tokenizer(tmp_path):
         model.generate([5], stop="a")
     with pytest.raises(InputError, match="id 99 is not in the model's vocabulary"):
         model.generate([99])
+
+
+def test_a_model_that_is_run_once_says_so(tmp_path):
+    model = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
+    for call in (model.generate, model.stream, model.score, lambda word: model.generate_batch([word])):
+        with pytest.raises(UnsupportedCallError, match=r"this model \(embed\) is run once for an input: it cannot"):
+            call("hello")
+    assert model.info()["stages"] == ["encode"]
 
 
 def test_the_files_defaults_count(tmp_path):

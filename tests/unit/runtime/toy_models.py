@@ -271,6 +271,24 @@ def build(toy: Toy) -> onnx.ModelProto:
     return model
 
 
+def write_encoder(path: Path) -> Path:
+    """A file of one stage that is run once: the toy's encoder."""
+    toy = Toy()
+    encode, g = toy.manifest().encode, Graph("n")
+    assert encode is not None
+    _encode(g, "")
+    ports = [
+        [h.make_tensor_value_info(x.name, ONNX_TYPE[x.dtype], x.shape) for x in side]
+        for side in (encode.inputs, encode.outputs)
+    ]
+    weights = [numpy_helper.from_array(toy.weights()[n], n) for n in ("source", "ck", "cv")]
+    graph = h.make_graph(g.nodes, "encoder", *ports, weights)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
+    h.set_model_props(model, {m.KEY: replace(toy.manifest(), decode=None, task="embed").to_json()})
+    onnx.save(model, path)
+    return path
+
+
 def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
     """A copy of a file with fields of its manifest replaced."""
     model = onnx.load(source)
