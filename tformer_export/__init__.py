@@ -1,1 +1,33 @@
+"""tformer_export: a PyTorch Transformer → one ONNX file that decodes incrementally, proven equal to its source.
 
+    from tformer_export import export
+    report = export(model, "model.onnx", example={"src": src_ids, "tgt": tgt_ids}, step="tgt")
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tformer_export.api import export
+    from tformer_export.checkpoint import load_checkpoint, save_checkpoint
+    from tformer_export.report import ExportReport
+    from tformer_export.source import causal, padding
+
+__all__ = ["ExportReport", "causal", "export", "load_checkpoint", "padding", "save_checkpoint"]
+
+_HOMES = {
+    "ExportReport": "report",
+    "causal": "source",
+    "export": "api",
+    "load_checkpoint": "checkpoint",
+    "padding": "source",
+    "save_checkpoint": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: reading a checkpoint's format must not load the compiler."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tformer_export' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"tformer_export.{_HOMES[name]}"), name)

@@ -85,12 +85,7 @@ class Checkpoint:
             raise SourceError(
                 f"the factory {self.factory} failed with the arguments in the checkpoint: {error}"
             ) from error
-        differences = _differences(module.state_dict(), self.state_dict)
-        if differences:
-            raise SourceError(
-                f"the checkpoint's weights do not fit the module that {self.factory} makes: {'; '.join(differences)}"
-            )
-        module.load_state_dict(dict(self.state_dict))
+        load_weights(module, self.state_dict, "the checkpoint", self.factory)
         return module.eval()
 
 
@@ -204,6 +199,14 @@ def import_callable(path: str) -> Callable[..., Any]:
     if not callable(found):
         raise SourceError(f"{path} is not callable")
     return cast(Callable[..., Any], found)
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Tensor], whose: str, factory: str) -> None:
+    """Give the module these weights, or raise one SourceError that lists every missing, unexpected or misshapen one."""
+    differences = _differences(module.state_dict(), state)
+    if differences:
+        raise SourceError(f"{whose}'s weights do not fit the module that {factory} makes: {'; '.join(differences)}")
+    module.load_state_dict(dict(state))
 
 
 def _parse(source: Path, content: Any) -> Checkpoint:

@@ -102,9 +102,14 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
 def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: int) -> torch.Tensor:
     """Of each row, the new positions `select` (B, M): (…B…N…) → (…B…M…)."""
     rows = value.movedim((batch, time), (0, 1))
-    new = rows.shape[1]
-    flat = torch.arange(rows.shape[0]).unsqueeze(1) * new + select
-    taken = rows.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (select.shape[0], select.shape[1]))
+    taken = onnx_ops.symbolic(
+        "GatherND",
+        [rows, select.unsqueeze(2)],
+        {"batch_dims": 1},
+        dtype=value.dtype,
+        shape=(*select.shape, *rows.shape[2:]),
+        version=13,
+    )
     return taken.movedim((0, 1), (batch, time))
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.passes import strip
+from tformer_export.passes import projections, reshapes, strip, unused
 
-PASSES = (strip,)
+PASSES = (reshapes, unused, projections, unused, strip)
 
 
 def run_passes(model: ir.Model) -> dict[str, int]:
     """Run every pass in order; returns what each changed, by name."""
-    return {p.__name__.rsplit(".", 1)[1]: p.run(model) for p in PASSES}
+    changed: dict[str, int] = {}
+    for p in PASSES:
+        name = p.__name__.rsplit(".", 1)[1]
+        changed[name] = changed.get(name, 0) + p.run(model)
+    return changed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tformer_export.checkpoint import import_callable, load_checkpoint
+from tformer_export.checkpoint import import_callable, load_checkpoint, load_weights
 from tformer_export.source.base import Source
 from tformer_export.source.from_checkpoint import from_checkpoint
 from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
@@ -15,11 +15,18 @@ from tformer_export.source.module import from_module
 from tformer_runtime.errors import SourceError
 
 
-def load_source(spec: str | os.PathLike[str], *, step: str | None = None, trust_pickle: bool = False) -> Source:
-    """A checkpoint of save_checkpoint, a Hugging Face folder, or `package.module:factory`.
+def load_source(
+    spec: str | os.PathLike[str],
+    *,
+    step: str | None = None,
+    factory: str | None = None,
+    trust_pickle: bool = False,
+) -> Source:
+    """A checkpoint of save_checkpoint, a Hugging Face folder, a state dict with a `factory`, or a factory alone.
 
-    A pickled module is loaded only with `trust_pickle`, because loading one runs the code that it names. A factory
-    returns a module and an example of its inputs, or a transformers model. SourceError says what is wrong.
+    A pickled module is loaded only with `trust_pickle`, because loading one runs the code that it names. A factory,
+    `package.module:function`, takes nothing and returns a module and an example of its inputs by name, or a
+    transformers model. SourceError says what is wrong.
     """
     text = os.fspath(spec)
     path = Path(text)
@@ -27,10 +34,12 @@ def load_source(spec: str | os.PathLike[str], *, step: str | None = None, trust_
         return from_folder(path)
     if not path.exists():
         if ":" in text and not path.suffix:
-            return _from_factory(text, step)
+            return _from_factory(text, step)[1]
         raise SourceError(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
         )
+    if factory is not None:
+        return _from_state(path, factory, step)
     if trust_pickle:
         try:
             load_checkpoint(path)
@@ -39,17 +48,30 @@ def load_source(spec: str | os.PathLike[str], *, step: str | None = None, trust_
     return from_checkpoint(path, step)
 
 
-def _from_factory(spec: str, step: str | None) -> Source:
+def _from_factory(spec: str, step: str | None) -> tuple[torch.nn.Module, Source]:
     made = import_callable(spec)()
     if is_transformers_model(made):
-        return from_transformers(made)
+        return made, from_transformers(made)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
         module, example = made
-        return from_module(module, example, step)
+        return module, from_module(module, example, step)
     raise SourceError(
         f"{spec} returned {type(made).__name__}: a factory returns (module, example of its inputs by name) or a "
         "transformers model"
     )
+
+
+def _from_state(path: Path, factory: str, step: str | None) -> Source:
+    """A plain state dict, loaded into what the factory makes."""
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch.load raises many types, with no common base
+        raise SourceError(f"{path} is not a state dict that can be read without running code") from error
+    module, source = _from_factory(factory, step)
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise SourceError(f"{path} does not hold a state dict: save model.state_dict(), or use save_checkpoint")
+    load_weights(module, state, path.name, factory)
+    return source
 
 
 def _from_pickle(path: Path, step: str | None) -> Source:

@@ -1,0 +1,210 @@
+"""`export`: the one call, as a short visible template: read → compile → verify → quantise → measure → write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from tformer_export.pipeline import compile_source
+from tformer_export.quantize import Degradation, measure
+from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
+from tformer_export.report import ExportReport
+from tformer_export.source import Mask, Source
+from tformer_export.source.hugging_face import from_transformers, is_transformers_model
+from tformer_export.source.module import from_module
+from tformer_export.target import TARGETS
+from tformer_export.verify import Gate, ParityReport
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
+from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
+
+QUANTIZATIONS = ("none", "int8")
+LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
+
+
+def export(
+    model: torch.nn.Module | Source,
+    path: str | os.PathLike[str],
+    example: Mapping[str, torch.Tensor] | None = None,
+    step: str | None = None,
+    *,
+    quantize: str = "none",
+    target: str = "cpu",
+    max_length: int | None = None,
+    masks: Mapping[str, Mask] | None = None,
+    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    tokenizer: str | Mapping[str, str] | None = None,
+    task: str | None = None,
+    special: SpecialTokens | Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    max_degradation: float | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> ExportReport:
+    """Export a model to one ONNX file that decodes incrementally, verified against the model, and report on it.
+
+    model: any module, a transformers model (which needs no example), or a Source.
+    example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
+    step: the autoregressive input, stepped over with a cache; None for a model that is run once.
+    quantize: "none" or "int8". target: "cpu", "cuda" or "portable" (standard operators only).
+    max_length: of a sequence; by default the most that the model allows, up to 512.
+    masks: inputs that are masks, described by `padding(…)` or `causal(…)`; they are not in the example.
+    dynamic: the free axes of an input, where they are not (0, 1).
+    tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
+    max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
+
+    Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
+    number of operations, and memory of about four times the weights.
+    """
+    if quantize not in QUANTIZATIONS:
+        raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
+    if target not in TARGETS:
+        raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    out = Path(path)
+    check_writable(out, force)
+    source = _source(model, example, step, masks, dynamic, tokenizer, task, special, defaults)
+    clock = _Clock(progress)
+    with clock.stage("compile"):
+        compiled = compile_source(source, target, max_length, progress)
+    gate = Gate(source, compiled.vocabularies)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        plain = _save(compiled.model, compiled.manifest, Path(folder) / "model.onnx")
+        degradation: Degradation | None = None
+        with clock.stage("verify"):
+            before = Engine(plain, device="cpu")
+            parity = gate.check(before) if source.step is not None else ParityReport()
+        manifest = _with_parity(compiled.manifest, parity, None)
+        written = plain
+        if quantize == "int8":
+            with clock.stage("quantise"):
+                compiled.found["quantised"] = quantize_weights(compiled.model, target)
+                written = _save(compiled.model, manifest, Path(folder) / "int8.onnx")
+            with clock.stage("measure"):
+                degradation = measure(gate, before, Engine(written, device="cpu"))
+                _check_budget(degradation, max_degradation)
+            manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
+        with clock.stage("write"):
+            written = _save(compiled.model, manifest, written)
+            _move(written, out)
+    return ExportReport(
+        path=str(out),
+        source=source.name,
+        target=target,
+        quantization=quantize,
+        max_length=manifest.max_length,
+        parameters=sum(p.numel() for p in source.module.parameters()),
+        size=sum(f.stat().st_size for f in (out, _data_file(out)) if f.exists()),
+        parity=parity,
+        found=compiled.found,
+        degradation=degradation,
+        seconds=clock.seconds,
+    )
+
+
+
+
+def check_writable(out: Path, force: bool) -> None:
+    """OutputError if the file cannot be made, or is there already and may not be overwritten."""
+    if out.exists() and not force:
+        raise OutputError(f"{out} exists: give --force (force=True) to overwrite it, or another path")
+    if not out.parent.is_dir():
+        raise OutputError(f"{out} cannot be written: there is no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK) or out.is_dir():
+        raise OutputError(f"{out} cannot be written: {'it is a folder' if out.is_dir() else 'permission denied'}")
+
+
+def _source(
+    model: torch.nn.Module | Source,
+    example: Mapping[str, torch.Tensor] | None,
+    step: str | None,
+    masks: Mapping[str, Mask] | None,
+    dynamic: Mapping[str, tuple[int, ...]] | None,
+    tokenizer: str | Mapping[str, str] | None,
+    task: str | None,
+    special: SpecialTokens | Mapping[str, Any] | None,
+    defaults: Mapping[str, Any] | None,
+) -> Source:
+    if isinstance(special, Mapping):
+        special = SpecialTokens(tuple(special.get("start", ())), tuple(special.get("end", ())), special.get("pad", 0))
+    if isinstance(model, Source):
+        source = model
+    elif example is None and is_transformers_model(model):
+        source = from_transformers(model)
+    elif example is None:
+        raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
+    else:
+        source = from_module(model, example, step, masks=masks, dynamic=dynamic)
+    names = [n for n in source.example if n not in source.masks]
+    given = {
+        "tokenizers": dict.fromkeys(names, tokenizer) if isinstance(tokenizer, str) else tokenizer,
+        "task": task,
+        "special": special,
+        "defaults": defaults,
+    }
+    return replace(source, **{name: value for name, value in given.items() if value is not None})
+
+
+def _save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
+    """Write the model with its manifest; weights beyond 2 GB go into `path`.data."""
+    model.metadata_props[KEY] = manifest.to_json()
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    ir.save(model, path, external_data=_data_file(path).name if size > LARGEST else None)
+    return path
+
+
+def _data_file(path: Path) -> Path:
+    return path.with_name(path.name + ".data")
+
+
+def _move(written: Path, out: Path) -> None:
+    """Rename into place. External data is named inside the model, so it gets its name first."""
+    data = _data_file(written)
+    if data.exists():
+        model = ir.load(written)
+        ir.save(model, written.with_name(out.name), external_data=_data_file(out).name)
+        written = written.with_name(out.name)
+        _data_file(written).replace(_data_file(out))
+    try:
+        written.replace(out)
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def _with_parity(manifest: Manifest, parity: ParityReport, degradation: Degradation | None) -> Manifest:
+    measured = parity.to_dict()
+    if degradation is not None:
+        measured["quantised"] = asdict(degradation)
+    return replace(manifest, parity=measured)
+
+
+def _check_budget(degradation: Degradation, budget: float | None) -> None:
+    changed = 1 - degradation.token_agreement
+    if budget is not None and changed > budget:
+        raise ParityError(
+            f"quantisation changes {changed:.1%} of the tokens and {budget:.1%} is allowed; no file was written: "
+            "export without it, or allow more"
+        )
+
+
+class _Clock:
+    """Seconds by stage, in the order in which they ran."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.progress = progress
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.progress(name)
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin

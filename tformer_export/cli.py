@@ -1,0 +1,109 @@
+"""`tformer-export SOURCE`: results to standard error, for the result is a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
+
+NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("source")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
+@click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
+@click.option("--quantize", type=click.Choice(["none", "int8"]), default="none", show_default=True)
+@click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
+@click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
+@click.option("--max-degradation", type=click.FloatRange(0, 1), help="Largest share of tokens that may change.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
+@click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
+@click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
+@click.option("--trust-pickle", is_flag=True, help="Load a pickled module, which runs the code that it names.")
+@click.option("--force", is_flag=True, help="Overwrite the output.")
+def command(source: str, output: Path | None, report: Path | None, **options: Any) -> None:
+    """Turn SOURCE, a trained PyTorch Transformer, into one ONNX file that decodes incrementally, or refuse.
+
+    SOURCE is a checkpoint of save_checkpoint, a Hugging Face folder, or package.module:factory.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
+    output = output or _default_output(source)
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("reading") as status:
+            made = _export(source, output, lambda stage: status.update(stage), **options)
+    else:
+        made = _export(source, output, lambda stage: None, **options)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for label, text in made.rows():
+        table.add_row(label, text)
+    console.print(table)
+    if report is not None:
+        made.write(report)
+
+
+def _default_output(source: str) -> Path:
+    path = Path(source)
+    if path.exists():
+        return path.with_suffix(".onnx") if path.is_file() else path.with_name(path.resolve().name + ".onnx")
+    return Path(source.rsplit(":", 1)[-1] + ".onnx")
+
+
+def _export(
+    source: str,
+    output: Path,
+    progress: Callable[[str], None],
+    *,
+    factory: str | None,
+    tokenizer: Path | None,
+    step: str | None,
+    trust_pickle: bool,
+    task: str | None,
+    **options: Any,
+) -> Any:
+    from tformer_export.api import check_writable, export
+    from tformer_export.source import load_source
+
+    check_writable(output, options["force"])
+    loaded = load_source(source, step=step, factory=factory, trust_pickle=trust_pickle)
+    text = _read(tokenizer) if tokenizer is not None else None
+    return export(loaded, output, tokenizer=text, task=task, progress=progress, **options)
+
+
+def _read(tokenizer: Path) -> str:
+    from tokenizers import Tokenizer
+
+    try:
+        text = tokenizer.read_text(encoding="utf-8")
+        Tokenizer.from_str(text)
+    except OSError as error:
+        raise OptionError(f"--tokenizer {tokenizer} cannot be read: {error.strerror}") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise OptionError(f"--tokenizer {tokenizer} is not in tokenizers' JSON format: {error}") from error
+    return text
+
+
+def main() -> None:
+    """Entry point: errors of ours are one sentence on standard error and exit status 1."""
+    try:
+        command(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (TformerError, KeyboardInterrupt) as error:
+        print(f"tformer-export: {error}" if isinstance(error, TformerError) else "interrupted", file=sys.stderr)
+        sys.exit(1 if isinstance(error, TformerError) else 130)

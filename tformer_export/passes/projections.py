@@ -1,0 +1,117 @@
+"""Projections of one value as one product: queries, keys and values, or the two halves of a gated layer.
+
+One product of the concatenated weights starts one kernel where there were several, which a step of few rows notices.
+Where an attention operator takes queries, keys and values packed, not even the split is left.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+MOST = 4  # of one value; a step has no more, and an encoder's many cross projections gain nothing
+
+
+@dataclass
+class _Projection:
+    product: ir.Node
+    bias: ir.Node | None
+
+    @property
+    def result(self) -> ir.Value:
+        return (self.bias or self.product).outputs[0]
+
+    @property
+    def weight(self) -> np.ndarray:
+        return self.product.inputs[1].const_value.numpy()  # type: ignore[union-attr]
+
+    def offset(self) -> np.ndarray:
+        if self.bias is None:
+            return np.zeros(self.weight.shape[1], self.weight.dtype)
+        return next(v.const_value.numpy() for v in self.bias.inputs if v is not None and v.const_value is not None)
+
+
+def run(model: ir.Model) -> int:
+    merged = 0
+    for graph in (model.graph, *model.graph.subgraphs()):
+        groups: dict[ir.Value, list[_Projection]] = defaultdict(list)
+        for node in graph:
+            projection = _projection(node)
+            if projection is not None:
+                groups[node.inputs[0]].append(projection)  # type: ignore[index]
+        for source, group in groups.items():
+            if 1 < len(group) <= MOST:
+                _merge(model, graph, source, group)
+                merged += len(group) - 1
+    return merged
+
+
+def _projection(node: ir.Node) -> _Projection | None:
+    if node.op_type != "MatMul" or node.domain or node.inputs[0] is None or not _is_weight(node.inputs[1], 2):
+        return None
+    users = list(node.outputs[0].uses())
+    if len(users) == 1 and users[0].node.op_type == "Add" and any(_is_weight(v, 1) for v in users[0].node.inputs):
+        return _Projection(node, users[0].node)
+    return _Projection(node, None)
+
+
+def _is_weight(value: ir.Value | None, rank: int) -> bool:
+    held = value.const_value if value is not None else None
+    return held is not None and len(held.shape) == rank and held.dtype == ir.DataType.FLOAT
+
+
+def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Projection]) -> None:
+    first = group[0].product
+    name = first.outputs[0].name
+    widths = [p.weight.shape[1] for p in group]
+    weight = _constant(model, f"{name}.weights", np.concatenate([p.weight for p in group], 1))
+    packed = ir.node("MatMul", [source, weight], name=f"{name}.merged")
+    made = [packed]
+    if any(p.bias for p in group):
+        bias = _constant(model, f"{name}.biases", np.concatenate([p.offset() for p in group]))
+        made.append(ir.node("Add", [packed.outputs[0], bias], name=f"{name}.merged.bias"))
+    result = made[-1].outputs[0]
+    for i, node in enumerate(made):
+        node.outputs[0].name = f"{name}.merged.{i}"
+        node.outputs[0].dtype = ir.DataType.FLOAT
+    attention = _packed_attention(group)
+    if attention is not None:
+        attention.replace_input_with(0, result)
+        attention.replace_input_with(1, None)
+        attention.replace_input_with(2, None)
+    else:
+        sizes = _constant(model, f"{name}.widths", np.array(widths, np.int64))
+        split = ir.node("Split", [result, sizes], {"axis": -1}, num_outputs=len(group), name=f"{name}.split")
+        for part, projection in zip(split.outputs, group, strict=True):
+            part.name = f"{projection.result.name}.part"
+            part.dtype = ir.DataType.FLOAT
+            projection.result.replace_all_uses_with(part, replace_graph_outputs=True)
+        made.append(split)
+    graph.insert_before(first, made)
+    for projection in group:
+        for node in filter(None, (projection.bias, projection.product)):
+            graph.remove(node, safe=True)
+
+
+def _packed_attention(group: list[_Projection]) -> ir.Node | None:
+    """The GroupQueryAttention whose query, key and value these are, in this order, and nothing else's."""
+    if len(group) != 3:
+        return None
+    users = [list(p.result.uses()) for p in group]
+    if any(len(u) != 1 for u in users):
+        return None
+    nodes = {u[0].node for u in users}
+    if len(nodes) != 1 or [u[0].idx for u in users] != [0, 1, 2]:
+        return None
+    (node,) = nodes
+    return node if node.op_type == "GroupQueryAttention" else None
+
+
+def _constant(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+    value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
+    model.graph.initializers[name] = value
+    return value

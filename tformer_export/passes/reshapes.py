@@ -1,0 +1,43 @@
+"""Reshapes that do nothing: one after another, or to the shape that the value has already.
+
+The head splits around an attention operator that takes merged heads cancel out this way.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+def run(model: ir.Model) -> int:
+    removed = 0
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Reshape":
+            continue
+        source = node.inputs[0]
+        inner = source.producer() if source is not None else None
+        if inner is not None and inner.op_type == "Reshape" and _same_meaning(node):
+            node.replace_input_with(0, inner.inputs[0])
+            removed += 1
+        source, result = node.inputs[0], node.outputs[0]
+        if source is not None and _same_shape(source, result) and not result.is_graph_output():
+            result.replace_all_uses_with(source)
+            removed += 1
+    return removed
+
+
+def _same_meaning(node: ir.Node) -> bool:
+    """Whether the target shape does not refer to the shape of what is reshaped (a 0 would copy a size from it)."""
+    zero = node.attributes.get("allowzero")
+    shape = node.inputs[1].const_value if node.inputs[1] is not None else None
+    return (zero is not None and zero.as_int() == 1) or (shape is not None and 0 not in shape.numpy())
+
+
+def _same_shape(one: ir.Value, other: ir.Value) -> bool:
+    """Whether both are known to have equal sizes, by number or by the name of a traced symbol."""
+    if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
+        return False
+    return all(_known(a) and a == b for a, b in zip(one.shape, other.shape, strict=True))
+
+
+def _known(size: int | ir.SymbolicDim) -> bool:
+    return isinstance(size, int) or size.value is not None

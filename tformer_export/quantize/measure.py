@@ -1,0 +1,99 @@
+"""What quantisation costs and gains: the quantised file beside the unquantised one, on the same sequences."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tformer_export.verify import TOLERANCE, Gate, decode_greedily, run_case
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import ParityError
+
+ROWS, LENGTH, REPEATS = 6, 24, 5
+
+
+@dataclass
+class Degradation:
+    """token_agreement: share of positions with the same best token. perplexity: exp of the mean negative
+    log-likelihood of the unquantised file's own greedy tokens, before and after. speed: how many times faster a
+    single-row step is."""
+
+    token_agreement: float
+    perplexity: float
+    perplexity_before: float
+    speed: float
+    row_difference: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            ("quantised", f"{self.token_agreement:.1%} of tokens agree with the unquantised file"),
+            ("perplexity", f"{self.perplexity_before:.4f} → {self.perplexity:.4f}"),
+            ("speed", f"{self.speed:.1f} × the unquantised file, one row"),
+        ]
+
+
+def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
+    """Teacher-forced over what the unquantised file decodes greedily from random requests.
+
+    Raises ParityError if a row's result depends on its neighbours.
+    """
+    lengths = [3 + 2 * i for i in range(ROWS)]
+    starts = [gate.start() for _ in lengths]
+    requests = [gate.draw_request(n) for n in lengths]
+    steps = min(LENGTH, before.manifest.max_length - len(starts[0]))
+    decoded = decode_greedily(before, requests, starts, steps)
+    sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
+    prompts = tuple(len(s) for s in starts)
+    losses, best = [], []
+    for engine in (before, after):
+        logits = np.stack(run_case(engine, requests, sequences, prompts))[:, prompts[0] - 1 : -1]
+        targets = np.stack(decoded)
+        losses.append(_loss(logits, targets))
+        best.append(logits.argmax(-1))
+    return Degradation(
+        token_agreement=float((best[0] == best[1]).mean()),
+        perplexity=float(np.exp(losses[1])),
+        perplexity_before=float(np.exp(losses[0])),
+        speed=_step_seconds(gate, before) / _step_seconds(gate, after),
+        row_difference=_row_difference(after, requests, sequences, prompts),
+    )
+
+
+def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
+    logits = logits.astype(np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_likelihood = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return float(-np.take_along_axis(log_likelihood, targets[..., None], -1).mean())
+
+
+def _row_difference(
+    engine: Engine, requests: list[dict[str, np.ndarray]], sequences: list[np.ndarray], prompts: tuple[int, ...]
+) -> float:
+    """How far a row's logits alone are from the same row's in a batch, over their range."""
+    together = run_case(engine, requests, sequences, prompts)
+    worst = 0.0
+    for row in (0, len(sequences) - 1):
+        (alone,) = run_case(engine, [requests[row]], [sequences[row]], (prompts[row],))
+        span = float(alone.max() - alone.min()) or 1.0
+        worst = max(worst, float(np.abs(alone - together[row]).max()) / span)
+    if worst > TOLERANCE:
+        raise ParityError(
+            f"a row's result changes with its neighbours by {worst:.3g} of the logits' range after quantisation "
+            f"({TOLERANCE:g} is allowed); no file was written"
+        )
+    return worst
+
+
+def _step_seconds(gate: Gate, engine: Engine) -> float:
+    """The median time of a single-row step."""
+    requests = gate.draw_request(8)
+    state = engine.start({name: [value] for name, value in requests.items()} or None, 1)
+    tokens = gate.start()[None]
+    times = []
+    for _ in range(min(8 * REPEATS, engine.manifest.max_length - tokens.shape[1])):
+        begin = time.perf_counter()
+        tokens = engine.step(state, tokens).argmax(-1)[:, None]
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[1:] or times))

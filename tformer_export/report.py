@@ -1,0 +1,69 @@
+"""What an export found and measured: for the caller, for `--report`, and as a table on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tformer_export.quantize import Degradation
+from tformer_export.verify import ParityReport
+
+
+@dataclass
+class ExportReport:
+    """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
+
+    degradation: what quantisation cost, against the unquantised file; None without quantisation.
+    """
+
+    path: str
+    source: str
+    target: str
+    quantization: str
+    max_length: int
+    parameters: int
+    size: int
+    parity: ParityReport
+    found: dict[str, int]
+    degradation: Degradation | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def max_abs_error(self) -> float:
+        """The largest difference of a logit between the unquantised file and the source."""
+        return self.parity.max_abs_error
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether every greedy token that was compared is the source's."""
+        return self.parity.tokens_equal == self.parity.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "parity": self.parity.to_dict()}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """As JSON, written beside its place and renamed."""
+        target = Path(path)
+        beside = target.with_name(target.name + ".partial")
+        beside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        beside.replace(target)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The summary, as label and text."""
+        found = self.found
+        rows = [
+            ("source", f"{self.source}, {self.parameters:,} parameters"),
+            ("file", f"{self.path}, {self.size / 1e6:.1f} MB, {self.target}, {self.quantization}"),
+            ("cached", f"{found.get('caches', 0)} tensors a step, {found.get('context', 0)} a request"),
+            ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
+            ("maximum length", f"{self.max_length}"),
+            ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
+            ("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"),
+        ]
+        if self.degradation is not None:
+            rows += self.degradation.rows()
+        rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
+        return rows

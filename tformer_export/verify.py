@@ -1,0 +1,231 @@
+"""The parity gate: the written file, run by `tformer_runtime`, against the source model, or no file.
+
+Each case feeds rows of different lengths as a right-padded prompt and then token by token, at sizes that were not
+traced, and compares every row's logits with the source model's on that row alone. Then greedy decoding: wherever the
+source's two best tokens are further apart than the error, the file must choose the same one.
+
+Allowed: max |Δlogit| ≤ 1e-3 of the logits' range. Float32 kernels that sum in another order differ by about
+depth · 2⁻²⁴ of the values summed, 1e-6 to 1e-5 of the range; a missing position or a wrong mask by 1e-2 and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tformer_export.source import Source
+from tformer_export.source.base import build_mask
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import ParityError, UnsupportedModelError
+
+TOLERANCE = 1e-3
+STEPS = 5
+GREEDY_STEPS = 12
+LONG = 96
+
+
+@dataclass(frozen=True)
+class Case:
+    """prompts: the length of each row's prompt; after it, `steps` single tokens. sources: of each request input."""
+
+    name: str
+    prompts: tuple[int, ...]
+    steps: int
+    sources: tuple[int, ...]
+
+
+@dataclass
+class ParityReport:
+    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy ones compared."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    relative_error: float = 0.0
+    tokens: int = 0
+    tokens_equal: int = 0
+
+    @property
+    def max_abs_error(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "max_abs_error": self.max_abs_error}
+
+
+def cases(max_length: int, source_length: int | None) -> list[Case]:
+    """One row, ragged rows, and a long prompt, within what the model can hold."""
+    longest = min(LONG, max_length)
+    steps = max(1, min(STEPS, longest - 1))
+    room = longest - steps
+
+    def clip(*lengths: int) -> tuple[int, ...]:
+        return tuple(min(n, room) for n in lengths)
+
+    def clipped(*lengths: int) -> tuple[int, ...]:
+        return tuple(min(n, source_length or n) for n in lengths)
+
+    return [
+        Case("one row", clip(1), steps, clipped(4)),
+        Case("ragged rows", clip(2, 7, 1, 4), steps, clipped(6, 11, 2, 8)),
+        Case("long prompt", (room,), steps, clipped(LONG)),
+    ]
+
+
+class Reference:
+    """The source model on one row at a time: nothing is padded, so nothing can be masked wrongly."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
+        """(time, vocabulary) for one row. requests: each request input without its batch axis."""
+        given: dict[str, torch.Tensor] = {
+            name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
+        }
+        if self.source.step is not None:
+            given[self.source.step] = torch.from_numpy(tokens)[None]
+        inputs = [
+            build_mask(self.source.masks[name], given[self.source.masks[name].of])
+            if name in self.source.masks
+            else given[name]
+            for name in self.source.example
+        ]
+        with torch.no_grad():
+            logits = self.source.module(*inputs)[0].float().numpy()
+        if not np.isfinite(logits).any():
+            raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
+        return logits
+
+
+class Gate:
+    """Runs the cases. `vocabularies` bounds the ids that are drawn; padding is never among them."""
+
+    def __init__(self, source: Source, vocabularies: Mapping[str, int], seed: int = 0) -> None:
+        self.source, self.vocabularies = source, vocabularies
+        self.reference = Reference(source)
+        self.random = np.random.default_rng(seed)
+
+    def check(self, engine: Engine) -> ParityReport:
+        """The report, or ParityError with the first case, row and position that differ too much."""
+        report = ParityReport()
+        limits = [i.max_length for i in engine.manifest.encode.inputs if i.max_length] if engine.manifest.encode else []
+        for case in cases(engine.manifest.max_length, min(limits, default=None)):
+            requests = [self.draw_request(n) for n in case.sources]
+            sequences = [self.draw(self.source.step, n + case.steps) for n in case.prompts]
+            found = run_case(engine, requests, sequences, case.prompts)
+            error = 0.0
+            for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
+                expected = self.reference.logits(request, tokens)
+                error = max(error, self._compare(case.name, row, case.prompts[row], found[row], expected, report))
+            report.errors[case.name] = error
+        self._greedy(engine, report)
+        return report
+
+    def _compare(
+        self,
+        case: str,
+        row: int,
+        prompt: int,
+        found: np.ndarray,
+        expected: np.ndarray,
+        report: ParityReport,
+    ) -> float:
+        finite = np.isfinite(expected)
+        scale = float(expected[finite].max() - expected[finite].min()) or 1.0
+        difference = np.where(finite, np.abs(found - expected), 0.0)
+        difference[finite != np.isfinite(found)] = np.inf
+        worst = float(difference.max())
+        report.relative_error = max(report.relative_error, worst / scale)
+        if not worst <= TOLERANCE * scale:
+            position = int((difference.max(-1) > TOLERANCE * scale).argmax())
+            stage = "of the prompt" if position < prompt else f"(step {position - prompt + 1} after the prompt)"
+            raise ParityError(
+                f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
+                f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({TOLERANCE:g} of that is allowed); no "
+                "file was written"
+            )
+        return worst
+
+    def _greedy(self, engine: Engine, report: ParityReport) -> None:
+        starts = [self.start() for _ in range(3)]
+        requests = [self.draw_request(n) for n in (3, 9, 5)]
+        steps = min(GREEDY_STEPS, engine.manifest.max_length - max(map(len, starts)))
+        decoded = decode_greedily(engine, requests, starts, steps)
+        for row, (request, start, tokens) in enumerate(zip(requests, starts, decoded, strict=True)):
+            expected = self.reference.logits(request, np.concatenate([start, tokens[:-1]]))[len(start) - 1 :]
+            best = np.sort(expected, -1)
+            clear = best[:, -1] - best[:, -2] > 2 * max(report.max_abs_error, 1e-7)
+            wrong = clear & (expected.argmax(-1) != tokens)
+            report.tokens += len(tokens)
+            report.tokens_equal += int((expected.argmax(-1) == tokens).sum())
+            if wrong.any():
+                raise ParityError(
+                    f"the exported model's greedy tokens differ from its source's: row {row}, step "
+                    f"{int(wrong.argmax()) + 1}; no file was written"
+                )
+
+    def start(self) -> np.ndarray:
+        """What decoding starts from: the special tokens, or, if there are none, a prompt."""
+        if self.source.special.start:
+            return np.array(self.source.special.start, np.int64)
+        return self.draw(self.source.step, 3)
+
+    def draw(self, name: str | None, length: int) -> np.ndarray:
+        """Random ids of an input, none of them padding."""
+        ids = np.arange(self.vocabularies[name or ""])
+        ids = ids[ids != self.source.special.pad]
+        return self.random.choice(ids, length).astype(np.int64)
+
+    def draw_request(self, length: int) -> dict[str, np.ndarray]:
+        """One row of each request input, without its batch axis."""
+        drawn = {}
+        for name, value in self.source.example.items():
+            if name == self.source.step or name in self.source.masks:
+                continue
+            if name in self.vocabularies:
+                drawn[name] = self.draw(name, length)
+            else:
+                drawn[name] = self.random.standard_normal((length, *value.shape[2:])).astype(value.numpy().dtype)
+        return drawn
+
+
+def run_case(
+    engine: Engine,
+    requests: list[dict[str, np.ndarray]],
+    sequences: list[np.ndarray],
+    prompts: tuple[int, ...],
+) -> list[np.ndarray]:
+    """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time."""
+    state = engine.start(_by_name(requests), len(sequences))
+    counts = np.array(prompts)
+    tokens = np.zeros((len(sequences), int(counts.max())), np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : counts[row]] = sequence[: counts[row]]
+    logits = engine.step(state, tokens, counts, want="all")
+    rows = [[*logits[row, :count].copy()] for row, count in enumerate(counts)]
+    for i in range(len(sequences[0]) - prompts[0]):
+        new = np.array([[sequence[count + i]] for sequence, count in zip(sequences, counts, strict=True)])
+        for row, values in enumerate(engine.step(state, new)):
+            rows[row].append(values.copy())
+    return [np.stack(values) for values in rows]
+
+
+def decode_greedily(
+    engine: Engine, requests: list[dict[str, np.ndarray]], starts: list[np.ndarray], steps: int
+) -> list[np.ndarray]:
+    """`steps` tokens for each row, whatever they are: an end token does not end."""
+    state = engine.start(_by_name(requests), len(starts))
+    tokens = np.stack(starts)
+    chosen = []
+    for _ in range(steps):
+        tokens = engine.step(state, tokens).argmax(-1)[:, None]
+        chosen.append(tokens)
+    return list(np.concatenate(chosen, 1))
+
+
+def _by_name(requests: list[dict[str, np.ndarray]]) -> dict[str, list[np.ndarray]] | None:
+    names = list(requests[0]) if requests else []
+    return {name: [request[name] for request in requests] for name in names} or None
