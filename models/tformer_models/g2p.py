@@ -63,6 +63,7 @@ def split_of(word: str) -> str:
     return "test" if place < 5 else "validation" if place < 10 else "train"
 
 
+@functools.cache
 def split(name: str) -> Lexicon:
     """The words of one side, in alphabetical order."""
     words = lexicon()

@@ -1,0 +1,228 @@
+"""A checkpoint gives back what was saved, or says in one sentence why not; nothing that it holds is ever run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tformer_export.checkpoint import (
+    OptionError,
+    OutputError,
+    SourceError,
+    import_callable,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tformer_models.seq2seq import Seq2SeqTransformer
+
+FACTORY = "tformer_models.seq2seq:Seq2SeqTransformer"
+SIZES = {"width": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 8}
+ARGUMENTS = {"source_vocabulary": 7, "target_vocabulary": 9, **SIZES}
+
+
+def tiny():
+    torch.manual_seed(0)
+    return Seq2SeqTransformer(**ARGUMENTS).eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A good checkpoint."""
+    path = tmp_path / "model.pt"
+    save_checkpoint(tiny(), path, factory=FACTORY, arguments=ARGUMENTS)
+    return path
+
+
+def change(path, **values):
+    """Overwrite entries of a checkpoint's dictionary; ... removes one."""
+    content = torch.load(path, weights_only=True) | values
+    torch.save({name: value for name, value in content.items() if value is not ...}, path)
+
+
+def refusal(path):
+    with pytest.raises(SourceError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_round_trip(tmp_path):
+    model, path = tiny(), tmp_path / "model.pt"
+    save_checkpoint(
+        model,
+        path,
+        factory=FACTORY,
+        arguments=ARGUMENTS,
+        tokenizer={"src": "{}", "tgt": "[]"},
+        task="text2text-generation",
+        step="tgt",
+        special={"start": [1], "end": [2], "pad": 0},
+        defaults={"beam_size": 4},
+        max_length=64,
+    )
+    loaded = load_checkpoint(path)
+    assert loaded.arguments == ARGUMENTS
+    assert loaded.tokenizers == {"src": "{}", "tgt": "[]"}
+    assert (loaded.task, loaded.step, loaded.max_length) == ("text2text-generation", "tgt", 64)
+    assert loaded.special == {"start": [1], "end": [2], "pad": 0}
+    assert loaded.defaults == {"beam_size": 4}
+    again = loaded.build()
+    assert not again.training
+    assert again.output.weight is again.target.tokens.weight
+    src, tgt = torch.randint(1, 7, (2, 5)), torch.randint(1, 9, (2, 4))
+    assert torch.equal(again(src, tgt), model(src, tgt))
+
+
+def test_one_tokenizer_stands_for_every_input(tmp_path):
+    save_checkpoint(tiny(), tmp_path / "m.pt", factory=FACTORY, arguments=ARGUMENTS, tokenizer="{}")
+    assert load_checkpoint(tmp_path / "m.pt").tokenizers == {"*": "{}"}
+
+
+def test_arguments_must_be_json(tmp_path):
+    with pytest.raises(OptionError, match="arguments"):
+        save_checkpoint(tiny(), tmp_path / "m.pt", factory=FACTORY, arguments={"dtype": torch.float32})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Trap(nn.Module):
+    """Unpickling this would leave a file behind."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_pickled_module_is_refused_and_not_run(tmp_path, new_format):
+    path, sprung = tmp_path / "model.pt", tmp_path / "sprung"
+    torch.save(Trap(str(sprung)), path, _use_new_zipfile_serialization=new_format)
+    message = refusal(path)
+    assert "runs code" in message
+    assert "--trust-pickle" in message
+    assert not sprung.exists()
+
+
+def test_a_whole_module_is_refused(tmp_path):
+    torch.save(tiny(), tmp_path / "model.pt")
+    assert "runs code" in refusal(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_truncated_file_is_damaged(saved, share):
+    data = saved.read_bytes()
+    saved.write_bytes(data[: int(len(data) * share)])
+    assert "damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x00" * 100, b"contents:\nnothing\n", b"\x80\x02garbage", b"PK\x03\x04" + b"x" * 50]
+)
+def test_a_foreign_file_is_no_checkpoint(tmp_path, content):
+    path = tmp_path / "model.pt"
+    path.write_bytes(content)
+    assert "not a PyTorch checkpoint" in refusal(path)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.pt")
+    assert "directory" in refusal(tmp_path)
+
+
+def test_a_bare_state_dict_is_told_from_a_checkpoint(tmp_path):
+    torch.save(tiny().state_dict(), tmp_path / "model.pt")
+    assert "save_checkpoint()" in refusal(tmp_path / "model.pt")
+
+
+def test_a_newer_version_asks_for_an_upgrade(saved):
+    change(saved, version=2)
+    message = refusal(saved)
+    assert "version 2" in message
+    assert "upgrade" in message
+
+
+def test_all_missing_keys_are_named(saved):
+    change(saved, arguments=..., special=...)
+    message = refusal(saved)
+    assert "arguments" in message
+    assert "special" in message
+
+
+@pytest.mark.parametrize("wrong", [{"state_dict": [1]}, {"state_dict": {"a": 1}}, {"arguments": "x"}, {"step": 3}])
+def test_values_of_the_wrong_type_are_named(saved, wrong):
+    change(saved, **wrong)
+    assert next(iter(wrong)) in refusal(saved)
+
+
+def test_all_weights_that_do_not_fit_are_listed(saved):
+    weights = torch.load(saved, weights_only=True)["state_dict"]
+    del weights["output.bias"], weights["encoder.0.self_attention.query.bias"]
+    weights["encoder.0.self_attention.key.bias"] = torch.zeros(3)
+    weights["extra"] = torch.zeros(1)
+    change(saved, state_dict=weights)
+    with pytest.raises(SourceError) as caught:
+        load_checkpoint(saved).build()
+    for name in ("output.bias", "query.bias", "key.bias is (3,), not (8,)", "unexpected: extra"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "named"),
+    [
+        ("no_such_package.models:make", "no_such_package"),
+        ("tformer_models.seq2seq:NoSuchModel", "NoSuchModel"),
+        ("tformer_models.seq2seq:POSITIONS", "not callable"),
+        ("tformer_models.seq2seq", "package.module:callable"),
+        (":make", "package.module:callable"),
+    ],
+)
+def test_a_missing_factory_is_named(saved, factory, named):
+    change(saved, factory=factory)
+    with pytest.raises(SourceError, match=named):
+        load_checkpoint(saved).build()
+
+
+def test_a_factory_that_fails_is_named_with_its_reason(saved):
+    change(saved, arguments=ARGUMENTS | {"heads": 3})
+    with pytest.raises(SourceError, match=r"Seq2SeqTransformer failed.* 3 heads"):
+        load_checkpoint(saved).build()
+
+
+def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_factory.py").write_text("import no_such_dependency\n")
+    (tmp_path / "raising_factory.py").write_text("raise RuntimeError('boom')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SourceError, match=r"no_such_dependency .imported by broken_factory"):
+        import_callable("broken_factory:make")
+    with pytest.raises(SourceError, match="raising_factory failed: RuntimeError: boom"):
+        import_callable("raising_factory:make")
+
+
+def test_a_folder_that_does_not_exist_is_an_output_error(tmp_path):
+    with pytest.raises(OutputError, match="cannot be written"):
+        save_checkpoint(tiny(), tmp_path / "none" / "m.pt", factory=FACTORY, arguments=ARGUMENTS)
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def break_off(content, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", break_off)
+    with pytest.raises(OutputError, match="No space left"):
+        save_checkpoint(tiny(), saved, factory=FACTORY, arguments=ARGUMENTS)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_the_format_can_be_read_about_without_torch():
+    code = "import sys, tformer_export.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,288 @@
+"""Training learns, repeats itself exactly, and survives being killed; what a recipe cannot mean is refused."""
+
+import csv
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tformer_export.checkpoint import OptionError, OutputError, SourceError, load_checkpoint
+from tformer_models.cli import main
+from tformer_models.data import Batches, pad_rows
+from tformer_models.dropout import ByteDropout, use_byte_dropout
+from tformer_models.recipe import Output, Part, Recipe, Training, load_recipe
+from tformer_models.training import Task, rate, train
+
+MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
+RECIPE = Recipe(
+    data=Part("tiny_task:successors"),
+    model=Part("tformer_models.seq2seq:Seq2SeqTransformer", MODEL | {"norm": "pre"}),
+    training=Training(steps=12, validate_every=4, batch_tokens=128, warmup=4, learning_rate=5e-3),
+    checkpoint=Output(defaults={"beam_size": 2}, max_length=16),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def changed(**options):
+    return replace(RECIPE, training=replace(RECIPE.training, **options))
+
+
+def curve(output):
+    """metrics.csv without the one column that may differ."""
+    with (output / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+def weights(path):
+    return load_checkpoint(path).state_dict
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_learns_and_the_checkpoint_says_all(tmp_path):
+    longer = changed(steps=160, validate_every=40, batch_tokens=256, learning_rate=1e-2, warmup=20, schedule="cosine")
+    path = train(replace(longer, data=Part("tiny_task:successors", {"longest": 3})), tmp_path / "run")
+    rows = curve(tmp_path / "run")
+    assert [row["step"] for row in rows] == ["40", "80", "120", "160"]
+    losses = [float(row["loss"]) for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 * math.log(6)  # of a blind guess among five digits and the end
+    assert float(rows[-1]["token_accuracy"]) > 0.8
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    loaded = load_checkpoint(path)
+    assert loaded.arguments["source_vocabulary"] == 8
+    assert loaded.special == {"start": [1], "end": [2], "pad": 0}
+    assert (loaded.defaults, loaded.max_length) == ({"beam_size": 2}, 16)
+    model = loaded.build()
+    digits = torch.tensor([[3, 4, 5]])
+    assert model(digits, torch.tensor([[1]])).shape == (1, 1, 8)
+
+
+def test_same_seed_same_curve(tmp_path):
+    first = train(RECIPE, tmp_path / "first")
+    second = train(RECIPE, tmp_path / "second")
+    other = train(changed(seed=2), tmp_path / "other")
+    assert curve(tmp_path / "first") == curve(tmp_path / "second")
+    assert same(weights(first), weights(second))
+    assert curve(tmp_path / "first") != curve(tmp_path / "other")
+    assert not same(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("killed_at", [2, 5, 8, 11])
+def test_a_killed_run_resumes_on_the_same_path(tmp_path, monkeypatch, killed_at):
+    recipe = changed(schedule="cosine", precision="bf16")
+    whole = train(recipe, tmp_path / "whole")
+    step = Task.training_step
+
+    def dies(self, batch, batch_idx):
+        if self.global_step == killed_at:
+            raise RuntimeError("killed")
+        return step(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "training_step", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            train(recipe, tmp_path / "broken")
+    assert not (tmp_path / "broken" / "model.pt").exists()
+    torch.manual_seed(killed_at)  # a new process knows nothing of the old one's random state
+    resumed = train(recipe, tmp_path / "broken", resume=True)
+    assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
+    assert same(weights(resumed), weights(whole))
+
+
+def test_a_finished_run_can_be_resumed_without_harm(tmp_path):
+    before = weights(train(RECIPE, tmp_path))
+    assert same(before, weights(train(RECIPE, tmp_path, resume=True)))
+
+
+def test_a_run_is_not_overwritten_unasked(tmp_path):
+    train(RECIPE, tmp_path)
+    with pytest.raises(OutputError, match=r"--resume.*--force"):
+        train(RECIPE, tmp_path)
+    with pytest.raises(OptionError, match="another recipe"):
+        train(changed(seed=5), tmp_path, resume=True)
+    train(changed(seed=5), tmp_path, force=True)
+    assert len(curve(tmp_path)) == 3
+
+
+def test_the_kept_weights_are_the_average_of_the_best_validation(tmp_path):
+    path = train(changed(average=0.5), tmp_path)
+    kept = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert same(weights(path), {name.removeprefix("model."): value for name, value in kept["state_dict"].items()})
+    last = kept["current_model_state"]["model.output.bias"]
+    assert not torch.equal(weights(path)["output.bias"], last)
+
+
+def test_without_average_the_last_weights_of_the_best_validation_are_kept(tmp_path):
+    path = train(changed(average=0.0), tmp_path)
+    kept = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert torch.equal(weights(path)["output.bias"], kept["state_dict"]["model.output.bias"])
+
+
+def test_it_stops_where_nothing_improves(tmp_path):
+    stuck = changed(steps=100, validate_every=2, patience=2, learning_rate=0.0, weight_decay=0.0)
+    train(stuck, tmp_path)
+    assert [row["step"] for row in curve(tmp_path)] == ["2", "4", "6"]
+
+
+def test_a_loss_that_explodes_is_an_error(tmp_path):
+    with pytest.raises(OptionError, match="lower learning_rate"):
+        train(changed(learning_rate=1e30, clip=0.0), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        (replace(RECIPE, data=Part("tiny_task:nothing")), "no training pairs"),
+        (replace(RECIPE, data=Part("builtins:dict")), "Dataset"),
+        (replace(RECIPE, checkpoint=Output(max_length=4)), "a sequence of 8 ids"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path, recipe, named):
+    with pytest.raises(OptionError, match=named):
+        train(recipe, tmp_path)
+
+
+def test_rates():
+    options = Training(steps=100, warmup=10)
+    assert rate(0, options) == pytest.approx(0.1)
+    assert rate(9, options) == 1.0
+    assert rate(39, options) == pytest.approx(0.5)  # 1/√4 of the peak, at four times the warm-up
+    cosine = replace(options, schedule="cosine")
+    assert rate(10, cosine) == 1.0
+    assert rate(55, cosine) == pytest.approx(0.5)
+    assert rate(100, cosine) == 0.0
+
+
+def numbered(count=97):
+    """Pairs of different lengths whose first id is their number."""
+    return [([i + 1] * (1 + i % 7), [i + 1] * (1 + i % 5)) for i in range(count)]
+
+
+def test_a_pass_holds_every_pair_once_within_the_budget():
+    batches = Batches(numbered(), batch_tokens=40, seed=1)
+    for first in (0, len(batches), 5 * len(batches)):
+        seen = Counter()
+        for src, tgt in batches.shuffled(first, len(batches)):
+            assert max(src.numel(), tgt.numel()) <= 40
+            assert src[:, 0].tolist() == tgt[:, 0].tolist()
+            seen.update(src[:, 0].tolist())
+        assert seen == Counter(range(1, 98))
+    assert sum(len(src) for src, _ in batches.in_order()) == 97
+
+
+def test_batches_follow_from_seed_and_step():
+    batches = Batches(numbered(), batch_tokens=40, seed=1)
+    whole = list(batches.shuffled(0, 3 * len(batches)))
+    for first in (0, 3, len(batches) - 1, len(batches), 2 * len(batches) + 1):
+        for (src, tgt), (other_src, other_tgt) in zip(
+            whole[first:], batches.shuffled(first, len(whole) - first), strict=True
+        ):
+            assert torch.equal(src, other_src)
+            assert torch.equal(tgt, other_tgt)
+    passes = [whole[i * len(batches)][0].tolist() for i in range(3)]
+    assert passes[0] != passes[1] != passes[2]
+    other = next(iter(Batches(numbered(), batch_tokens=40, seed=2).shuffled(0, 1)))
+    assert other[0].tolist() != whole[0][0].tolist()
+
+
+def test_rows_are_padded_at_the_end():
+    assert pad_rows([[1, 2, 3], [4]], pad=9).tolist() == [[1, 2, 3], [4, 9, 9]]
+
+
+def test_byte_dropout_keeps_the_mean_and_the_gradient():
+    torch.manual_seed(0)
+    dropout = ByteDropout(0.25)
+    x = torch.ones(200, 501, requires_grad=True)
+    y = dropout(x)
+    assert sorted(set(y.flatten().tolist())) == pytest.approx([0.0, 4 / 3])
+    assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert not torch.equal(dropout(x), y)
+    assert dropout.eval()(x) is x
+
+
+def test_byte_dropout_replaces_every_dropout():
+    model = torch.nn.Sequential(
+        torch.nn.Dropout(0.5), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+    )
+    use_byte_dropout(model)
+    assert [type(m).__name__ for m in model.modules() if "Dropout" in type(m).__name__] == ["ByteDropout"] * 2
+    assert list(model.state_dict()) == ["1.0.weight", "1.0.bias"]
+
+
+TOML = """
+[data]
+factory = "tiny_task:successors"
+[model]
+factory = "tformer_models.seq2seq:Seq2SeqTransformer"
+arguments = { width = 16, heads = 2, encoder_layers = 1, decoder_layers = 1, feedforward = 32, max_length = 16 }
+[training]
+steps = 2
+"""
+
+
+def test_a_recipe_names_all_that_is_wrong_with_it(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("[model]\nfactory = 'a:b'\nwidht = 3\n[training]\nsteps = 1\nseeds = 2\n[extra]\n")
+    with pytest.raises(OptionError) as caught:
+        load_recipe(path)
+    for name in ("widht", "seeds", "[extra]", "[data] is missing"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("schedule = 'linear'", "inverse-sqrt"), ("batch_tokens = 0", "batch_tokens"), ("monitor = 'wer'", "monitor")],
+)
+def test_a_value_that_no_recipe_has_is_refused(tmp_path, line, named):
+    (tmp_path / "recipe.toml").write_text(TOML + line)
+    with pytest.raises(OptionError, match=named):
+        load_recipe(tmp_path / "recipe.toml")
+
+
+@pytest.mark.parametrize("content", ["steps = = 2", "\x00"])
+def test_a_file_that_is_not_toml_is_refused(tmp_path, content):
+    (tmp_path / "recipe.toml").write_text(content)
+    with pytest.raises(SourceError, match="not TOML"):
+        load_recipe(tmp_path / "recipe.toml")
+
+
+def test_command_line_prints_the_model_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(TOML)
+    result = CliRunner().invoke(main, ["small.toml", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "runs/small/model.pt\n"
+    assert (tmp_path / "runs" / "small" / "model.pt").exists()
+    again = CliRunner().invoke(main, ["small.toml"])
+    assert again.exit_code == 1
+    assert again.stdout == ""
+    assert again.stderr.count("\n") == 1
+    assert "--resume" in again.stderr
+
+
+def test_command_line_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatch):
+    missing = CliRunner().invoke(main, [str(tmp_path / "none.toml")])
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert "none.toml cannot be read" in missing.stderr
+    (tmp_path / "small.toml").write_text(TOML)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delitem(sys.modules, "tformer_models.training")
+    extra = CliRunner().invoke(main, [str(tmp_path / "small.toml"), "--output", str(tmp_path / "run")])
+    assert (extra.exit_code, extra.stdout) == (1, "")
+    assert "pip install 'tformer[train]'" in extra.stderr
