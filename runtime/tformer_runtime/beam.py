@@ -112,26 +112,35 @@ _BLOCK = 256
 
 
 def best(scores: Floats, count: int) -> tuple[Floats, Ints, Ints]:
-    """The `count` best of (groups, beams, vocabulary) in each group, best first: scores, beams, tokens.
-
-    Partitioning a whole vocabulary is what costs; the best are all in the blocks with the greatest maxima.
-    """
+    """The `count` best of (groups, beams, vocabulary) in each group, best first: scores, beams, tokens."""
     groups, beams, vocabulary = scores.shape
-    blocks = max(-(-vocabulary // _BLOCK), -(-count // beams))
-    if blocks * _BLOCK != vocabulary:
-        room = np.full((groups, beams, blocks * _BLOCK), -np.inf, np.float32)
-        room[:, :, :vocabulary] = scores
-        scores = room
-    flat = scores.reshape(groups, beams * blocks, _BLOCK)
-    likely = np.argpartition(-flat.max(-1), count - 1)[:, :count]
-    some = flat[np.arange(groups)[:, None], likely].reshape(groups, -1)
+    flat = scores.reshape(groups, -1)
+    missing = count - flat.shape[1]
+    if missing > 0:  # too few candidates: padding of score -inf, which stands for no token
+        flat = np.concatenate([flat, np.full((groups, missing), -np.inf, np.float32)], 1)
+    group = np.arange(groups)[:, None]
+    index = _likely_blocks(flat, count) if flat.shape[1] > 4 * count * _BLOCK else None
+    some = flat if index is None else flat[group, index]
     picks = np.argpartition(-some, count - 1)[:, :count]
-    top = np.take_along_axis(some, picks, 1)
-    index = np.take_along_axis(likely, picks // _BLOCK, 1) * _BLOCK + picks % _BLOCK
-    order = np.lexsort((index, -top))  # equals in the order of beams and tokens
-    top, index = np.take_along_axis(top, order, 1), np.take_along_axis(index, order, 1)
-    # Fewer candidates than asked for leave padding, of score -inf, whose token must exist all the same.
-    return top, index // (blocks * _BLOCK), np.minimum(index % (blocks * _BLOCK), vocabulary - 1)
+    picks = picks if index is None else index[group, picks]
+    top = flat[group, picks]
+    order = np.lexsort((picks, -top))  # equals in the order of beams and tokens
+    top, picks = top[group, order], np.minimum(picks[group, order], beams * vocabulary - 1)
+    return top, picks // vocabulary, picks % vocabulary
+
+
+def _likely_blocks(flat: Floats, count: int) -> Ints:
+    """Columns of (groups, columns) among which the `count` best are: those of the blocks with the greatest maxima.
+
+    Partitioning a whole vocabulary is what costs; maxima are cheap.
+    """
+    groups, columns = flat.shape
+    whole = columns // _BLOCK * _BLOCK
+    maxima = flat[:, :whole].reshape(groups, -1, _BLOCK).max(-1)
+    blocks = np.argpartition(-maxima, count - 1)[:, :count]
+    inside = (blocks[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(groups, -1)
+    rest = np.broadcast_to(np.arange(whole, columns), (groups, columns - whole))
+    return np.concatenate([inside, rest], 1)
 
 
 def settled(chosen: Ints, parents: Ints, width: int) -> Ints:

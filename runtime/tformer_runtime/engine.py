@@ -148,7 +148,7 @@ class Engine:
         if not np.array_equal(origin, state.origin):
             state.context = (
                 [
-                    move_rows(array, rows) if spec.shape[:1] == (BATCH,) else _taken(array, rows, spec.shape)
+                    move_rows(array[None], rows)[0] if spec.shape[:1] == (BATCH,) else _taken(array, rows, spec.shape)
                     for spec, array in zip(self.manifest.encode.outputs, state.context, strict=True)
                 ]
                 if self.manifest.encode

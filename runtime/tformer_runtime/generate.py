@@ -20,7 +20,7 @@ from tformer_runtime.text import Codec, Detokenizer, cut
 class Result:
     """What was generated for one input.
 
-    text: the text of the tokens, up to a stop string; empty if the file has no tokenizer.
+    text: the text of the tokens, without the end token and up to a stop string; empty if the file has no tokenizer.
     token_ids: every generated id, the end token included if it came to that.
     score: Σ token_logprobs / len(token_ids) ** length_penalty.
     finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
@@ -93,9 +93,7 @@ def generate_stream(engine: Engine, codec: Codec, request: Request, settings: Se
         pieces.append(text.push(ids[-1]))
         return text.stopped
 
-    for token in _tokens(engine, [request], settings, stopped):
-        if token.finish == "end":  # no `stopped` was asked
-            text.push(token.id)
+    for _ in _tokens(engine, [request], settings, stopped):
         if piece := "".join(pieces):
             yield piece
         pieces.clear()
@@ -164,7 +162,7 @@ def _result(
     score: float,
     finish: FinishReason,
 ) -> Result:
-    text = codec.decode(ids) if codec else ""
+    text = codec.decode(ids[:-1] if finish == "end" else ids) if codec else ""
     before = cut(text, settings.stop)
     if before is not None:
         text, finish = before, "stop"

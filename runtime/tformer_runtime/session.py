@@ -50,7 +50,14 @@ class Session:
         self.threads = threads
         self._ort = _onnxruntime()
         self.device = self._choose(device)
-        self._session = self._load()
+        try:
+            self._session = self._load()
+        except DeviceError:
+            if device != "auto":
+                raise
+            self.device = "cpu"
+            self._session = self._load()
+        logger.info("device: %s", self.device)
         self.inputs: dict[str, tuple[int | None, ...]] = {
             i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in self._session.get_inputs()
         }
@@ -86,7 +93,6 @@ class Session:
         elif device == "auto":
             # A file made for the CPU holds operators that CUDA has not, and would run on both by turns.
             device = "cpu" if self.manifest.target == "cpu" or self._cuda_missing() else "cuda"
-            logger.info("device: %s", device)
         return device
 
     def _cuda_missing(self) -> str | None:
@@ -112,9 +118,12 @@ class Session:
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
         providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
         try:
-            # No silent fallback: a provider that cannot start must not leave a CPU session in its place.
+            # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
+            # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
             session = self._ort.InferenceSession(os.fspath(self.path), options, providers, enable_fallback=False)
         except Exception as error:
+            if self.device == "cuda" and "CUDA" in str(error):
+                raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
@@ -127,15 +136,20 @@ class Session:
         text = str(error).strip()
         index = _OUT_OF_RANGE.search(text)
         if index:
-            return InputError(f"id {index[1]} is not in the model's vocabulary, which ends at {index[3]}")
+            return InputError(
+                f"{index[1]} is beyond one of the model's tables, which ends at {index[3]}: an id outside its "
+                "vocabulary, or an input that is too long"
+            )
         if _EXTERNAL.search(text):
             return ModelFileError(
                 f"{self.path}: the file with its weights, {self.path.name}.data, is missing or not whole beside it"
             )
-        first = (
-            re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text).splitlines()[0] if text else type(error).__name__
-        )
-        return ModelFileError(f"onnxruntime cannot run {self.path}: {first[:300]}")
+        return ModelFileError(f"onnxruntime cannot run {self.path}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error).strip())
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def _onnxruntime() -> Any:

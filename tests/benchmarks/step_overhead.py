@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine import Engine, State
 
 STEPS, ROUNDS, SOURCE = 24, 60, 12
 
@@ -44,10 +44,10 @@ def main(model: str | None, rows: int, threads: int | None) -> None:
     click.echo(f"rows {rows}: step {one:.1f} µs, bare session call {other:.1f} µs, ratio {one / other:.3f}")
 
 
-def _started(engine: Engine, rows: int):
-    encode = engine.manifest.encode
-    source = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in encode.inputs if i.role == "ids"} if encode else None
-    return engine.start(source, rows)
+def _started(engine: Engine, rows: int) -> State:
+    inputs = engine.manifest.encode.inputs if engine.manifest.encode else ()
+    sources = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in inputs if i.role == "ids"}
+    return engine.start(sources or None, rows)
 
 
 def _microseconds(call: Callable[[], object]) -> float:

@@ -197,7 +197,7 @@ def test_wrong_numbers_of_rows_and_inputs(made):
 
 def test_ids_outside_the_embedding_are_an_input_error(made):
     toy, engine = made
-    with pytest.raises(InputError, match="id 99 is not in the model's vocabulary, which ends at 28"):
+    with pytest.raises(InputError, match="99 is beyond one of the model's tables, which ends at 28"):
         engine.step(Rows(toy, engine, rows=1).state, np.array([[99]]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,7 +255,7 @@ def test_a_file_without_a_tokenizer(tmp_path):
         model.stream([5])
     with pytest.raises(OptionError, match="stop needs text"):
         model.generate([5], stop="a")
-    with pytest.raises(InputError, match="id 99 is not in the model's vocabulary"):
+    with pytest.raises(InputError, match="99 is beyond one of the model's tables"):
         model.generate([99])
 
 
@@ -272,6 +273,17 @@ def test_the_files_defaults_count(tmp_path):
     assert len(model.generate("hello").token_ids) <= 3
     assert len(model.generate("hello", beam_size=1, max_new_tokens=5, min_new_tokens=5).token_ids) == 5
     assert model.generate("hello", num_return=2).alternatives
+
+
+def test_an_end_token_is_in_the_ids_and_not_in_the_text(tmp_path, models):
+    end = models["encoder-decoder"].generate("hello").token_ids[5]  # a token that its tokenizer would show
+    model = Model.load(replace(TOYS["encoder-decoder"], end=(end,)).write(tmp_path / "toy.onnx"), "cpu")
+    for options in ({}, {"stop": "££"}, {"beam_size": 2, "early_stopping": True}):
+        result = model.generate("hello", **options)
+        assert result.finish_reason == "end"
+        assert result.token_ids[-1] == end
+        assert result.text == letters().decode(list(result.token_ids[:-1]))
+        assert "".join(model.stream("hello", **options)) == result.text
 
 
 def test_several_end_tokens(tmp_path):

@@ -132,6 +132,26 @@ def test_auto_falls_back_where_a_file_for_cuda_cannot_have_it(path, tmp_path, mo
     assert Session(other, "auto").device == "cpu"
 
 
+def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
+    other, opened = with_manifest(path, tmp_path / "cuda.onnx", target="cuda"), onnxruntime.InferenceSession
+
+    def refuse(file, options, providers, **others):
+        if providers[0] == "CUDAExecutionProvider":
+            raise RuntimeError("CUDA failure 35: the driver is too old\nmore")
+        return opened(file, options, providers, **others)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    monkeypatch.setattr(Session, "_cuda_missing", lambda self: None)
+    with pytest.raises(DeviceError, match=r"cannot be had: CUDA failure 35: the driver is too old$"):
+        Session(other, "cuda")
+    assert Session(other, "auto").device == "cpu"
+    monkeypatch.setattr(
+        onnxruntime, "InferenceSession", lambda f, o, _, **k: opened(f, o, ["CPUExecutionProvider"], **k)
+    )
+    with pytest.raises(DeviceError, match="did not start"):
+        Session(other, "cuda")
+
+
 def test_a_missing_wheel(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match=r"pip install tformer\[cpu\]"):
