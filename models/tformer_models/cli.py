@@ -22,6 +22,8 @@ from tformer_export.checkpoint import MissingExtraError, TformerError
 @click.option("--threads", type=click.IntRange(min=1), help="Processor threads to use [default: PyTorch's choice].")
 def main(recipe: Path, output: Path | None, resume: bool, force: bool, threads: int | None) -> None:
     """Train a model by RECIPE, a TOML file; prints the path of the model.pt that comes of it."""
+    if resume and force:
+        raise click.UsageError("--resume goes on with a run and --force begins anew; choose one")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     sys.path.insert(
         0, str(Path.cwd())

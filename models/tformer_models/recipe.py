@@ -71,6 +71,11 @@ class Training:
     precision: str = "32"
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            wanted = int if f.default is MISSING else type(f.default)
+            accepted = {float: (float, int), tuple: (tuple, list)}.get(wanted, (wanted,))
+            if not isinstance(getattr(self, f.name), accepted):
+                raise OptionError(f"{f.name} must be of type {wanted.__name__}, not {getattr(self, f.name)!r}")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, WeightAveraging
 from torch import Tensor, nn
 
-from tformer_export.checkpoint import OptionError, OutputError, import_callable, save_checkpoint
+from tformer_export.checkpoint import OptionError, OutputError, TformerError, import_callable, save_checkpoint
 from tformer_models.curves import write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
@@ -38,16 +39,16 @@ LAST, BEST, RECIPE, MODEL = "last", "best", "recipe.json", "model.pt"
 def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = False) -> Path:
     """Train by `recipe` in the folder `output`; returns the path of the finished model.pt.
 
-    `resume` goes on from the folder's last checkpoint, or starts if there is none. Raises OutputError where the folder
-    holds a run already and neither `resume` nor `force` is set.
+    `resume` goes on from the folder's last checkpoint, or starts if there is none; `force` removes the run that the
+    folder holds. Raises OutputError where it holds one and neither is set.
     """
     options = recipe.training
     _open_run(recipe, output, resume=resume, force=force)
-    dataset = import_callable(recipe.data.factory)(**recipe.data.arguments)
+    dataset = _make(recipe.data.factory, recipe.data.arguments)
     _check(dataset, recipe)
     arguments = {**dataset.model_arguments, **recipe.model.arguments}
     torch.manual_seed(options.seed)
-    model = import_callable(recipe.model.factory)(**arguments)
+    model = _make(recipe.model.factory, arguments)
     task = Task(model, options, pad=int(dataset.special["pad"]))
     keeper = ModelCheckpoint(
         dirpath=output / "checkpoints",
@@ -80,7 +81,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
     # With averaging, the state dict of a checkpoint is the average.
-    best = torch.load(keeper.best_model_path, map_location="cpu", weights_only=True)["state_dict"]
+    best = torch.load(output / "checkpoints" / f"{BEST}.ckpt", map_location="cpu", weights_only=True)["state_dict"]
     model.load_state_dict({name.removeprefix("model."): value for name, value in best.items()})
     save_checkpoint(
         model,
@@ -271,6 +272,16 @@ def _mode(options: Training) -> str:
     return "min" if options.monitor == "loss" else "max"
 
 
+def _make(factory: str, arguments: Mapping[str, Any]) -> Any:
+    make = import_callable(factory)
+    try:
+        return make(**arguments)
+    except TformerError:
+        raise
+    except Exception as error:  # the recipe's own code: whatever it raises means that the recipe cannot be followed
+        raise OptionError(f"the factory {factory} failed with the recipe's arguments: {error}") from error
+
+
 def _check(dataset: Any, recipe: Recipe) -> None:
     """Raises OptionError for data that cannot be trained on."""
     factory, limit = recipe.data.factory, recipe.checkpoint.max_length
@@ -291,7 +302,9 @@ def _open_run(recipe: Recipe, output: Path, *, resume: bool, force: bool) -> Non
     note = output / RECIPE
     text = json.dumps(recipe.as_dict(), indent=1)
     try:
-        if note.exists() and not force:
+        if note.exists() and force:
+            shutil.rmtree(output / "checkpoints", ignore_errors=True)
+        elif note.exists():
             if not resume:
                 raise OutputError(f"{output} holds a run already; go on with --resume, or begin anew with --force")
             if note.read_text(encoding="utf-8") != text:

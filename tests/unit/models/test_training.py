@@ -114,8 +114,21 @@ def test_a_run_is_not_overwritten_unasked(tmp_path):
         train(RECIPE, tmp_path)
     with pytest.raises(OptionError, match="another recipe"):
         train(changed(seed=5), tmp_path, resume=True)
+    first = curve(tmp_path)
     train(changed(seed=5), tmp_path, force=True)
     assert len(curve(tmp_path)) == 3
+    assert curve(tmp_path) != first
+
+
+def test_what_is_begun_anew_does_not_resume_the_old_run(tmp_path, monkeypatch):
+    train(RECIPE, tmp_path / "used")
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "training_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(changed(seed=5), tmp_path / "used", force=True)
+    train(changed(seed=5), tmp_path / "used", resume=True)
+    train(changed(seed=5), tmp_path / "fresh")
+    assert curve(tmp_path / "used") == curve(tmp_path / "fresh")
 
 
 def test_the_kept_weights_are_the_average_of_the_best_validation(tmp_path):
@@ -148,6 +161,8 @@ def test_a_loss_that_explodes_is_an_error(tmp_path):
     [
         (replace(RECIPE, data=Part("tiny_task:nothing")), "no training pairs"),
         (replace(RECIPE, data=Part("builtins:dict")), "Dataset"),
+        (replace(RECIPE, model=Part(RECIPE.model.factory, MODEL | {"heads": 5})), "16 cannot be shared by 5 heads"),
+        (replace(RECIPE, data=Part("tiny_task:successors", {"digits": 0})), "tiny_task:successors failed"),
         (replace(RECIPE, checkpoint=Output(max_length=4)), "a sequence of 8 ids"),
     ],
 )
@@ -247,7 +262,13 @@ def test_a_recipe_names_all_that_is_wrong_with_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "named"),
-    [("schedule = 'linear'", "inverse-sqrt"), ("batch_tokens = 0", "batch_tokens"), ("monitor = 'wer'", "monitor")],
+    [
+        ("schedule = 'linear'", "inverse-sqrt"),
+        ("batch_tokens = 0", "batch_tokens must be at least 1"),
+        ("monitor = 'wer'", "monitor"),
+        ("clip = 'no'", "clip must be of type float"),
+        ("seed = 1.5", "seed must be of type int"),
+    ],
 )
 def test_a_value_that_no_recipe_has_is_refused(tmp_path, line, named):
     (tmp_path / "recipe.toml").write_text(TOML + line)
@@ -274,6 +295,11 @@ def test_command_line_prints_the_model_and_nothing_else(tmp_path, monkeypatch):
     assert again.stdout == ""
     assert again.stderr.count("\n") == 1
     assert "--resume" in again.stderr
+
+
+def test_command_line_refuses_to_resume_and_begin_anew():
+    result = CliRunner().invoke(main, ["small.toml", "--resume", "--force"])
+    assert result.exit_code == 2
 
 
 def test_command_line_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatch):
