@@ -42,7 +42,9 @@ class Session:
         """Open a file.
 
         device: "cpu", "cuda" or "auto": CUDA if the file was made for it and it can be had, else the CPU.
-        threads: threads of one operator; by default one per physical core.
+        threads: threads of one operator, by default one per physical core. They spin while they wait, which pays on
+            a machine of one's own; give fewer where others use the cores. (6 layers, d=512, int8, 8 rows, one of two
+            cores busy: 13.4 ms per step with two threads, 6.9 with one. One row, when quiet: 1.1 against 1.7.)
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
         self.path = Path(path)
