@@ -1,7 +1,7 @@
 """tformer_export: a PyTorch Transformer → one ONNX file that decodes incrementally, proven equal to its source.
 
-    from tformer_export import export
-    report = export(model, "model.onnx", example={"src": src_ids, "tgt": tgt_ids}, step="tgt")
+from tformer_export import export
+report = export(model, "model.onnx", example={"src": src_ids, "tgt": tgt_ids}, step="tgt")
 """
 
 from typing import TYPE_CHECKING, Any

@@ -86,7 +86,7 @@ def export(
         written = plain
         if quantize == "int8":
             with clock.stage("quantise"):
-                compiled.found["quantised"] = quantize_weights(compiled.model, target)
+                compiled.found["quantised"] = quantize_weights(compiled.model)
                 written = _save(compiled.model, manifest, Path(folder) / "int8.onnx")
             with clock.stage("measure"):
                 degradation = measure(gate, before, Engine(written, device="cpu"))
@@ -108,8 +108,6 @@ def export(
         degradation=degradation,
         seconds=clock.seconds,
     )
-
-
 
 
 def check_writable(out: Path, force: bool) -> None:
