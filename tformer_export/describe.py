@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tformer_export.assemble import ENCODED
+from tformer_export.requests import About
 from tformer_export.source import Source
 from tformer_export.staging.programs import Port, Program
 from tformer_runtime.manifest import Cache, Decode, Encode, Manifest, RequestInput, TensorSpec
@@ -18,18 +18,19 @@ def describe(
     source: Source,
     encode: Program | None,
     decode: Program | None,
+    requests: Mapping[str, About],
     *,
+    step_vocabulary: int | None,
     max_length: int,
     target: str,
-    source_limit: Mapping[str, int | None],
 ) -> Manifest:
     """Everything but quantisation and parity, which are known later."""
     texts = list(dict.fromkeys(source.tokenizers.values()))
     return Manifest(
         task=source.task,
         max_length=max_length,
-        encode=_encode(source, encode, source_limit) if encode else None,
-        decode=_decode(decode) if decode else None,
+        encode=_encode(source, encode, requests) if encode else None,
+        decode=_decode(decode, step_vocabulary) if decode else None,
         special=source.special,
         tokenizers=tuple(texts),
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
@@ -40,18 +41,19 @@ def describe(
     )
 
 
-def _encode(source: Source, program: Program, limits: Mapping[str, int | None]) -> Encode:
+def _encode(source: Source, program: Program, requests: Mapping[str, About]) -> Encode:
     inputs = []
     for port in program.inputs:
-        mask = source.masks.get(port.name)
-        about: dict[str, Any] = {"role": "ids" if port.dtype == torch.int64 else "data", "pad": source.special.pad}
+        mask, about = source.masks.get(port.name), requests[port.name]
+        role: dict[str, Any] = {"role": "ids" if about.vocabulary else "data", "pad": about.pad}
         if mask is not None:
-            about = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
-        inputs.append(RequestInput(**_spec(port), **about, max_length=limits.get(port.name)))
+            role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
+        limits = {"max_length": about.max_length, "vocabulary": about.vocabulary}
+        inputs.append(RequestInput(**_spec(port), **role, **limits))
     return Encode(tuple(inputs), tuple(TensorSpec(**_spec(port)) for port in program.outputs))
 
 
-def _decode(program: Program) -> Decode:
+def _decode(program: Program, vocabulary: int | None) -> Decode:
     step, *others = program.inputs
     pasts = {program.inputs[past].name for past, _, _ in program.caches}
     controls = tuple(p.name for p in others if p.name.startswith("decode."))
@@ -60,12 +62,14 @@ def _decode(program: Program) -> Decode:
         for i, present, in_place in program.caches
         for past in (program.inputs[i],)
     )
-    assert all(p.name in pasts or p.name in controls or p.name.startswith("context.") for p in others)
+    context = tuple(p.name for p in others if p.name not in pasts and p.name not in controls)
     return Decode(
         step=TensorSpec(**_spec(step)),
         controls=controls,
         caches=caches,
         logits=TensorSpec(**_spec(program.outputs[0])),
+        context=context,
+        vocabulary=vocabulary,
         ragged_chunks=program.ragged_chunks,
     )
 
@@ -82,6 +86,3 @@ def _version(package: str) -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""
-
-
-__all__ = ["ENCODED", "describe"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
-from tformer_export.capture import Captured, capture, expression, merge_equal, meta, vocabulary
+from tformer_export.capture import Captured, capture, merge_equal, vocabulary
 from tformer_export.describe import describe
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
+from tformer_export.requests import request_inputs
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests
@@ -45,7 +46,8 @@ def compile_source(
     progress("capture")
     captured = capture(source.module, source.example, source.step, source.dynamic)
     attentions = recognise(captured)
-    padding = fold_padding_tests(captured)
+    requests = request_inputs(captured, source)
+    fold_padding_tests(captured)
     merge_equal(captured)
     progress("staging")
     encode, decode, length, found = _stage(captured, chosen, max_length, source.max_length)
@@ -57,16 +59,11 @@ def compile_source(
         models.append(to_onnx(program, chosen.opset) if program is not None else None)
     model = assemble(*models)
     passes = run_passes(model)
-    if padding is not None and source.special.pad != padding:
-        source.special = replace(source.special, pad=padding)
-    manifest = describe(
-        source, encode, decode, max_length=length, target=target, source_limit=_request_limits(captured)
-    )
-    vocabularies = {
-        name: vocabulary(captured, name)
-        for name, node in captured.inputs.items()
-        if meta(node).dtype == torch.int64 and name not in source.masks
-    }
+    step = vocabulary(captured, captured.step_name) if captured.step_name else None
+    manifest = describe(source, encode, decode, requests, step_vocabulary=step, max_length=length, target=target)
+    vocabularies = {name: about.vocabulary for name, about in requests.items() if about.vocabulary}
+    if captured.step_name and step:
+        vocabularies[captured.step_name] = step
     return Compiled(model, manifest, vocabularies, {"attentions": attentions, **found, **passes})
 
 
@@ -105,11 +102,3 @@ def _probe(captured: Captured) -> dict[str, torch.Tensor]:
             value = torch.randint(0, ids, (2, LENGTH), generator=generator, dtype=value.dtype)
         inputs[name] = value
     return inputs
-
-
-def _request_limits(captured: Captured) -> dict[str, int | None]:
-    """The greatest length of each request input that the trace allows."""
-    return {
-        name: captured.limits.get(expression(meta(node).shape[1])) if meta(node).dim() > 1 else None
-        for name, node in captured.inputs.items()
-    }

@@ -36,7 +36,6 @@ from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
 Want = Literal["last", "all"]
-_ENCODED = ".encoded"  # what an output of encode has behind the name of the input that takes it
 
 
 class State:
@@ -72,7 +71,7 @@ class Engine:
     ) -> None:
         self.session = model if isinstance(model, Session) else Session(model, device, threads)
         self.manifest: Manifest = self.session.manifest
-        self._context_inputs = self._find_context_inputs()
+        self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
 
@@ -191,25 +190,18 @@ class Engine:
     def _bind_context(self, state: State) -> None:
         state.context_values = [self.session.tensor(array) for array in state.context]
 
-    def _find_context_inputs(self) -> tuple[str, ...]:
-        """The decode stage's inputs for the context, in the order of encode's outputs.
-
-        They are the inputs that nothing else claims; each is called as the output that it takes, less a suffix.
-        """
-        manifest = self.manifest
-        if not (manifest.encode and manifest.decode):
+    def _check_context(self) -> tuple[str, ...]:
+        """The decode stage's inputs for the context, in the order of encode's outputs."""
+        if self.manifest.decode is None:
             return ()
-        claimed = {STAGE, manifest.decode.step.name, *manifest.decode.controls}
-        claimed |= {i.name for i in manifest.encode.inputs} | {c.past for c in manifest.decode.caches}
-        names = tuple(name for name in self.session.inputs if name not in claimed)
-        outputs = tuple(output.name for output in manifest.encode.outputs)
-        if len(names) != len(outputs):
+        names = self.manifest.decode.context
+        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
+        if len(names) != len(outputs) or any(name not in self.session.inputs for name in names):
             raise ModelFileError(
-                f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph reads "
-                f"{len(names)}: export the model again"
+                f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph does not read "
+                "them all: export the model again"
             )
-        named = tuple(output.removesuffix(_ENCODED) for output in outputs)
-        return named if set(named) == set(names) else names
+        return names
 
     def _stand_ins(self) -> dict[str, Any]:
         """For every graph input what is bound where a stage does not read it: nothing. STAGE is false, for encode."""

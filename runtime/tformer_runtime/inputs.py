@@ -102,11 +102,7 @@ class Inputs:
             raise InputError(f"the model reads {', '.join(wanted)}, not {', '.join(given) or 'nothing'}")
 
     def _check_ids(self, name: str, ids: Ints) -> None:
-        size = None  # where it is not known, onnxruntime refuses what is too great
-        if self._manifest.decode is not None and name == self._step:
-            size = int(self._manifest.decode.logits.shape[-1])
-        elif codec := self._codec(name):
-            size = codec.size
+        size = self._vocabulary(name)
         wrong = np.flatnonzero((ids < 0) | (ids >= (ids.max(initial=0) + 1 if size is None else size)))
         if wrong.size:
             ends = "" if size is None else f", which ends at {size - 1}"
@@ -114,6 +110,17 @@ class Inputs:
             raise InputError(
                 f"id {ids[place]} (number {place + 1} of the input) is not in the model's vocabulary{ends}"
             )
+
+    def _vocabulary(self, name: str) -> int | None:
+        """How many ids an input may hold; where it is not known, onnxruntime refuses what is too great."""
+        encode, decode = self._manifest.encode, self._manifest.decode
+        if decode is not None and name == decode.step.name:
+            return decode.vocabulary if decode.vocabulary is not None else int(decode.logits.shape[-1])
+        for spec in encode.inputs if encode else ():
+            if spec.name == name and spec.vocabulary is not None:
+                return spec.vocabulary
+        codec = self._codec(name)
+        return codec.size if codec else None
 
     def _codec(self, name: str) -> Codec | None:
         index = self._manifest.tokenizer_of.get(name)

@@ -64,7 +64,7 @@ class RequestInput(TensorSpec):
     """An input of the encode stage.
 
     role: "ids" (token ids, padded with `pad`), "mask" (derived: `keep` where the input `of` is valid, else the other
-    value; integer masks use 1 and 0) or "data" (features that the caller supplies).
+    value; integer masks use 1 and 0) or "data" (features that the caller supplies). `vocabulary`: how many ids there are.
     """
 
     role: str = "ids"
@@ -72,6 +72,7 @@ class RequestInput(TensorSpec):
     keep: bool = True
     pad: int = 0
     max_length: int | None = None
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Encode:
 class Decode:
     """The stage that runs once a step.
 
-    `controls` are the control inputs that the graph has. `ragged_chunks` tells whether several new tokens may be fed
+    `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
+    may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks` tells whether several new tokens may be fed
     at once to more than one row that has a past (the first call of a row, with no past, may always do so).
     """
 
@@ -105,6 +107,8 @@ class Decode:
     controls: tuple[str, ...]
     caches: tuple[Cache, ...]
     logits: TensorSpec
+    context: tuple[str, ...] = ()
+    vocabulary: int | None = None
     ragged_chunks: bool = True
 
 
@@ -183,6 +187,8 @@ class Manifest:
                     tuple(decode["controls"]),
                     tuple(Cache(**_shaped(c)) for c in decode["caches"]),
                     TensorSpec(**_shaped(decode["logits"])),
+                    tuple(decode["context"]),
+                    decode["vocabulary"],
                     decode["ragged_chunks"],
                 ),
                 "special": SpecialTokens(

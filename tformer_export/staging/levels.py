@@ -6,6 +6,7 @@ step input through "is this padding?" alone is a constant: rows are right-padded
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -37,16 +38,32 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
     return level
 
 
-def fold_padding_tests(captured: Captured) -> int | None:
-    """Replace "is this token padding?" by its answer for a valid token, in place; returns the id that was tested for.
+def fold_padding_tests(captured: Captured) -> None:
+    """Replace "is this token of the step input padding?" by its answer for a valid token, in place."""
+    if captured.step_name is None:
+        return
+    for test in padding_tests(captured, captured.step_name):
+        with captured.graph.inserting_before(test.node):
+            sizes = [_size(captured, test.node, axis) for axis in range(meta(test.node).dim())]
+            folded = captured.graph.call_function(aten.full.default, (sizes, test.usual), {"dtype": torch.bool})
+        folded.meta = dict(test.node.meta)
+        test.node.replace_all_uses_with(folded)
+    captured.graph.eliminate_dead_code()
 
-    A test is any operation from token ids to booleans that answers alike for all ids but one: it is run on all of them,
-    at the cost of that one operation over the vocabulary.
-    """
-    if captured.step is None or captured.step_name is None:
-        return None
-    ids = torch.arange(max(3, vocabulary(captured, captured.step_name)))
-    carriers, padding = {captured.step}, None
+
+@dataclass(frozen=True)
+class PaddingTest:
+    """An operation from token ids to booleans that answers `usual` for all ids but one, `padding` (None: for all)."""
+
+    node: Node
+    usual: bool
+    padding: int | None
+
+
+def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
+    """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary."""
+    ids = torch.arange(max(3, vocabulary(captured, name)))
+    carriers, found = {captured.inputs[name]}, []
     for node in captured.nodes:
         if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):
             continue
@@ -55,19 +72,11 @@ def fold_padding_tests(captured: Captured) -> int | None:
             continue
         if value.dtype == torch.bool:
             answer = _odd_one_out(captured, node, ids)
-            if answer is None:
-                continue
-            usual, odd = answer
-            padding = odd if odd is not None else padding
-            with captured.graph.inserting_before(node):
-                sizes = [_size(captured, node, axis) for axis in range(value.dim())]
-                folded = captured.graph.call_function(aten.full.default, (sizes, usual), {"dtype": torch.bool})
-            folded.meta = dict(node.meta)
-            node.replace_all_uses_with(folded)
+            if answer is not None:
+                found.append(PaddingTest(node, *answer))
         elif value.dtype == torch.int64 and _only_moves(node, carriers):
             carriers.add(node)
-    captured.graph.eliminate_dead_code()
-    return padding
+    return found
 
 
 def _size(captured: Captured, node: Node, axis: int) -> Any:

@@ -434,7 +434,15 @@ def _axis_name(captured: Captured, size: Any) -> int | str:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expr = size.node.expr
-    return manifest.BATCH if expr in captured.batch else str(expr)
+    if expr in captured.batch:
+        return manifest.BATCH
+    owners = (
+        f"{name}_length" if axis == 1 else f"{name}_axis{axis}"
+        for name, node in captured.inputs.items()
+        for axis, other in enumerate(meta(node).shape)
+        if expression(other) == expr
+    )
+    return next(owners, str(expr))
 
 
 def context_shape(captured: Captured, node: Node, one: bool) -> tuple[int | str, ...]:

@@ -205,7 +205,7 @@ def test_a_manifest_that_does_not_fit_its_graph(tmp_path):
     path = Toy().write(tmp_path / "toy.onnx")
     manifest = Toy().manifest()
     fewer = type(manifest.encode)(manifest.encode.inputs, manifest.encode.outputs[:1])
-    with pytest.raises(ModelFileError, match="lists 1 context tensors and its graph reads 3"):
+    with pytest.raises(ModelFileError, match="lists 1 context tensors and its graph does not read"):
         Engine(with_manifest(path, tmp_path / "other.onnx", encode=fewer), device="cpu")
 
 

@@ -103,6 +103,7 @@ class Toy:
             controls + ((m.SELECT,) if self.select else ()),
             caches,
             m.TensorSpec("logits", "float32", (b, m.NEW, self.vocabulary)),
+            context=tuple("past_" + o.name for o in encode.outputs) if encode else (),
             ragged_chunks=not gqa,
         )
         return m.Manifest(

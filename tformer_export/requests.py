@@ -1,0 +1,83 @@
+"""What the graph says of each request input: which ids it takes, which id is padding, how long it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import Node
+
+from tformer_export.capture import Captured, expression, meta, vocabulary
+from tformer_export.source import Source
+from tformer_export.staging.evaluate import Constants
+from tformer_export.staging.levels import Level, binding_times, padding_tests
+
+LONGEST = 4096  # an input that can be this long is said to have no limit
+
+
+@dataclass(frozen=True)
+class About:
+    """vocabulary: None for what is not ids. pad: the id that the model itself masks, or else the source's padding."""
+
+    vocabulary: int | None
+    pad: int
+    max_length: int | None
+
+
+def request_inputs(captured: Captured, source: Source) -> dict[str, About]:
+    """For each input but the step input. Cost: the constants of the graph at a few lengths."""
+    level = binding_times(captured)
+    found = {}
+    for name, node in captured.inputs.items():
+        if name == captured.step_name:
+            continue
+        is_ids = meta(node).dtype == torch.int64 and name not in source.masks
+        masked = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
+        pad = masked[0] if masked else source.special.pad
+        limit = _limit(captured, level, node) if meta(node).dim() > 1 else None
+        found[name] = About(vocabulary(captured, name) if is_ids else None, pad, limit)
+    return found
+
+
+def _limit(captured: Captured, level: Mapping[Node, Level], node: Node) -> int | None:
+    """The greatest length for which the graph's constants can be made, such as a table of source positions."""
+    symbol = expression(meta(node).shape[1])
+    if not symbol.is_Symbol:
+        return None
+    traced = captured.limits.get(symbol)
+    sized = [
+        n
+        for n in captured.nodes
+        if level[n] == Level.CONSTANT
+        and isinstance(value := meta(n), torch.Tensor)
+        and sum(symbol in expression(d).free_symbols for d in value.shape) == 1
+    ]
+    constants = Constants(captured, level)
+    every = {s for n in captured.inputs.values() for d in meta(n).shape for s in expression(d).free_symbols}
+
+    def works(length: int) -> bool:
+        try:
+            made = constants.at(sized, {**dict.fromkeys(every, 2), symbol: length})
+        except (RuntimeError, IndexError):
+            return False
+        return all(made[n].shape[_axis(n, symbol)] == _size(n, symbol, length) for n in sized)
+
+    longest = min(traced or LONGEST, LONGEST)
+    if works(longest):
+        return traced
+    low, high = 2, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low
+
+
+def _axis(node: Node, symbol: sympy.Symbol) -> int:
+    return next(i for i, d in enumerate(meta(node).shape) if symbol in expression(d).free_symbols)
+
+
+def _size(node: Node, symbol: sympy.Symbol, length: int) -> int:
+    size = expression(meta(node).shape[_axis(node, symbol)])
+    return int(size.subs({s: length if s == symbol else 2 for s in size.free_symbols}))
