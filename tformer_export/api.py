@@ -142,7 +142,7 @@ def _source(
     else:
         source = from_module(model, example, step, masks=masks, dynamic=dynamic)
     names = [n for n in source.example if n not in source.masks]
-    given = {
+    given: dict[str, Any] = {
         "tokenizers": dict.fromkeys(names, tokenizer) if isinstance(tokenizer, str) else tokenizer,
         "task": task,
         "special": special,

@@ -93,6 +93,7 @@ def _prefix(graph: ir.Graph, prefix: str) -> None:
                 value.name = prefix + value.name
     for value in list(graph.initializers.values()):
         if id(value) not in ports:
-            del graph.initializers[value.name]
-            value.name = prefix + value.name
+            name = str(value.name)
+            del graph.initializers[name]
+            value.name = prefix + name
             graph.initializers[value.name] = value

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tformer_export.capture import Captured, aten, meta
+from tformer_export.capture import Captured, arguments, aten, meta
 
 MASKED = -1e4  # a fill below this counts as "masked": softmax gives it nothing beside any ordinary score
 
@@ -87,7 +87,7 @@ def fake_mode(node: Node) -> Any:
 
 def _from_sdpa(graph: Graph, node: Node) -> bool:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, arguments(node), strict=False)) | dict(node.kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     if meta(query).dim() != 4:
         return False
@@ -119,11 +119,11 @@ def _from_softmax(graph: Graph, softmax: Node) -> bool:
     if len(products) != 1:
         return False
     (product,) = products
-    value = product.args[1]
+    value = arguments(product)[1]
     scores = _read_scores(softmax.args[0])
     if scores is None or meta(value).dim() != 4:
         return False
-    query, transposed = scores.product.args
+    query, transposed = arguments(scores.product)
     heads = [meta(n).shape[1] for n in (query, transposed, value)]
     if meta(query).dim() != 4 or meta(transposed).dim() != 4 or len(set(heads)) != 1:
         return False
@@ -142,7 +142,7 @@ def _read_scores(node: Any) -> _Scores | None:
     factor = 1.0  # what the values found so far are still multiplied by on their way down
     biases: list[Callable[[_Builder], Node]] = []
     while isinstance(node, Node) and node.op == "call_function":
-        target, args = node.target, node.args
+        target, args = node.target, arguments(node)
         if target is aten.matmul.default:
             return _Scores(node, factor, biases)
         if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) and _number(args[1]):
@@ -200,7 +200,8 @@ def _filled(mask: Node, masked: bool, fill: float) -> Callable[[_Builder], Node]
 
 def _constant_fill(node: Any) -> float | None:
     if isinstance(node, Node) and node.target in (aten.full.default, aten.scalar_tensor.default):
-        fill = node.args[-1] if node.target is aten.full.default else node.args[0]
+        args = arguments(node)
+        fill = args[-1] if node.target is aten.full.default else args[0]
         return float(fill) if _number(fill) else None
     return None
 

@@ -157,6 +157,11 @@ def source_line(node: Node) -> str:
     return (own or [text for _, text in frames] or ["(no source line in the trace)"])[-1]
 
 
+def arguments(node: Node) -> list[Any]:
+    """The node's positional arguments; torch.fx types them as a union of all that there may be."""
+    return list(node.args)
+
+
 def meta(node: Any) -> Any:
     """The traced value of a node: a fake tensor, a SymInt, or a list of them."""
     return node.meta.get("val") if isinstance(node, Node) else node
@@ -198,7 +203,7 @@ _SAME = {
 
 
 def _clean(program: torch.export.ExportedProgram) -> Graph:
-    graph = program.graph
+    graph: Graph = program.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -207,7 +212,7 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
         elif node.target in _NOTHING:
             graph.erase_node(node)
         elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(arguments(node)[0])
             graph.erase_node(node)
         elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
             node.target = aten.reshape.default
@@ -218,8 +223,9 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
 def merge_equal(captured: Captured) -> None:
     """Merge equal computations, such as a mask that every layer makes again."""
     captured.graph.eliminate_dead_code()
-    owner = torch.fx.GraphModule(torch.nn.Module(), captured.graph)
-    graph: Graph = CSEPass()(owner).graph_module.graph
+    result = CSEPass()(torch.fx.GraphModule(torch.nn.Module(), captured.graph))
+    assert result is not None
+    graph = result.graph_module.graph
     graph.eliminate_dead_code()
     by_name = {node.name: node for node in graph.nodes}
     captured.graph = graph
@@ -230,12 +236,12 @@ def merge_equal(captured: Captured) -> None:
 def _fill_by_size(graph: Graph, node: Node) -> None:
     """`zeros_like(x)`, `x.new_full(…)` and their kind as `full(size, value)`: what reads no data should not name it."""
     value = meta(node)
-    fill = _FILLS[node.target]
-    fill = node.args[-1] if fill is None else fill
-    source = node.args[0]
+    args = arguments(node)
+    fill, source = _FILLS[node.target], args[0]
+    fill = args[-1] if fill is None else fill
     with graph.inserting_before(node):
         sizes: list[Any] = []
-        given = node.args[1] if "new_" in str(node.target) else None
+        given = args[1] if "new_" in str(node.target) else None
         for axis, size in enumerate(value.shape):
             if given is not None:
                 sizes.append(given[axis])
@@ -253,13 +259,14 @@ def _fill_by_size(graph: Graph, node: Node) -> None:
 def _is_whole_slice(node: Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
-    _, _, start, end, by = (*node.args, *(0, 0, 2**63 - 1, 1)[len(node.args) - 1 :])
+    given, default = arguments(node), [None, 0, 0, 2**63 - 1, 1]
+    start, end, by = [*given, *default[len(given) :]][2:]
     return start in (0, None) and end == 2**63 - 1 and by == 1
 
 
 def _is_same_cast(node: Node) -> bool:
     cast = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
-    return node.target in cast and meta(node).dtype == meta(node.args[0]).dtype
+    return node.target in cast and bool(meta(node).dtype == meta(node.args[0]).dtype)
 
 
 def _is_no_dropout(node: Node) -> bool:

@@ -48,8 +48,8 @@ def _encode(source: Source, program: Program, requests: Mapping[str, About]) -> 
         role: dict[str, Any] = {"role": "ids" if about.vocabulary else "data", "pad": about.pad}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
-        limits = {"max_length": about.max_length, "vocabulary": about.vocabulary}
-        inputs.append(RequestInput(**_spec(port), **role, **limits))
+        role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}
+        inputs.append(RequestInput(**_spec(port), **role))
     return Encode(tuple(inputs), tuple(TensorSpec(**_spec(port)) for port in program.outputs))
 
 

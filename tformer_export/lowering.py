@@ -28,7 +28,7 @@ def to_onnx(program: Program, opset: int) -> ir.Model:
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    with warnings.catch_warnings(), torch.no_grad(), _quiet("torch.onnx", "onnxscript"):
+    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"):
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program.module,
@@ -65,7 +65,7 @@ def _example(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
     return torch.ones(shape, dtype=port.dtype)
 
 
-class _quiet:
+class _Quiet:
     """Silences loggers for a while: torch.onnx reports its progress on them."""
 
     def __init__(self, *names: str) -> None:

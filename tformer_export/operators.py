@@ -20,10 +20,11 @@ def plain_attention(
     """
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
-        query = query.unflatten(1, (groups, heads // groups))
+        query = query.reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
         key, value = key.unsqueeze(2), value.unsqueeze(2)
         if bias is not None and bias.dim() == 4:
-            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.unflatten(1, (groups, heads // groups))
+            by_head = (bias.shape[0], groups, heads // groups, *bias.shape[2:])
+            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.reshape(by_head)
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     if bias is not None:
         scores = scores + _additive(bias)
@@ -44,11 +45,12 @@ def grouped_query_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """onnxruntime's GroupQueryAttention: causal attention over a cache that is extended in place.
 
-    query (B, H, N, D), key and value (B, G, N, D) of the new positions, caches (B, G, slots, D); last (B,) and total ()
-    as in the manifest; bias, added, broadcasts to (B, H, N, total). Its cost follows the valid length, not the buffer's.
+    query (B, H, N, D), key and value (B, G, N, D) of the new positions, caches (B, G, slots, D); last (B,) and
+    total () as in the manifest; bias, added, broadcasts to (B, H, N, total). Its cost follows the valid length, not the
+    buffer's.
     """
     heads, groups = query.shape[1], key.shape[1]
-    inputs = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
+    inputs: list[Any] = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
     if bias is not None:
         inputs += [None, None, None, _additive(bias)]
     out, present_key, present_value = onnx_ops.symbolic_multi_out(
@@ -59,7 +61,7 @@ def grouped_query_attention(
         shapes=[inputs[0].shape, past_key.shape, past_value.shape],
         version=1,
     )
-    return out.unflatten(2, (heads, query.shape[3])).transpose(1, 2), present_key, present_value
+    return _heads(out, heads), present_key, present_value
 
 
 def multi_head_attention(
@@ -84,7 +86,7 @@ def multi_head_attention(
         shape=rows,
         version=1,
     )
-    return out.unflatten(2, (heads, value.shape[3])).transpose(1, 2)
+    return _heads(out, heads)
 
 
 def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis: int) -> torch.Tensor:
@@ -122,8 +124,10 @@ def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int
 def table_diagonals(
     diagonals: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: int, new: int, every: int
 ) -> torch.Tensor:
-    """A table of slot − position, (2 · length − 1, …), at positions (B, N) and slots (S,): B at `batch`, N at `new`, S at
-    `every` among the others."""
+    """A table of slot − position, (2 · length − 1, …), at positions (B, N) and slots (S,).
+
+    B becomes axis `batch`, N axis `new` and S axis `every` among the others.
+    """
     offsets = slots - positions.unsqueeze(2) + diagonals.shape[0] // 2
     flat = torch.nn.functional.embedding(offsets, diagonals.reshape(diagonals.shape[0], -1))
     return flat.reshape(*offsets.shape, *diagonals.shape[1:]).movedim((0, 1, 2), (batch, new, every))
@@ -139,6 +143,11 @@ def _additive(bias: torch.Tensor) -> torch.Tensor:
         return bias
     low = torch.finfo(torch.float32).min
     return torch.where(bias, 0.0, low)
+
+
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, N, H·D) → (B, H, N, D)."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Target:
         return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
 
     def lower(self, module: GraphModule) -> int:
-        """Replace the attention nodes that are left, in place, by this target's operator; returns how many there were."""
+        """Replace the attention nodes that are left, in place, by this target's operator; returns how many."""
         found = [n for n in module.graph.nodes if n.target is ATTENTION]
         operator = self._given_attention()
         for node in found:

@@ -40,7 +40,7 @@ class Case:
 
 @dataclass
 class ParityReport:
-    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy ones compared."""
+    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared."""
 
     errors: dict[str, float] = field(default_factory=dict)
     relative_error: float = 0.0
@@ -94,7 +94,7 @@ class Reference:
             for name in self.source.example
         ]
         with torch.no_grad():
-            logits = self.source.module(*inputs)[0].float().numpy()
+            logits: np.ndarray = self.source.module(*inputs)[0].float().numpy()
         if not np.isfinite(logits).any():
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
         return logits

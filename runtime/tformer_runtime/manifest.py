@@ -22,7 +22,8 @@ SELECT          int64   (B, M)   which of the N new slots logits are wanted for
 =============== ======= ======== =====================================================================================
 
 The logits are ``(B, M, vocabulary)``, float32. A cache whose ``in_place`` is true is bound with one buffer as past and
-present; otherwise present is a buffer of the same shape, apart. Buffers have room for at least TOTAL slots, and start as zeros.
+present; otherwise present is a buffer of the same shape, apart. Buffers have room for at least TOTAL slots, and start
+as zeros.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class RequestInput(TensorSpec):
     """An input of the encode stage.
 
     role: "ids" (token ids, padded with `pad`), "mask" (derived: `keep` where the input `of` is valid, else the other
-    value; integer masks use 1 and 0) or "data" (features that the caller supplies). `vocabulary`: how many ids there are.
+    value; integer masks use 1 and 0) or "data" (features that the caller supplies). `vocabulary`: how many ids there
+    are.
     """
 
     role: str = "ids"
@@ -99,8 +101,9 @@ class Decode:
     """The stage that runs once a step.
 
     `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
-    may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks` tells whether several new tokens may be fed
-    at once to more than one row that has a past (the first call of a row, with no past, may always do so).
+    may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
+    tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
+    with no past, may always do so).
     """
 
     step: TensorSpec

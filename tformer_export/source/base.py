@@ -54,7 +54,7 @@ class Source:
     task: str
     masks: dict[str, Mask] = field(default_factory=dict)
     dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    special: SpecialTokens = SpecialTokens()
+    special: SpecialTokens = field(default_factory=SpecialTokens)
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None

@@ -1,4 +1,4 @@
-"""What the decode program computes, and what it needs from outside: caches, context, tables, and where logits are taken.
+"""What the decode program computes, and what it needs from outside: caches, context and tables.
 
 Demands travel backwards from the output: each says in which roles of its time axes a value is wanted.
 """
@@ -69,12 +69,10 @@ def make_plan(captured: Captured, level: Mapping[Node, Level], views: Views, fit
         for roles in plan.demands.get(node, ()):
             if node is captured.step and all(role == NEW for _, role in roles):
                 continue
-            if len(roles) == 1 and roles[0][1] == ALL and level[node] == Level.STEP:
-                if views.cut(node) is node:
-                    plan.demands.setdefault(node, [])
-                    if views.roles(node) not in plan.demands[node]:
-                        plan.demands[node].append(views.roles(node))
-                    continue
+            past = len(roles) == 1 and roles[0][1] == ALL and level[node] == Level.STEP
+            if past and views.cut(node) is node:
+                demand(node, views.roles(node))
+                continue
             solution = views.solve(node, roles)
             cached = _cached_attention(views, level, node, solution.choices) if node.target is ATTENTION else None
             if cached is not None and fits(cached):
@@ -97,7 +95,8 @@ def _cached_attention(
 ) -> CachedAttention | None:
     """The attention's operands before their heads were repeated, if its keys and values come from the step input."""
     _, key, value, bias = node.args[:4]
-    assert isinstance(key, Node) and isinstance(value, Node)
+    assert isinstance(key, Node)
+    assert isinstance(value, Node)
     if level[key] != Level.STEP or level[value] != Level.STEP:
         return None
     if choices[1] != ((2, ALL),) or choices[2] != ((2, ALL),):
@@ -122,7 +121,7 @@ def _unrepeated(views: Views, node: Node) -> Node:
 
 
 def _select(captured: Captured, plan: Plan, views: Views) -> Node:
-    """The first value after all attention through which everything later flows: what is not wanted can be dropped there.
+    """The first value after all attention through which everything later flows: unwanted rows can be dropped there.
 
     The output itself is such a value, so there always is one.
     """

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
 from tformer_export import operators
-from tformer_export.capture import Captured, aten, expression, meta, source_line
+from tformer_export.capture import Captured, arguments, aten, expression, meta, source_line
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
 from tformer_export.staging.tables import Table
@@ -51,7 +51,9 @@ class Program:
 class _Emitter:
     """Copies nodes of the captured graph into a new one, with sizes read from that graph's own inputs."""
 
-    def __init__(self, captured: Captured, level: Mapping[Node, Level], views: Views | None, values: Mapping) -> None:
+    def __init__(
+        self, captured: Captured, level: Mapping[Node, Level], views: Views | None, values: Mapping[Node, Any]
+    ) -> None:
         self.captured, self.level, self.views, self.values = captured, level, views, values
         self.graph, self.root = Graph(), nn.Module()
         self.sizes: dict[sympy.Symbol, tuple[Node, int]] = {}  # symbol → where the new graph reads it
@@ -194,7 +196,8 @@ class DecodeEmitter(_Emitter):
     ) -> Program:
         self.plan, self.tables = plan, tables
         captured = self.captured
-        assert captured.step is not None and captured.step_name is not None
+        assert captured.step is not None
+        assert captured.step_name is not None
         step = captured.step
         tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW))
         self.tokens = tokens
@@ -379,8 +382,8 @@ class DecodeEmitter(_Emitter):
 
     def _fused(self, attention: CachedAttention) -> Node:
         node, views = attention.node, self.views
-        query = node.args[0]
-        operands = [self.made[n, views.roles(n)] for n in (query, attention.key, attention.value)]  # type: ignore[index,arg-type]
+        query = arguments(node)[0]
+        operands = [self.made[n, views.roles(n)] for n in (query, attention.key, attention.value)]
         bias = None
         if attention.bias is not None:
             table = self.tables.get(attention.bias)
@@ -398,7 +401,7 @@ class DecodeEmitter(_Emitter):
             self._control(manifest.LAST),
             self._control(manifest.TOTAL),
             bias,
-            float(node.args[4]),  # type: ignore[arg-type]
+            float(arguments(node)[4]),
         )
         for i, (shape, _) in enumerate(pasts):
             present = self.call(operator.getitem, result, 1 + i)

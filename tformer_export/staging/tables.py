@@ -1,8 +1,8 @@
 """Constants that are indexed by position: evaluated once, up to the maximum length, and proven to be tables.
 
-A decode step reads the row of position *p* from a table of the maximum length, where the full-sequence model computed it
-for the sequence at hand. The two agree only if the value at length *n* is the corner of the value at any greater length
-(prefix consistency), which is proven here by evaluating at three lengths; where it fails, the model is refused.
+A decode step reads the row of position *p* from a table of the maximum length, where the full-sequence model computed
+it for the sequence at hand. The two agree only if the value at length *n* is the corner of the value at any greater
+length (prefix consistency), which is proven here by evaluating at three lengths; where it fails, the model is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -109,7 +110,7 @@ def _evaluate(captured: Captured, constants: Constants, nodes: list[Node], lengt
     return constants.at(nodes, {**sizes, captured.time: length})
 
 
-def _all_symbols(captured: Captured) -> set:
+def _all_symbols(captured: Captured) -> set[sympy.Symbol]:
     return {s for n in captured.inputs.values() for d in n.meta["val"].shape for s in expression(d).free_symbols}
 
 

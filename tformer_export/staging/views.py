@@ -89,7 +89,7 @@ class Views:
         return tuple((axis, role) for axis in self.time_axes(node))
 
     def is_exact(self, node: Node, axis: int) -> bool:
-        return expression(meta(node).shape[axis]) == self.time
+        return bool(expression(meta(node).shape[axis]) == self.time)
 
     def _find_layouts(self) -> None:
         """An axis of size k·time (batch and time flattened, say) holds time at some stride: find which, operation by
@@ -193,7 +193,7 @@ class Views:
         if not isinstance(leaf, Node):
             return leaf
         if isinstance(meta(leaf), torch.SymInt):
-            if choice is None:
+            if not isinstance(choice, tuple):
                 return self.values[leaf]
             ((_, role),) = choice
             return self.size(leaf, window[1] if role == NEW else sum(window))
