@@ -75,13 +75,15 @@ def export(
     clock = _Clock(progress)
     with clock.stage("compile"):
         compiled = compile_source(source, target, max_length, progress)
-    gate = Gate(source, compiled.vocabularies)
+    if quantize != "none" and source.step is None:
+        raise OptionError("a model that is run once is exported without quantisation: leave it at none")
+    gate = Gate(source, compiled.inputs)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         plain = _save(compiled.model, compiled.manifest, Path(folder) / "model.onnx")
         degradation: Degradation | None = None
         with clock.stage("verify"):
             before = Engine(plain, device="cpu")
-            parity = gate.check(before) if source.step is not None else ParityReport()
+            parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)
         written = plain
         if quantize == "int8":

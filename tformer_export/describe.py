@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tformer_export.requests import About
+from tformer_export.inputs import About
 from tformer_export.source import Source
 from tformer_export.staging.programs import Port, Program
 from tformer_runtime.manifest import Cache, Decode, Encode, Manifest, RequestInput, TensorSpec
@@ -18,9 +18,8 @@ def describe(
     source: Source,
     encode: Program | None,
     decode: Program | None,
-    requests: Mapping[str, About],
+    inputs: Mapping[str, About],
     *,
-    step_vocabulary: int | None,
     max_length: int,
     target: str,
 ) -> Manifest:
@@ -29,8 +28,8 @@ def describe(
     return Manifest(
         task=source.task,
         max_length=max_length,
-        encode=_encode(source, encode, requests) if encode else None,
-        decode=_decode(decode, step_vocabulary) if decode else None,
+        encode=_encode(source, encode, inputs) if encode else None,
+        decode=_decode(decode, inputs) if decode else None,
         special=source.special,
         tokenizers=tuple(texts),
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
@@ -41,19 +40,19 @@ def describe(
     )
 
 
-def _encode(source: Source, program: Program, requests: Mapping[str, About]) -> Encode:
-    inputs = []
+def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> Encode:
+    described = []
     for port in program.inputs:
-        mask, about = source.masks.get(port.name), requests[port.name]
+        mask, about = source.masks.get(port.name), inputs[port.name]
         role: dict[str, Any] = {"role": "ids" if about.vocabulary else "data", "pad": about.pad}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}
-        inputs.append(RequestInput(**_spec(port), **role))
-    return Encode(tuple(inputs), tuple(TensorSpec(**_spec(port)) for port in program.outputs))
+        described.append(RequestInput(**_spec(port), **role))
+    return Encode(tuple(described), tuple(TensorSpec(**_spec(port)) for port in program.outputs))
 
 
-def _decode(program: Program, vocabulary: int | None) -> Decode:
+def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
     step, *others = program.inputs
     pasts = {program.inputs[past].name for past, _, _ in program.caches}
     controls = tuple(p.name for p in others if p.name.startswith("decode."))
@@ -69,7 +68,7 @@ def _decode(program: Program, vocabulary: int | None) -> Decode:
         caches=caches,
         logits=TensorSpec(**_spec(program.outputs[0])),
         context=context,
-        vocabulary=vocabulary,
+        vocabulary=inputs[step.name].vocabulary,
         ragged_chunks=program.ragged_chunks,
     )
 

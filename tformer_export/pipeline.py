@@ -12,9 +12,9 @@ from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.capture import Captured, capture, merge_equal, vocabulary
 from tformer_export.describe import describe
+from tformer_export.inputs import About, about_inputs
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
-from tformer_export.requests import request_inputs
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests
@@ -30,11 +30,11 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Compiled:
-    """A model that is ready to be quantised, verified and written. vocabularies: ids that each input may take."""
+    """A model that is ready to be quantised, verified and written. found: what each stage recognised, counted."""
 
     model: ir.Model
     manifest: Manifest
-    vocabularies: dict[str, int]
+    inputs: dict[str, About]
     found: dict[str, int]
 
 
@@ -46,7 +46,7 @@ def compile_source(
     progress("capture")
     captured = capture(source.module, source.example, source.step, source.dynamic)
     attentions = recognise(captured)
-    requests = request_inputs(captured, source)
+    inputs = about_inputs(captured, source)
     fold_padding_tests(captured)
     merge_equal(captured)
     progress("staging")
@@ -59,12 +59,8 @@ def compile_source(
         models.append(to_onnx(program, chosen.opset) if program is not None else None)
     model = assemble(*models)
     passes = run_passes(model)
-    step = vocabulary(captured, captured.step_name) if captured.step_name else None
-    manifest = describe(source, encode, decode, requests, step_vocabulary=step, max_length=length, target=target)
-    vocabularies = {name: about.vocabulary for name, about in requests.items() if about.vocabulary}
-    if captured.step_name and step:
-        vocabularies[captured.step_name] = step
-    return Compiled(model, manifest, vocabularies, {"attentions": attentions, **found, **passes})
+    manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
+    return Compiled(model, manifest, inputs, {"attentions": attentions, **found, **passes})
 
 
 def _stage(

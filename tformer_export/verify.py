@@ -10,13 +10,14 @@ depth · 2⁻²⁴ of the values summed, 1e-6 to 1e-5 of the range; a missing po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from tformer_export.inputs import About
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_runtime.engine import Engine
@@ -80,12 +81,13 @@ class Reference:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-        """(time, vocabulary) for one row. requests: each request input without its batch axis."""
+    def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> np.ndarray:
+        """(time, vocabulary) for one row. requests: each request input without its batch axis; tokens: the step input,
+        if there is one."""
         given: dict[str, torch.Tensor] = {
             name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
         }
-        if self.source.step is not None:
+        if self.source.step is not None and tokens is not None:
             given[self.source.step] = torch.from_numpy(tokens)[None]
         inputs = [
             build_mask(self.source.masks[name], given[self.source.masks[name].of])
@@ -101,16 +103,19 @@ class Reference:
 
 
 class Gate:
-    """Runs the cases. `vocabularies` bounds the ids that are drawn; padding is never among them."""
+    """Runs the cases. `inputs` bounds the ids that are drawn; padding is never among them."""
 
-    def __init__(self, source: Source, vocabularies: Mapping[str, int], seed: int = 0) -> None:
-        self.source, self.vocabularies = source, vocabularies
+    def __init__(self, source: Source, inputs: Mapping[str, About], seed: int = 0) -> None:
+        self.source, self.inputs = source, inputs
         self.reference = Reference(source)
         self.random = np.random.default_rng(seed)
 
     def check(self, engine: Engine) -> ParityReport:
         """The report, or ParityError with the first case, row and position that differ too much."""
         report = ParityReport()
+        if self.source.step is None:
+            self._run_once(engine, report)
+            return report
         limits = [i.max_length for i in engine.manifest.encode.inputs if i.max_length] if engine.manifest.encode else []
         for case in cases(engine.manifest.max_length, min(limits, default=None)):
             requests = [self.draw_request(n) for n in case.sources]
@@ -123,6 +128,19 @@ class Gate:
             report.errors[case.name] = error
         self._greedy(engine, report)
         return report
+
+    def _run_once(self, engine: Engine, report: ParityReport) -> None:
+        """A model without a step input: its outputs, for rows of one length at a time."""
+        assert engine.manifest.encode is not None
+        for rows, length in ((1, 4), (4, 11)):
+            requests = [self.draw_request(length) for _ in range(rows)]
+            (found,) = (value.numpy() for value in engine.encode(_by_name(requests) or {}, rows).values())
+            case = f"{rows} rows of {length}"
+            errors = [
+                self._compare(case, row, length, found[row][None], self.reference.logits(request, None)[None], report)
+                for row, request in enumerate(requests)
+            ]
+            report.errors[case] = max(errors)
 
     def _compare(
         self,
@@ -142,10 +160,12 @@ class Gate:
         if not worst <= TOLERANCE * scale:
             position = int((difference.max(-1) > TOLERANCE * scale).argmax())
             stage = "of the prompt" if position < prompt else f"(step {position - prompt + 1} after the prompt)"
+            unmasked = [name for name, about in self.inputs.items() if not about.masked and name != self.source.step]
+            padded = f"; it hides no padding in {', '.join(unmasked)}, so rows change each other" if unmasked else ""
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
-                f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({TOLERANCE:g} of that is allowed); no "
-                "file was written"
+                f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({TOLERANCE:g} of that is allowed)"
+                f"{padded if case == 'ragged rows' else ''}; no file was written"
             )
         return worst
 
@@ -153,9 +173,10 @@ class Gate:
         starts = [self.start() for _ in range(3)]
         requests = [self.draw_request(n) for n in (3, 9, 5)]
         steps = min(GREEDY_STEPS, engine.manifest.max_length - max(map(len, starts)))
-        decoded = decode_greedily(engine, requests, starts, steps)
+        decoded = decode_greedily(engine, requests, starts, steps, self.hidden)
         for row, (request, start, tokens) in enumerate(zip(requests, starts, decoded, strict=True)):
             expected = self.reference.logits(request, np.concatenate([start, tokens[:-1]]))[len(start) - 1 :]
+            expected[:, self.hidden] = -np.inf
             best = np.sort(expected, -1)
             clear = best[:, -1] - best[:, -2] > 2 * max(report.max_abs_error, 1e-7)
             wrong = clear & (expected.argmax(-1) != tokens)
@@ -167,6 +188,12 @@ class Gate:
                     f"{int(wrong.argmax()) + 1}; no file was written"
                 )
 
+    @property
+    def hidden(self) -> list[int]:
+        """Ids that the model takes for padding: after one of them it would not see what it decoded."""
+        about = self.inputs[self.source.step or ""]
+        return [about.pad] if about.masked else []
+
     def start(self) -> np.ndarray:
         """What decoding starts from: the special tokens, or, if there are none, a prompt."""
         if self.source.special.start:
@@ -175,8 +202,9 @@ class Gate:
 
     def draw(self, name: str | None, length: int) -> np.ndarray:
         """Random ids of an input, none of them padding."""
-        ids = np.arange(self.vocabularies[name or ""])
-        ids = ids[ids != self.source.special.pad]
+        about = self.inputs[name or ""]
+        ids = np.arange(about.vocabulary or 0)
+        ids = ids[(ids != about.pad) & (ids != self.source.special.pad)]
         return self.random.choice(ids, length).astype(np.int64)
 
     def draw_request(self, length: int) -> dict[str, np.ndarray]:
@@ -185,7 +213,7 @@ class Gate:
         for name, value in self.source.example.items():
             if name == self.source.step or name in self.source.masks:
                 continue
-            if name in self.vocabularies:
+            if self.inputs[name].vocabulary is not None:
                 drawn[name] = self.draw(name, length)
             else:
                 drawn[name] = self.random.standard_normal((length, *value.shape[2:])).astype(value.numpy().dtype)
@@ -214,14 +242,20 @@ def run_case(
 
 
 def decode_greedily(
-    engine: Engine, requests: list[dict[str, np.ndarray]], starts: list[np.ndarray], steps: int
+    engine: Engine,
+    requests: list[dict[str, np.ndarray]],
+    starts: list[np.ndarray],
+    steps: int,
+    hidden: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """`steps` tokens for each row, whatever they are: an end token does not end."""
+    """`steps` tokens for each row, none of them `hidden`; an end token does not end."""
     state = engine.start(_by_name(requests), len(starts))
     tokens = np.stack(starts)
     chosen = []
     for _ in range(steps):
-        tokens = engine.step(state, tokens).argmax(-1)[:, None]
+        logits = engine.step(state, tokens).copy()
+        logits[:, list(hidden)] = -np.inf
+        tokens = logits.argmax(-1)[:, None]
         chosen.append(tokens)
     return list(np.concatenate(chosen, 1))
 

@@ -43,7 +43,7 @@ def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
     starts = [gate.start() for _ in lengths]
     requests = [gate.draw_request(n) for n in lengths]
     steps = min(LENGTH, before.manifest.max_length - len(starts[0]))
-    decoded = decode_greedily(before, requests, starts, steps)
+    decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
     sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
     prompts = tuple(len(s) for s in starts)
     losses, best = [], []

@@ -110,7 +110,7 @@ def _cached_attention(
 def _unrepeated(views: Views, node: Node) -> Node:
     """The value of which `node` repeats each head a number of times in a row, or `node`."""
     best, here = node, node
-    while (above := views._moved_from(here)) is not None:
+    while (above := views.moved_from(here)) is not None:
         here = above
         source, repeated = views.values[here], views.values[node]
         if source.dim() == 4 and views.time_axes(here) == [2] and repeated.shape[1] % source.shape[1] == 0:

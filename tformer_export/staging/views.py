@@ -249,7 +249,7 @@ class Views:
         """Where the value whose ALL view is needed is held: the node itself, or, above operations that only repeat
         numbers, the nearest one that holds each number once and has one plain time axis."""
         best, here = node, node
-        while (above := self._moved_from(here)) is not None:
+        while (above := self.moved_from(here)) is not None:
             here = above
             if self._can_hold(here) and (
                 not self._can_hold(best) or self.values[here].numel() < self.values[best].numel()
@@ -272,7 +272,7 @@ class Views:
         found = [a for a, size in enumerate(meta(node).shape) if expression(size) in self.captured.batch]
         return found[0] if len(found) == 1 else None
 
-    def _moved_from(self, node: Node) -> Node | None:
+    def moved_from(self, node: Node) -> Node | None:
         """The node's operand, if all that the node does is to rearrange or repeat it."""
         tensors = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor)]
         if len(tensors) != 1 or not isinstance(meta(node), torch.Tensor) or self.level[tensors[0]] != self.level[node]:

@@ -1,4 +1,4 @@
-"""What the graph says of each request input: which ids it takes, which id is padding, how long it may be."""
+"""What the graph says of each input: which ids it takes, which of them the model masks, how long it may be."""
 
 from __future__ import annotations
 
@@ -19,25 +19,31 @@ LONGEST = 4096  # an input that can be this long is said to have no limit
 
 @dataclass(frozen=True)
 class About:
-    """vocabulary: None for what is not ids. pad: the id that the model itself masks, or else the source's padding."""
+    """vocabulary: None for what is not ids. pad: what rows are padded with; masked: whether the model hides it."""
 
     vocabulary: int | None
     pad: int
+    masked: bool
     max_length: int | None
 
 
-def request_inputs(captured: Captured, source: Source) -> dict[str, About]:
-    """For each input but the step input. Cost: the constants of the graph at a few lengths."""
+def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
+    """For each input, by name. Cost: the constants of the graph at a few lengths, and each padding test once."""
     level = binding_times(captured)
     found = {}
     for name, node in captured.inputs.items():
-        if name == captured.step_name:
-            continue
         is_ids = meta(node).dtype == torch.int64 and name not in source.masks
-        masked = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
-        pad = masked[0] if masked else source.special.pad
-        limit = _limit(captured, level, node) if meta(node).dim() > 1 else None
-        found[name] = About(vocabulary(captured, name) if is_ids else None, pad, limit)
+        tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
+        described = any(mask.of == name for mask in source.masks.values())
+        limit = None
+        if name != captured.step_name and meta(node).dim() > 1:
+            limit = _limit(captured, level, node)
+        found[name] = About(
+            vocabulary=vocabulary(captured, name) if is_ids else None,
+            pad=tested[0] if tested else source.special.pad,
+            masked=bool(tested) or described,
+            max_length=limit,
+        )
     return found
 
 
