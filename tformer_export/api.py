@@ -73,8 +73,7 @@ def export(
     check_writable(out, force)
     source = _source(model, example, step, masks, dynamic, tokenizer, task, special, defaults)
     clock = _Clock(progress)
-    with clock.stage("compile"):
-        compiled = compile_source(source, target, max_length, progress)
+    compiled = compile_source(source, target, max_length, clock.stage)
     if quantize != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     gate = Gate(source, compiled.inputs)

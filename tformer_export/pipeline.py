@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -25,7 +26,7 @@ from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
 from tformer_runtime.manifest import Manifest
 
-Progress = Callable[[str], None]
+Stage = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -39,26 +40,31 @@ class Compiled:
 
 
 def compile_source(
-    source: Source, target: str, max_length: int | None, progress: Progress = lambda stage: None
+    source: Source, target: str, max_length: int | None = None, stage: Stage = lambda name: nullcontext()
 ) -> Compiled:
-    """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be."""
+    """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be.
+
+    `stage` is entered with the name of each part, for whoever shows progress or takes the time.
+    """
     chosen = TARGETS[target]
-    progress("capture")
-    captured = capture(source.module, source.example, source.step, source.dynamic)
-    attentions = recognise(captured)
-    inputs = about_inputs(captured, source)
-    fold_padding_tests(captured)
-    merge_equal(captured)
-    progress("staging")
-    encode, decode, length, found = _stage(captured, chosen, max_length, source.max_length)
-    progress("lowering")
-    models = []
-    for program in (encode, decode):
-        if program is not None:
-            chosen.lower(program.module)
-        models.append(to_onnx(program, chosen.opset) if program is not None else None)
-    model = assemble(*models)
-    passes = run_passes(model)
+    with stage("capture"):
+        captured = capture(source.module, source.example, source.step, source.dynamic)
+    with stage("staging"):
+        attentions = recognise(captured)
+        inputs = about_inputs(captured, source)
+        fold_padding_tests(captured)
+        merge_equal(captured)
+        encode, decode, length, found = _stage(captured, chosen, max_length, source.max_length)
+    with stage("lowering"):
+        models = []
+        for program in (encode, decode):
+            if program is not None:
+                chosen.lower(program.module)
+            models.append(to_onnx(program, chosen.opset) if program is not None else None)
+    with stage("passes"):
+        model = assemble(*models)
+        passes = run_passes(model)
+        chosen.check(model)
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
     return Compiled(model, manifest, inputs, {"attentions": attentions, **found, **passes})
 

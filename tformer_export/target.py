@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import onnx
+import onnx_ir as ir
 import torch
 from torch.fx import GraphModule
 
@@ -17,6 +19,7 @@ from tformer_export import operators
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import meta
 from tformer_export.staging.plan import CachedAttention
+from tformer_runtime.errors import UnsupportedModelError
 
 HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
@@ -44,6 +47,15 @@ class Target:
             node.target = operator
         module.recompile()
         return len(found)
+
+    def check(self, model: ir.Model) -> None:
+        """For a portable file: that onnx's own checker accepts it and that every operator is a standard one."""
+        if self.name != "portable":
+            return
+        foreign = {node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")}
+        if foreign:
+            raise UnsupportedModelError(f"the model needs operators of {', '.join(foreign)}, which are not portable")
+        onnx.checker.check_model(ir.to_proto(model), full_check=False)
 
     def _given_attention(self) -> Callable[..., torch.Tensor]:
         return operators.multi_head_attention if self.name == "cpu" else operators.plain_attention
