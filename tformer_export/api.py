@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from tformer_export.pipeline import compile_source
+from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import Degradation, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.report import ExportReport
@@ -73,10 +73,39 @@ def export(
     check_writable(out, force)
     source = _source(model, example, step, masks, dynamic, tokenizer, task, special, defaults)
     clock = _Clock(progress)
+    with source.ready():
+        compiled, manifest, parity, degradation = _make(
+            source, out, quantize, target, max_length, max_degradation, clock
+        )
+    return ExportReport(
+        path=str(out),
+        source=source.name,
+        target=target,
+        quantization=quantize,
+        max_length=manifest.max_length,
+        parameters=sum(p.numel() for p in source.module.parameters()),
+        size=sum(f.stat().st_size for f in (out, _data_file(out)) if f.exists()),
+        parity=parity,
+        found=compiled.found,
+        degradation=degradation,
+        seconds=clock.seconds,
+    )
+
+
+def _make(
+    source: Source,
+    out: Path,
+    quantize: str,
+    target: str,
+    max_length: int | None,
+    max_degradation: float | None,
+    clock: _Clock,
+) -> tuple[Compiled, Manifest, ParityReport, Degradation | None]:
+    """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     compiled = compile_source(source, target, max_length, clock.stage)
     if quantize != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
-    gate = Gate(source, compiled.inputs)
+    gate = Gate(source, compiled.inputs, compiled.landmarks)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         plain = _save(compiled.model, compiled.manifest, Path(folder) / "model.onnx")
         degradation: Degradation | None = None
@@ -96,19 +125,7 @@ def export(
         with clock.stage("write"):
             written = _save(compiled.model, manifest, written)
             _move(written, out)
-    return ExportReport(
-        path=str(out),
-        source=source.name,
-        target=target,
-        quantization=quantize,
-        max_length=manifest.max_length,
-        parameters=sum(p.numel() for p in source.module.parameters()),
-        size=sum(f.stat().st_size for f in (out, _data_file(out)) if f.exists()),
-        parity=parity,
-        found=compiled.found,
-        degradation=degradation,
-        seconds=clock.seconds,
-    )
+    return compiled, manifest, parity, degradation
 
 
 def check_writable(out: Path, force: bool) -> None:

@@ -22,6 +22,7 @@ from tformer_runtime.errors import UnsupportedModelError
 
 aten = torch.ops.aten
 
+IDS = (torch.int64, torch.int32)  # dtypes of token ids
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
@@ -137,7 +138,7 @@ def vocabulary(captured: Captured, name: str) -> int:
             if user.target is aten.embedding.default and user.args[1] is node:
                 return int(meta(user.args[0]).shape[0])
             value = meta(user)
-            if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+            if isinstance(value, torch.Tensor) and value.dtype in IDS:
                 todo.append(user)
     return int(captured.example[name].max()) + 1
 

@@ -10,7 +10,8 @@ import torch
 
 from tformer_export.inputs import About
 from tformer_export.source import Source
-from tformer_export.staging.programs import Port, Program
+from tformer_export.staging.decode import CONTROLS
+from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.manifest import Cache, Decode, Encode, Manifest, RequestInput, TensorSpec
 
 
@@ -54,13 +55,10 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
 
 def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
     step, *others = program.inputs
-    pasts = {program.inputs[past].name for past, _, _ in program.caches}
-    controls = tuple(p.name for p in others if p.name.startswith("decode."))
-    caches = tuple(
-        Cache(_spec(past)["name"], program.outputs[present].name, _spec(past)["dtype"], past.shape, in_place)
-        for i, present, in_place in program.caches
-        for past in (program.inputs[i],)
-    )
+    ports = {port.name: port for port in (*program.inputs, *program.outputs)}
+    pasts = {cache.past for cache in program.caches}
+    controls = tuple(p.name for p in others if p.name in CONTROLS)
+    caches = tuple(Cache(c.past, c.present, _spec(ports[c.past])["dtype"], ports[c.past].shape) for c in program.caches)
     context = tuple(p.name for p in others if p.name not in pasts and p.name not in controls)
     return Decode(
         step=TensorSpec(**_spec(step)),

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta, vocabulary
+from tformer_export.capture import IDS, Captured, expression, meta, vocabulary
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level, binding_times, padding_tests
@@ -32,7 +31,7 @@ def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
     level = binding_times(captured)
     found = {}
     for name, node in captured.inputs.items():
-        is_ids = meta(node).dtype == torch.int64 and name not in source.masks
+        is_ids = meta(node).dtype in IDS and name not in source.masks
         tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
         described = any(mask.of == name for mask in source.masks.values())
         limit = None

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.staging.programs import Port, Program
+from tformer_export.staging.emitter import Port, Program
 
 SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
 IR_VERSION = 10

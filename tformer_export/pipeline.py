@@ -8,19 +8,23 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 import torch
+from torch.fx import Node
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.capture import Captured, capture, merge_equal, vocabulary
 from tformer_export.describe import describe
 from tformer_export.inputs import About, about_inputs
+from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
 from tformer_export.source import Source
+from tformer_export.staging.decode import DecodeEmitter
+from tformer_export.staging.emitter import Program
+from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests
 from tformer_export.staging.plan import Plan, make_plan
-from tformer_export.staging.programs import DecodeEmitter, EncodeEmitter, Program
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
@@ -36,6 +40,7 @@ class Compiled:
     model: ir.Model
     manifest: Manifest
     inputs: dict[str, About]
+    landmarks: Landmarks
     found: dict[str, int]
 
 
@@ -54,7 +59,7 @@ def compile_source(
         inputs = about_inputs(captured, source)
         fold_padding_tests(captured)
         merge_equal(captured)
-        encode, decode, length, found = _stage(captured, chosen, max_length, source.max_length)
+        encode, decode, contexts, length, found = _stage(captured, chosen, max_length, source.max_length)
     with stage("lowering"):
         models = []
         for program in (encode, decode):
@@ -66,31 +71,32 @@ def compile_source(
         passes = run_passes(model)
         chosen.check(model)
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
-    return Compiled(model, manifest, inputs, {"attentions": attentions, **found, **passes})
+    landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else ())
+    return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes})
 
 
 def _stage(
     captured: Captured, target: Target, wanted: int | None, preferred: int | None
-) -> tuple[Program | None, Program | None, int, dict[str, int]]:
+) -> tuple[Program | None, Program | None, tuple[Node, ...], int, dict[str, int]]:
     level = binding_times(captured)
     values = run(captured, _probe(captured))
     constants = Constants(captured, level)
     if captured.step is None:
         outputs = [(captured.output, False)]
-        encode = EncodeEmitter(captured, level, None, values).emit(outputs, ["output"])
-        return encode, None, 0, {}
+        encode = EncodeEmitter(captured, level, values).emit(outputs, ["output"])
+        return encode, None, (), 0, {}
     views = Views(captured, level, values, constants)
     plan: Plan = make_plan(captured, level, views, target.fuses)
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = list(plan.contexts)
     names = [f"context.{i}" for i in range(len(contexts))]
-    decode = DecodeEmitter(captured, level, views, values).emit(plan, tables, contexts, names)
+    decode = DecodeEmitter(captured, level, values, views, plan, tables).emit(contexts, names)
     encode_program = None
     if contexts:
         encoded = [name + ENCODED for name in names]
-        encode_program = EncodeEmitter(captured, level, views, values).emit(contexts, encoded)
+        encode_program = EncodeEmitter(captured, level, values).emit(contexts, encoded)
     found = {"fused": len(plan.fused), "caches": len(decode.caches), "context": len(contexts), "tables": len(tables)}
-    return encode_program, decode, length, found
+    return encode_program, decode, tuple(node for node, _ in contexts), length, found
 
 
 def _probe(captured: Captured) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ depth · 2⁻²⁴ of the values summed, 1e-6 to 1e-5 of the range; a missing po
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 
 from tformer_export.inputs import About
+from tformer_export.locate import Landmarks
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import ParityError, UnsupportedModelError
 
 TOLERANCE = 1e-3
@@ -84,29 +86,34 @@ class Reference:
     def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> np.ndarray:
         """(time, vocabulary) for one row. requests: each request input without its batch axis; tokens: the step input,
         if there is one."""
+        inputs = self.inputs(requests, tokens)
+        with torch.no_grad():
+            logits: np.ndarray = self.source.module(*inputs.values())[0].float().numpy()
+        if not np.isfinite(logits).any():
+            raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
+        return logits
+
+    def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
+        """One row's inputs of the module, in forward's order, with their batch axis and the masks."""
         given: dict[str, torch.Tensor] = {
             name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
         }
         if self.source.step is not None and tokens is not None:
             given[self.source.step] = torch.from_numpy(tokens)[None]
-        inputs = [
-            build_mask(self.source.masks[name], given[self.source.masks[name].of])
-            if name in self.source.masks
-            else given[name]
+        masks = self.source.masks
+        return {
+            name: build_mask(masks[name], given[masks[name].of]) if name in masks else given[name]
             for name in self.source.example
-        ]
-        with torch.no_grad():
-            logits: np.ndarray = self.source.module(*inputs)[0].float().numpy()
-        if not np.isfinite(logits).any():
-            raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
-        return logits
+        }
 
 
 class Gate:
     """Runs the cases. `inputs` bounds the ids that are drawn; padding is never among them."""
 
-    def __init__(self, source: Source, inputs: Mapping[str, About], seed: int = 0) -> None:
-        self.source, self.inputs = source, inputs
+    def __init__(
+        self, source: Source, inputs: Mapping[str, About], landmarks: Landmarks | None = None, seed: int = 0
+    ) -> None:
+        self.source, self.inputs, self.landmarks = source, inputs, landmarks
         self.reference = Reference(source)
         self.random = np.random.default_rng(seed)
 
@@ -120,11 +127,13 @@ class Gate:
         for case in cases(engine.manifest.max_length, min(limits, default=None)):
             requests = [self.draw_request(n) for n in case.sources]
             sequences = [self.draw(self.source.step, n + case.steps) for n in case.prompts]
-            found = run_case(engine, requests, sequences, case.prompts)
+            found, state = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
                 expected = self.reference.logits(request, tokens)
-                error = max(error, self._compare(case.name, row, case.prompts[row], found[row], expected, report))
+                where = functools.partial(self._where, state, row, request, tokens)
+                found_error = self._compare(case.name, row, case.prompts[row], found[row], expected, report, where)
+                error = max(error, found_error)
             report.errors[case.name] = error
         self._greedy(engine, report)
         return report
@@ -150,6 +159,7 @@ class Gate:
         found: np.ndarray,
         expected: np.ndarray,
         report: ParityReport,
+        where: Callable[[], str] = lambda: "",
     ) -> float:
         finite = np.isfinite(expected)
         scale = float(expected[finite].max() - expected[finite].min()) or 1.0
@@ -165,9 +175,18 @@ class Gate:
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
                 f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({TOLERANCE:g} of that is allowed)"
-                f"{padded if case == 'ragged rows' else ''}; no file was written"
+                f"{padded if case == 'ragged rows' else ''}{where()}; no file was written"
             )
         return worst
+
+    def _where(self, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray) -> str:
+        """The layer at which a row begins to differ, for the message."""
+        if self.landmarks is None:
+            return ""
+        inputs = self.reference.inputs(request, tokens)
+        contexts = [value[row] for value in state.context]
+        caches = [value.numpy()[row] for value in state.cache.past(state.cache.turn)]
+        return f"; {self.landmarks.first_difference(inputs, contexts, caches)}"
 
     def _greedy(self, engine: Engine, report: ParityReport) -> None:
         starts = [self.start() for _ in range(3)]
@@ -205,7 +224,7 @@ class Gate:
         about = self.inputs[name or ""]
         ids = np.arange(about.vocabulary or 0)
         ids = ids[(ids != about.pad) & (ids != self.source.special.pad)]
-        return self.random.choice(ids, length).astype(np.int64)
+        return self.random.choice(ids, length).astype(self.source.example[name or ""].numpy().dtype)
 
     def draw_request(self, length: int) -> dict[str, np.ndarray]:
         """One row of each request input, without its batch axis."""
@@ -225,7 +244,7 @@ def run_case(
     requests: list[dict[str, np.ndarray]],
     sequences: list[np.ndarray],
     prompts: tuple[int, ...],
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], State]:
     """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time."""
     state = engine.start(_by_name(requests), len(sequences))
     counts = np.array(prompts)
@@ -238,7 +257,7 @@ def run_case(
         new = np.array([[sequence[count + i]] for sequence, count in zip(sequences, counts, strict=True)])
         for row, values in enumerate(engine.step(state, new)):
             rows[row].append(values.copy())
-    return [np.stack(values) for values in rows]
+    return [np.stack(values) for values in rows], state
 
 
 def decode_greedily(

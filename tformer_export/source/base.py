@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +66,17 @@ class Source:
             raise SourceError(
                 f"the step input {self.step!r} is not among the inputs {', '.join(self.example)}: name one of them"
             )
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The module in eval mode for a while: what the caller had set is set again afterwards."""
+        training = [part for part in self.module.modules() if part.training]
         self.module.eval()
-        for parameter in self.module.parameters():
-            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for part in training:
+                part.training = True
 
     def digest(self) -> str:
         """SHA-256 over the names and bytes of the weights. One pass over them."""
@@ -98,6 +108,15 @@ class Adapter(nn.Module):
         given = dict(zip(self.names, inputs, strict=True))
         masks = {name: build_mask(mask, given[mask.of]) for name, mask in self.built.items()}
         return first_output(self.module(**given, **masks, **self.constant))
+
+
+def as_float32(module: nn.Module) -> nn.Module:
+    """The module, or a copy of it in float32 if some of its weights are of less precision: no kernel of the CPU's is
+    faster in float16 or bfloat16, and the comparison would be with rounding."""
+    tensors = (*module.parameters(), *module.buffers())
+    if all(t.dtype in (torch.float32, torch.float64) or not t.is_floating_point() for t in tensors):
+        return module
+    return copy.deepcopy(module).float()
 
 
 def build_mask(mask: Mask, value: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.source.base import Adapter, Source, padding
+from tformer_export.source.base import Adapter, Source, as_float32, padding
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -62,7 +62,7 @@ def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, 
     limits = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
     return Source(
-        module=Adapter(module, list(example), constant={"use_cache": False}),
+        module=Adapter(as_float32(module), list(example), constant={"use_cache": False}),
         example=example,
         step=step,
         name=name or type(module).__name__,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.source.base import Adapter, Mask, Source, build_mask
+from tformer_export.source.base import Adapter, Mask, Source, as_float32, build_mask
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -48,7 +48,7 @@ def from_module(
                 raise SourceError(f"the padding mask {name!r} must be boolean or integer; additive ones are not read")
             given[name] = mask
             example[name] = build_mask(mask, example[mask.of])
-    adapter = Adapter(module, list(example), built=built)
+    adapter = Adapter(as_float32(module), list(example), built=built)
     decoding = "text2text-generation" if len(example) - len(given) > 1 else "text-generation"
     return Source(
         module=adapter,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, aten, meta, vocabulary
+from tformer_export.capture import IDS, Captured, aten, meta, vocabulary
 
 
 class Level(IntEnum):
@@ -74,7 +74,7 @@ def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
             answer = _odd_one_out(captured, node, ids)
             if answer is not None:
                 found.append(PaddingTest(node, *answer))
-        elif value.dtype == torch.int64 and _only_moves(node, carriers):
+        elif value.dtype in IDS and _only_moves(node, carriers):
             carriers.add(node)
     return found
 

@@ -1,0 +1,63 @@
+"""Where a file that fails the parity gate begins to differ: the first context or cache that is not the source's value.
+
+Contexts and caches are the intermediate values that every file has, one or two a layer, and each stands for a value of
+the captured graph; so they tell the layer without another export. Runs only on failure, at the cost of one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from tformer_export.capture import Captured, expression, meta, source_line
+from tformer_export.staging.emitter import CachedValue
+from tformer_export.staging.evaluate import run
+
+CLEAR = 1e-4  # of a value's range; what accumulates by rounding stays below
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """The values of the captured graph that a file's contexts and caches hold, in the file's order."""
+
+    captured: Captured
+    contexts: tuple[Node, ...]
+    caches: tuple[CachedValue, ...]
+
+    def first_difference(
+        self, inputs: Mapping[str, torch.Tensor], contexts: list[np.ndarray], caches: list[np.ndarray]
+    ) -> str:
+        """inputs: one row, unpadded, with its batch axis. contexts and caches: that row's, padded, without it."""
+        values = run(self.captured, inputs)
+        for node, found in zip(self.contexts, contexts, strict=True):
+            batch = [a for a, d in enumerate(meta(node).shape) if expression(d) in self.captured.batch]
+            expected = values[node].numpy()
+            if batch and _differ(np.take(expected, 0, batch[0]), found):
+                return f"first in what is computed once a request: {_place(node)}"
+        for cache, found in zip(self.caches, caches, strict=True):
+            if _differ(np.take(values[cache.node].numpy(), 0, cache.batch), found):
+                return f"first in a cached value: {_place(cache.node)}"
+        return "no context and no cached value differs, so it is in the last attention or after it"
+
+
+def _differ(expected: np.ndarray, found: np.ndarray) -> bool:
+    """Whether they differ where both are valid: `found` is padded at the end of its free axes, or broadcasts."""
+    if expected.ndim != found.ndim or expected.dtype.kind != "f":
+        return False
+    found = found[tuple(slice(0, size) for size in expected.shape)]
+    finite = np.isfinite(expected) & (np.abs(expected) < 1e30)
+    if not finite.any():
+        return False
+    span = float(np.ptp(expected[finite])) or 1.0
+    return bool(np.abs(np.where(finite, expected - found, 0)).max() > CLEAR * span)
+
+
+def _place(node: Node) -> str:
+    """The module that made a value, as a path, and the source line."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if path]
+    return f"{paths[-1] + ', ' if paths else ''}{source_line(node)}"

@@ -1,0 +1,279 @@
+"""The decode program: new tokens, context and caches → logits of the wanted positions, and the caches extended."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from tformer_export import operators
+from tformer_export.capture import Captured, arguments, aten, expression, meta, source_line
+from tformer_export.staging.emitter import CachedValue, Emitter, Port, Program, context_shape
+from tformer_export.staging.levels import Level
+from tformer_export.staging.plan import CachedAttention, Plan
+from tformer_export.staging.tables import Table
+from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
+from tformer_runtime import manifest
+from tformer_runtime.errors import UnsupportedModelError
+
+CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
+    manifest.POSITIONS: (torch.int64, (manifest.BATCH, manifest.NEW)),
+    manifest.LAST: (torch.int32, (manifest.BATCH,)),
+    manifest.TOTAL: (torch.int32, ()),
+    manifest.START: (torch.int64, (manifest.BATCH,)),
+    manifest.SLOTS: (torch.int64, ("total",)),
+    manifest.SELECT: (torch.int64, (manifest.BATCH, "wanted")),
+}
+
+
+class DecodeEmitter(Emitter):
+    """New tokens, context and caches → logits of the wanted positions, and the caches extended."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        level: Mapping[Node, Level],
+        values: Mapping[Node, Any],
+        views: Views,
+        plan: Plan,
+        tables: Mapping[Node, Table],
+    ) -> None:
+        super().__init__(captured, level, values)
+        self.views, self.plan, self.tables = views, plan, tables
+        self.context: dict[tuple[Node, bool], Node] = {}
+        self.controls: dict[str, Node] = {}
+        self.selected = False  # whether only the wanted positions are left
+        self.outputs: list[tuple[Port, Node]] = []
+        self.cached: list[CachedValue] = []
+
+    def emit(self, contexts: list[tuple[Node, bool]], names: list[str]) -> Program:
+        """contexts: the values that encode gives, and whether for one position, with the names of the inputs they
+        become."""
+        captured, plan = self.captured, self.plan
+        assert captured.step is not None
+        assert captured.step_name is not None
+        step = captured.step
+        tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW))
+        self.tokens = tokens
+        for symbol in captured.batch:
+            self.sizes[symbol] = (tokens, 0)
+        for (node, one), name in zip(contexts, names, strict=True):
+            self.context[node, one] = self.input(name, meta(node).dtype, context_shape(captured, node, one))
+            for axis, size in enumerate(meta(node).shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr != captured.time:
+                    self.sizes.setdefault(size.node.expr, (self.context[node, one], axis))
+        for node in captured.nodes:
+            for roles in plan.demands.get(node, ()):
+                self._value(node, roles)
+            if node is plan.select:
+                self._select(node)
+        logits = self.made[captured.output, self.views.roles(captured.output)]
+        logits = self._rows_first(captured.output, logits)
+        width = meta(captured.output).shape[-1]
+        self.outputs.insert(0, (Port("logits", torch.float32, (manifest.BATCH, "wanted", int(width))), logits))
+        self.graph.output(tuple(node for _, node in self.outputs))
+        return Program(
+            GraphModule(self.root, self.graph),
+            self.inputs,
+            [port for port, _ in self.outputs],
+            caches=self.cached,
+            ragged_chunks=not plan.fused,
+        )
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def _value(self, node: Node, roles: Roles) -> None:
+        if (node, roles) in self.made:
+            return
+        captured, views = self.captured, self.views
+        if node is captured.step and all(role == NEW for _, role in roles):
+            self.made[node, roles] = self.tokens
+        elif node in views.cuts and roles == ((views.cuts[node], ALL),):
+            self._value(node, views.roles(node))
+            self.made[node, roles] = self._cached(node)
+        elif node in self.plan.fused and all(role == NEW for _, role in roles):
+            self.made[node, roles] = self._fused(self.plan.fused[node])
+        else:
+            leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+            solution = views.solve(node, roles)
+            operands = [
+                self._operand(node, leaf, choice) if isinstance(leaf, Node) else leaf
+                for leaf, choice in zip(leaves, solution.choices, strict=True)
+            ]
+            args, kwargs = pytree.tree_unflatten(operands, spec)
+            self.made[node, roles] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+
+    def _operand(self, user: Node, leaf: Node, choice: Choice) -> Any:
+        if isinstance(meta(leaf), torch.SymInt):
+            role = choice[0][1] if isinstance(choice, tuple) else NEW
+            return self.size(meta(leaf), self._time(role))
+        if self.level[leaf] == Level.CONSTANT:
+            if isinstance(choice, tuple):
+                return self._gathered(user, leaf, choice)
+            return self.constant_value(leaf, self._time(NEW))
+        if self.level[leaf] == Level.REQUEST and not isinstance(choice, tuple):
+            return self.context[leaf, choice == ONE]
+        return self.made[leaf, choice if isinstance(choice, tuple) else ()]
+
+    def _time(self, role: str) -> Node:
+        key = "time", role, self.selected and role == NEW
+        if key not in self.made:
+            if role == ALL:
+                source, axis = self._control(manifest.SLOTS), 0
+            elif self.selected:
+                source, axis = self._control(manifest.SELECT), 1
+            else:
+                source, axis = self.tokens, 1
+            self.made[key] = self.call(aten.sym_size.int, source, axis)
+        return self.made[key]
+
+    def _control(self, name: str) -> Node:
+        if name not in self.controls:
+            dtype, shape = CONTROLS[name]
+            self.controls[name] = self.input(name, dtype, shape)
+        return self.controls[name]
+
+    def _positions(self) -> Node:
+        """The absolute positions of the rows that are being computed."""
+        if not self.selected:
+            return self._control(manifest.POSITIONS)
+        if "selected positions" not in self.made:
+            self.made["selected positions"] = self.call(
+                torch.gather, self._control(manifest.POSITIONS), 1, self._control(manifest.SELECT)
+            )
+        return self.made["selected positions"]
+
+    def _select(self, node: Node) -> None:
+        roles = self.views.roles(node)
+        time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
+        assert batch is not None
+        self.made[node, roles] = self.call(
+            operators.take_positions, self.made[node, roles], self._control(manifest.SELECT), batch, time
+        )
+        self.selected = True
+
+    def _rows_first(self, node: Node, value: Node) -> Node:
+        time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
+        if batch is None or meta(node).dim() != 3 or len(self.views.time_axes(node)) != 1:
+            raise UnsupportedModelError(
+                f"the model's first output has the shape {tuple(meta(node).shape)}; decoding needs logits of shape "
+                "(batch, time, vocabulary)"
+            )
+        return value if (batch, time) == (0, 1) else self.call(torch.movedim, value, (batch, time), (0, 1))
+
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    def _gathered(self, user: Node, leaf: Node, roles: Roles) -> Node:
+        """A table's part for the new positions of each row, with a batch axis where the user's operation has it."""
+        new = [axis for axis, role in roles if role == NEW]
+        every = [axis for axis, role in roles if role == ALL]
+        if len(new) > 1:
+            raise UnsupportedModelError(f"`{leaf.target}` at {source_line(leaf)} is indexed twice by the new position")
+        table = self.tables[leaf]
+        if not new:  # slots stand at the same position in every row
+            result = self.constant(leaf.name, table.values)
+            for axis in every:
+                result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), axis)
+            return result
+        batch, missing = self._batch_place(user, leaf, table)
+        key = "table", leaf, roles, batch, missing, self.selected
+        if key not in self.made:
+            axis, name = new[0] + missing, f"{leaf.name}_{missing}_{batch}"
+            if every and new[0] < every[0] and (diagonals := table.diagonals(missing, batch)) is not None:
+                held = self.constant(name + "_diagonals", diagonals)
+                slots = self._control(manifest.SLOTS)
+                where = batch, axis, every[0] + missing
+                result = self.call(operators.table_diagonals, held, self._positions(), slots, *where)
+            else:
+                held = self.constant(name + "_rows", table.rows(missing, batch, axis))
+                result = self.call(operators.table_rows, held, self._positions(), batch, axis)
+                for other in every:
+                    result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), other + missing)
+            self.made[key] = result
+        return self.made[key]
+
+    def _batch_place(self, user: Node, leaf: Node, table: Table) -> tuple[int, int]:
+        """(axis that becomes the batch, how many axes of size 1 to put in front first): positions differ from row to
+        row, so a table's rows have a batch axis, which has to meet the batch axis of the operation's result."""
+        if table.batch_axis is not None:
+            return table.batch_axis, 0
+        result = meta(user)
+        result = result[0] if isinstance(result, (list, tuple)) else result
+        rank = table.values.dim()
+        for axis, size in enumerate(result.shape):
+            if expression(size) in self.captured.batch:
+                missing = max(0, result.dim() - axis - rank)
+                at = axis - result.dim() + rank + missing
+                if missing or (table.values.shape[at] == 1 and at not in table.time_axes):
+                    return at, missing
+        raise UnsupportedModelError(
+            f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
+            "rows of a batch, whose positions differ"
+        )
+
+    # -- caches ---------------------------------------------------------------------------------------------------
+
+    def _cached(self, node: Node) -> Node:
+        """The ALL view of a cut: its new rows written into its cache, and the cache as far as it may be read."""
+        views = self.views
+        new = self.made[node, views.roles(node)]
+        batch, axis = views.batch_axis(node), views.cuts[node]
+        assert batch is not None
+        if batch != 0:
+            new = self.call(torch.movedim, new, batch, 0)
+        cache = self._cache(node, batch, axis)
+        slot = cache.shape.index(manifest.SLOT)
+        present = self.call(operators.write_slots, cache.input, new, self._control(manifest.START), slot)
+        self._extended(cache, present)
+        view = self.call(operators.slot_view, present, self._control(manifest.SLOTS), slot)
+        return view if batch == 0 else self.call(torch.movedim, view, 0, batch)
+
+    def _fused(self, attention: CachedAttention) -> Node:
+        node, views = attention.node, self.views
+        query = arguments(node)[0]
+        operands = [self.made[n, views.roles(n)] for n in (query, attention.key, attention.value)]
+        bias = None
+        if attention.bias is not None:
+            table = self.tables.get(attention.bias)
+            if table is None or not table.causal_only:  # the operator itself is causal
+                solution = views.solve(node, views.roles(node))
+                bias = self._operand(node, attention.bias, solution.choices[3])
+        caches = [self._cache(operand, 0, 2) for operand in (attention.key, attention.value)]
+        result = self.call(
+            operators.grouped_query_attention,
+            *operands,
+            *(cache.input for cache in caches),
+            self._control(manifest.LAST),
+            self._control(manifest.TOTAL),
+            bias,
+            float(arguments(node)[4]),
+        )
+        for i, cache in enumerate(caches):
+            self._extended(cache, self.call(operator.getitem, result, 1 + i))
+        return self.call(operator.getitem, result, 0)
+
+    def _cache(self, node: Node, batch: int, time: int) -> _Cache:
+        """A new cache for a value's rows: its batch first, its other axes in their order."""
+        order = [batch, *(a for a in range(meta(node).dim()) if a != batch)]
+        shape = tuple(
+            manifest.BATCH if a == batch else manifest.SLOT if a == time else int(meta(node).shape[a]) for a in order
+        )
+        index = len(self.cached)
+        self.cached.append(CachedValue(f"past.{index}", f"present.{index}", node, batch))
+        return _Cache(index, shape, self.input(f"past.{index}", meta(node).dtype, shape))
+
+    def _extended(self, cache: _Cache, present: Node) -> None:
+        held = self.cached[cache.index]
+        self.outputs.append((Port(held.present, meta(held.node).dtype, cache.shape), present))
+
+
+@dataclass(frozen=True)
+class _Cache:
+    index: int
+    shape: tuple[int | str, ...]
+    input: Node

@@ -1,0 +1,180 @@
+"""What both programs are made with: nodes of the captured graph copied into a new one, sizes read anew.
+
+A program is a graph of ATen operations and the operators of `tformer_export.operators`, ready for torch.onnx.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._sympy.functions import FloorDiv
+
+from tformer_export.capture import Captured, aten, expression, meta
+from tformer_export.staging.levels import Level
+from tformer_runtime import manifest
+from tformer_runtime.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of a program: its name in the file, and for each axis a size or the name of a free one."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class CachedValue:
+    """A value of the captured graph whose past is kept: the ports that take and give it, and its batch axis, which the
+    cache has first."""
+
+    past: str
+    present: str
+    node: Node
+    batch: int
+
+
+@dataclass
+class Program:
+    """One stage. `ragged_chunks` as in the manifest."""
+
+    module: GraphModule
+    inputs: list[Port]
+    outputs: list[Port]
+    caches: list[CachedValue] = field(default_factory=list)
+    ragged_chunks: bool = True
+
+
+class Emitter:
+    """Copies nodes of the captured graph into a new one, with sizes read from that graph's own inputs."""
+
+    def __init__(self, captured: Captured, level: Mapping[Node, Level], values: Mapping[Node, Any]) -> None:
+        """values: of every node, at any sizes; only those of constants that are sized by nothing are used."""
+        self.captured, self.level, self.values = captured, level, values
+        self.graph, self.root = Graph(), nn.Module()
+        self.sizes: dict[sympy.Symbol, tuple[Node, int]] = {}  # symbol → where the new graph reads it
+        self.made: dict[Any, Node] = {}
+        self.inputs: list[Port] = []
+        self.placeholders: list[Node] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def input(self, name: str, dtype: torch.dtype, shape: tuple[int | str, ...]) -> Node:
+        before = self.placeholders[-1] if self.placeholders else None
+        with self.graph.inserting_after(before):  # torch.fx wants placeholders first
+            node = self.graph.placeholder(name.replace(".", "_"))
+        self.placeholders.append(node)
+        self.inputs.append(Port(name, dtype, shape))
+        return node
+
+    def constant(self, name: str, value: torch.Tensor) -> Node:
+        key = f"constant_{name}"
+        if key not in self.made:
+            self.root.register_buffer(key, value.detach().contiguous())
+            self.made[key] = self.graph.get_attr(key)
+        return self.made[key]
+
+    def size(self, size: Any, time: Any) -> Any:
+        """A traced size, with `time` standing for the time symbol."""
+        return self._size(expression(size), time)
+
+    def _size(self, expr: sympy.Expr, time: Any) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr == self.captured.time:
+            return time
+        if expr.is_Symbol:
+            if expr not in self.sizes:
+                raise UnsupportedModelError(f"a size of the step depends on a free axis ({expr}) that it cannot see")
+            key = "size", expr
+            if key not in self.made:
+                self.made[key] = self.call(aten.sym_size.int, *self.sizes[expr])
+            return self.made[key]
+        folds = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
+        for kind, fold in folds.items():
+            if isinstance(expr, kind):
+                first, *rest = (self._size(a, time) for a in expr.args)
+                for other in rest:
+                    both = isinstance(first, int) and isinstance(other, int)
+                    first = fold(first, other) if both else self.call(fold, first, other)
+                return first
+        if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and int(expr.exp) > 0:
+            return self._size(sympy.Mul(*[expr.base] * int(expr.exp), evaluate=False), time)
+        raise UnsupportedModelError(f"a size of the model is an expression that cannot be exported: {expr}")
+
+    def constant_value(self, node: Node, time: Any) -> Node:
+        """A constant for `time` positions: folded if it is sized by nothing, else computed where it is used."""
+        if node.name in self.captured.constants:
+            return self.constant(node.name, self.captured.constants[node.name])
+        key = node, str(time)
+        if key not in self.made:
+            if _is_fixed(node):
+                value = self.values[node]
+                if isinstance(value, (list, tuple)):
+                    return self._copy(key, node, time)
+                self.made[key] = self.constant(node.name, value)
+            else:
+                self._copy(key, node, time)
+        return self.made[key]
+
+    def _copy(self, key: Any, node: Node, time: Any) -> Node:
+        def operand(argument: Node) -> Any:
+            if isinstance(meta(argument), torch.SymInt):
+                return self.size(meta(argument), time)
+            return self.constant_value(argument, time)
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+        self.made[key] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self.made[key]
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether no free size has any part in a constant."""
+    seen, todo = set(), [node]
+    while todo:
+        here = todo.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if isinstance(meta(here), torch.SymInt):
+            return False
+        todo.extend(here.all_input_nodes)
+    return True
+
+
+def axis_names(captured: Captured, value: torch.Tensor) -> tuple[int | str, ...]:
+    """The axes of a request input: "batch", a size, or a name for each free length (equal names are equal sizes)."""
+    return tuple(_axis_name(captured, size) for size in value.shape)
+
+
+def _axis_name(captured: Captured, size: Any) -> int | str:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expr = size.node.expr
+    if expr in captured.batch:
+        return manifest.BATCH
+    owners = (
+        f"{name}_length" if axis == 1 else f"{name}_axis{axis}"
+        for name, node in captured.inputs.items()
+        for axis, other in enumerate(meta(node).shape)
+        if expression(other) == expr
+    )
+    return next(owners, str(expr))
+
+
+def context_shape(captured: Captured, node: Node, one: bool) -> tuple[int | str, ...]:
+    return tuple(
+        1
+        if one and captured.time is not None and captured.time in expression(size).free_symbols
+        else _axis_name(captured, size)
+        for size in meta(node).shape
+    )

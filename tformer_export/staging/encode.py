@@ -1,0 +1,51 @@
+"""The encode program: from the request's inputs to context, or to the outputs of a model that is run once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tformer_export.capture import meta
+from tformer_export.staging.emitter import Emitter, Port, Program, axis_names, context_shape
+from tformer_export.staging.levels import Level
+
+
+class EncodeEmitter(Emitter):
+    """Request inputs → context, or → the outputs of a model that is run once."""
+
+    def emit(self, wanted: list[tuple[Node, bool]], names: list[str]) -> Program:
+        captured = self.captured
+        for name, node in captured.inputs.items():
+            if self.level[node] != Level.REQUEST:
+                continue
+            shape = axis_names(captured, meta(node))
+            self.made[node] = self.input(name, meta(node).dtype, shape)
+            for axis, size in enumerate(meta(node).shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    self.sizes.setdefault(size.node.expr, (self.made[node], axis))
+        needed: set[Node] = set()
+        todo = [node for node, _ in wanted]
+        while todo:
+            node = todo.pop()
+            if node not in needed:
+                needed.add(node)
+                todo.extend(a for a in node.all_input_nodes if self.level[a] == Level.REQUEST)
+        for node in captured.nodes:
+            if node in needed and node not in self.made:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
+                self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.graph.output(tuple(self.made[node] for node, _ in wanted))
+        outputs = [
+            Port(name, meta(node).dtype, context_shape(captured, node, one))
+            for (node, one), name in zip(wanted, names, strict=True)
+        ]
+        return Program(GraphModule(self.root, self.graph), self.inputs, outputs)
+
+    def _operand(self, argument: Node) -> Any:
+        if isinstance(meta(argument), torch.SymInt):
+            return self.size(meta(argument), 1)
+        if self.level[argument] == Level.CONSTANT:
+            return self.constant_value(argument, 1)
+        return self.made[argument]
