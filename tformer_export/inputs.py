@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch.fx import Node
 
 from tformer_export.capture import IDS, Captured, expression, meta, vocabulary
