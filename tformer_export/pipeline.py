@@ -28,6 +28,7 @@ from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
+from tformer_runtime.errors import UnsupportedModelError
 from tformer_runtime.manifest import Manifest
 
 Stage = Callable[[str], AbstractContextManager[None]]
@@ -79,7 +80,11 @@ def _stage(
     captured: Captured, target: Target, wanted: int | None, preferred: int | None
 ) -> tuple[Program | None, Program | None, tuple[Node, ...], int, dict[str, int]]:
     level = binding_times(captured)
-    values = run(captured, _probe(captured))
+    try:
+        values = run(captured, _probe(captured))
+    except (RuntimeError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(f"the traced model fails at a length of {LENGTH}: {reason}") from error
     constants = Constants(captured, level)
     if captured.step is None:
         outputs = [(captured.output, False)]
