@@ -1,0 +1,99 @@
+"""The least that can be staged: an embedding, something over positions, a projection; and the stages up to a plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tformer_export.attention import ATTENTION, recognise
+from tformer_export.capture import capture, merge_equal
+from tformer_export.source.module import from_module
+from tformer_export.staging.evaluate import Constants, run
+from tformer_export.staging.levels import binding_times, fold_padding_tests
+from tformer_export.staging.plan import make_plan
+from tformer_export.staging.views import Views
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 40
+EXAMPLE = {"tgt": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+
+
+class Mixer(nn.Module):
+    """What a test is about, in the forward(x, tgt) of a subclass: (batch, time, width) → the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values (batch, heads, time, d)."""
+        return [p(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for p in self.projections]
+
+
+class Small(nn.Module):
+    """logits = out(x + mix(x)), x = embedding + position."""
+
+    def __init__(self, mixer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.mix = mixer()
+
+    def forward(self, tgt: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tgt) + self.position[: tgt.shape[1]]
+        return self.out(x + self.mix(x, tgt))
+
+
+def joined(heads: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, time, d) → (batch, time, heads · d)"""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def causal(x: torch.Tensor) -> torch.Tensor:
+    """(time, time), true where a position may look."""
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def line_of(function: Any, text: str) -> str:
+    """`file:line` of the first line of a function that holds a text."""
+    lines, first = inspect.getsourcelines(function)
+    at = next(i for i, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{first + at}"
+
+
+def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAMPLE) -> Any:
+    return capture(from_module(module.eval(), example, step).module, example, step)
+
+
+def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
+    """captured, attentions, padding, level, values, constants, views, plan: as far as the plan of the decode stage."""
+    captured = captured_of(module)
+    attentions = recognise(captured)
+    padding = fold_padding_tests(captured)
+    merge_equal(captured)
+    level = binding_times(captured)
+    generator = torch.Generator().manual_seed(0)
+    values = run(captured, {"tgt": torch.randint(0, VOCABULARY, (2, 6), generator=generator)})
+    constants = Constants(captured, level)
+    views = Views(captured, level, values, constants)
+    plan = make_plan(captured, level, views, lambda attention: fuses)
+    return SimpleNamespace(
+        captured=captured,
+        attentions=attentions,
+        padding=padding,
+        level=level,
+        values=values,
+        constants=constants,
+        views=views,
+        plan=plan,
+    )
+
+
+def attention_nodes(captured: Any) -> list[Any]:
+    return [node for node in captured.nodes if node.target is ATTENTION]

@@ -1,0 +1,184 @@
+"""Each pass on a graph of its own: how many nodes before and after, and the same outputs in onnxruntime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from tformer_export.passes import projections, reshapes, strip, unused
+
+WIDTH = 8
+
+
+def model(nodes, inputs, outputs, weights):
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.checker.check_model(made)
+    return made
+
+
+def outputs(proto):
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    random = np.random.default_rng(3)
+    feeds = {
+        i.name: random.standard_normal([3 if isinstance(d, str) else d for d in i.shape]) for i in session.get_inputs()
+    }
+    return session.run(None, {name: array.astype(np.float32) for name, array in feeds.items()})
+
+
+def through(run, proto):
+    """(changed, the model after the pass), with its outputs compared to those before."""
+    before = outputs(proto)
+    after = ir.from_proto(proto)
+    changed = run(after)
+    written = ir.to_proto(after)
+    for found, expected in zip(outputs(written), before, strict=True):
+        # The same products of a row and a column, in kernels that may sum in another order: 8 terms of about 1.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    return changed, written
+
+
+def kinds(proto):
+    return [node.op_type for node in proto.graph.node]
+
+
+def weight(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def projected(biases, widths=(WIDTH, WIDTH, WIDTH), bias_shape=None):
+    """x → one product for each width, with a bias where `biases` says so."""
+    nodes, weights, results = [], {}, {}
+    for i, (width, biased) in enumerate(zip(widths, biases, strict=True)):
+        weights[f"w{i}"] = weight(i, WIDTH, width)
+        nodes.append(helper.make_node("MatMul", ["x", f"w{i}"], [f"p{i}" if biased else f"y{i}"]))
+        if biased:
+            weights[f"b{i}"] = weight(10 + i, *(bias_shape or (width,)))
+            order = [f"p{i}", f"b{i}"] if i % 2 else [f"b{i}", f"p{i}"]
+            nodes.append(helper.make_node("Add", order, [f"y{i}"]))
+        results[f"y{i}"] = ["rows", "time", width]
+    return model(nodes, {"x": ["rows", "time", WIDTH]}, results, weights)
+
+
+@pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (True, False, True)])
+def test_three_projections_become_one(biases):
+    changed, after = through(projections.run, projected(biases))
+    assert changed == 2
+    assert kinds(after) == ["MatMul", *(["Add"] if any(biases) else []), "Split"]
+
+
+def test_projections_of_different_widths():
+    changed, after = through(projections.run, projected((True, True), (WIDTH, 3 * WIDTH)))
+    assert changed == 1
+    assert kinds(after) == ["MatMul", "Add", "Split"]
+
+
+def test_a_bias_of_one_number_for_all_columns():
+    through(projections.run, projected((True, True), (WIDTH, WIDTH), bias_shape=(1,)))
+
+
+def test_one_projection_stays():
+    proto = projected((True,), (WIDTH,))
+    changed, after = through(projections.run, proto)
+    assert changed == 0
+    assert kinds(after) == kinds(proto)
+
+
+def test_many_projections_of_one_value_stay_apart():
+    changed, after = through(projections.run, projected((False,) * 6, (WIDTH,) * 6))
+    assert changed == 0
+    assert kinds(after) == ["MatMul"] * 6
+
+
+def test_a_product_that_is_read_before_its_bias_too():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["p0"]),
+        helper.make_node("Add", ["p0", "b0"], ["y0"]),
+        helper.make_node("MatMul", ["x", "w1"], ["p1"]),
+        helper.make_node("Add", ["p1", "b0"], ["biased"]),
+        helper.make_node("Mul", ["biased", "p0"], ["y1"]),
+    ]
+    weights = {"w0": weight(0, WIDTH, WIDTH), "w1": weight(1, WIDTH, WIDTH), "b0": weight(2, WIDTH)}
+    shape = ["rows", WIDTH]
+    changed, after = through(projections.run, model(nodes, {"x": shape}, {"y0": shape, "y1": shape}, weights))
+    assert changed == 1
+    assert kinds(after).count("MatMul") == 1
+
+
+def test_a_product_that_is_an_output_itself():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["y0"]),
+        helper.make_node("Add", ["y0", "b0"], ["y1"]),
+        helper.make_node("MatMul", ["x", "w1"], ["y2"]),
+    ]
+    weights = {"w0": weight(0, WIDTH, WIDTH), "w1": weight(1, WIDTH, WIDTH), "b0": weight(2, WIDTH)}
+    shape = ["rows", WIDTH]
+    proto = model(nodes, {"x": shape}, dict.fromkeys(("y0", "y1", "y2"), shape), weights)
+    through(projections.run, proto)
+
+
+def test_reshapes_in_a_row_become_the_last():
+    nodes = [
+        helper.make_node("Reshape", ["x", "heads"], ["split"]),
+        helper.make_node("Reshape", ["split", "flat"], ["joined"]),
+        helper.make_node("Relu", ["joined"], ["y"]),
+    ]
+    weights = {"heads": np.array([3, 5, 2, 4]), "flat": np.array([15, -1])}
+    proto = model(nodes, {"x": [3, 5, WIDTH]}, {"y": [15, WIDTH]}, weights)
+    changed, after = through(lambda m: reshapes.run(m) * 10 + unused.run(m), proto)
+    assert changed == 11
+    assert kinds(after) == ["Reshape", "Relu"]
+
+
+def test_a_reshape_that_copies_a_size_keeps_its_operand():
+    nodes = [
+        helper.make_node("Reshape", ["x", "heads"], ["split"]),
+        helper.make_node("Reshape", ["split", "copy"], ["joined"]),
+        helper.make_node("Relu", ["joined"], ["y"]),
+    ]
+    weights = {"heads": np.array([15, 2, 4]), "copy": np.array([0, -1])}
+    proto = model(nodes, {"x": [3, 5, WIDTH]}, {"y": [15, WIDTH]}, weights)
+    changed, after = through(reshapes.run, proto)
+    assert changed == 0
+    assert kinds(after) == ["Reshape", "Reshape", "Relu"]
+
+
+def test_a_reshape_to_the_same_shape_goes():
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Reshape", ["a", "same"], ["b"]),
+        helper.make_node("Neg", ["b"], ["y"]),
+    ]
+    proto = model(nodes, {"x": [3, WIDTH]}, {"y": [3, WIDTH]}, {"same": np.array([3, -1])})
+    proto = onnx.shape_inference.infer_shapes(proto)
+    changed, after = through(lambda m: reshapes.run(m) * 10 + unused.run(m), proto)
+    assert changed == 11
+    assert kinds(after) == ["Relu", "Neg"]
+
+
+def test_strip_takes_out_what_tells_of_the_maker():
+    proto = projected((True, True), (WIDTH, WIDTH))
+    proto.producer_name, proto.doc_string = "pytorch", "at /home/me/model.py"
+    entry = {"key": "pkg.torch.onnx.stack_trace", "value": "File /home/me/model.py"}
+    proto.graph.doc_string = "secret"
+    for holder in (proto, proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
+        holder.metadata_props.add(**entry)
+    for holder in proto.graph.initializer:
+        holder.metadata_props.add(**entry)
+    for node in proto.graph.node:
+        node.doc_string = "secret"
+    _, after = through(strip.run, proto)
+    content = after.SerializeToString()
+    for text in (b"/home/me", b"secret", b"pkg.torch", b"pytorch"):
+        assert text not in content
+    assert kinds(after) == kinds(proto)
