@@ -1,0 +1,57 @@
+"""Each model is exported once for each target, when the first test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
+
+from tformer_export import ExportReport, export
+from tformer_runtime import Model
+from tformer_runtime.engine import Engine
+
+
+@dataclass
+class Exported:
+    """A file and what made it. It has its folder for itself."""
+
+    family: Family
+    path: Path
+    report: ExportReport
+    engine: Engine
+    model: Model
+
+
+Exporter = Callable[..., Exported]
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
+    made: dict[tuple[str, str, str], Exported] = {}
+
+    def get(name: str, target: str = "cpu", quantize: str = "none") -> Exported:
+        key = name, target, quantize
+        if key not in made:
+            family = BY_NAME[name]
+            path = tmp_path_factory.mktemp(name) / "model.onnx"
+            ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+            given = {} if family.hf else {
+                "example": {"src": ids, "tgt": ids},
+                "step": "tgt",
+                "special": {"start": [START], "end": [END], "pad": PAD},
+            }  # fmt: skip
+            report = export(family.module, path, **given, target=target, quantize=quantize, max_length=MAX_LENGTH)
+            engine = Engine(path, device="cpu", threads=1)
+            made[key] = Exported(family, path, report, engine, Model(engine))
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # tiny products: threads would only wait for each other

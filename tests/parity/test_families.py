@@ -1,0 +1,81 @@
+"""Every family, through one runner: the file computes what its source computes, row by row and token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from families import END, FAMILIES, PAD, VOCABULARY
+
+PROMPTS = (4, 9, 1, 6)
+SOURCES = (7, 2, 12, 5)
+STEPS = 5
+NEW_TOKENS = 16
+# A logit is a sum of at most about 100 products after four sublayers, each of about as many; float32 rounds each
+# partial sum by 2⁻²⁴ of it, in an order that differs from kernel to kernel: 4 · 100 · 2⁻²⁴ ≈ 2.4e-5 of the logits'
+# range if all errors add up. A wrong position or mask moves logits by 1e-2 of the range and more.
+TOLERANCE = 2.5e-5
+
+families = pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+portable = pytest.mark.parametrize("name", ["seq2seq-learned-pre-gelu", "hand-written", "llama-sdpa", "t5-eager"])
+
+
+def draw(seed: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    """Rows of ids, none of them special."""
+    random = np.random.default_rng(seed)
+    return [random.integers(END + 1, VOCABULARY - 6, length) for length in lengths]
+
+
+def start(exported, sources):
+    requests = {exported.family.request: sources} if exported.family.request else None
+    return exported.engine.start(requests, len(sources))
+
+
+def check_logits(exported):
+    """A ragged prompt at once, then single tokens: every logit of every row against the row alone in the source."""
+    sources, rows = draw(1, SOURCES), draw(2, tuple(n + STEPS for n in PROMPTS))
+    counts = np.array(PROMPTS)
+    tokens = np.full((len(rows), counts.max()), PAD)
+    for i, row in enumerate(rows):
+        tokens[i, : counts[i]] = row[: counts[i]]
+    state = start(exported, sources)
+    logits = exported.engine.step(state, tokens, counts, want="all").copy()
+    found = [[*logits[i, : counts[i]]] for i in range(len(rows))]
+    for step in range(STEPS):
+        logits = exported.engine.step(state, np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)]))
+        for i in range(len(rows)):
+            found[i].append(logits[i].copy())
+    for source, row, values in zip(sources, rows, found, strict=True):
+        expected = exported.family.logits(source, row)
+        np.testing.assert_allclose(np.stack(values), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+
+
+def check_greedy(exported):
+    """A ragged batch against each row alone in the source: the same tokens, the same ends."""
+    rows = draw(0, (5, 9, 2, 7))
+    expected = [exported.family.greedy(row, NEW_TOKENS) for row in rows]
+    results = list(exported.model.generate_batch(rows, max_new_tokens=NEW_TOKENS))
+    assert [list(r.token_ids) for r in results] == expected
+    assert [r.finish_reason for r in results] == ["end" if e[-1] == END else "length" for e in expected]
+    # What was compared is worth comparing: the rows differ, and are not one token over and over.
+    assert len({tuple(e) for e in expected}) == len(rows)
+    assert len({token for row in expected for token in row}) >= 10
+
+
+@families
+def test_logits(exported, name):
+    check_logits(exported(name))
+
+
+@families
+def test_greedy_tokens(exported, name):
+    check_greedy(exported(name))
+
+
+@portable
+def test_portable_logits(exported, name):
+    check_logits(exported(name, "portable"))
+
+
+@portable
+def test_portable_greedy_tokens(exported, name):
+    check_greedy(exported(name, "portable"))

@@ -1,0 +1,136 @@
+"""What is in a file: one graph, weights once, caches in place, nothing of the machine that it was made on."""
+
+from __future__ import annotations
+
+import os
+import site
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from families import END, MAX_LENGTH, PAD, START
+
+import tformer_export
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.modelfile import read_manifest
+
+ENCODER_DECODERS = ["seq2seq", "seq2seq-pre-untied", "hand-written", "marian-sdpa", "t5-sdpa"]
+DECODERS = ["gpt2-sdpa", "llama-eager"]
+PORTABLE = ["seq2seq-learned-pre-gelu", "hand-written", "llama-sdpa", "t5-eager"]
+
+
+def graphs(graph):
+    """A graph and all that are inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from graphs(attribute.g)
+
+
+def nodes(model):
+    return [node for graph in graphs(model.graph) for node in graph.node]
+
+
+@pytest.mark.parametrize("name", [*ENCODER_DECODERS, *DECODERS])
+def test_nothing_of_the_machine_is_in_the_file(exported, name):
+    file = exported(name)
+    content = file.path.read_bytes()
+    folders = [Path(tformer_export.__file__).parents[1], Path(__file__).parent, file.path.parent, Path.home()]
+    folders += [Path(onnx.__file__).parents[1], *map(Path, site.getsitepackages())]
+    for text in [*map(str, folders), "/site-packages/", "pkg.torch", "Traceback", ".py", "forward("]:
+        assert text.encode() not in content, text
+    assert os.listdir(file.path.parent) == [file.path.name]
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_both_stages_are_one_if_with_the_weights_outside(exported, name):
+    file = exported(name)
+    model = onnx.load(file.path)
+    assert [node.op_type for node in model.graph.node] == ["If"]
+    inner = [graph for graph in graphs(model.graph) if graph is not model.graph]
+    assert len(inner) == 2
+    assert not any(graph.initializer for graph in inner)
+    inside = [
+        a.t for graph in inner for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"
+    ]
+    assert all(np.prod(tensor.dims) <= 16 for tensor in inside)  # shapes and numbers
+
+
+@pytest.mark.parametrize("name", ["seq2seq", "seq2seq-learned-gelu-untied", "hand-written", "marian-sdpa", "gpt2-sdpa"])
+def test_weights_are_held_once(exported, name):
+    """Models whose tables are weights or buffers: what is held is what the source holds, each tensor once."""
+    file = exported(name)
+    module = file.family.module
+    held = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
+    written = sum(len(t.raw_data) or np.prod(t.dims) * 4 for t in onnx.load(file.path).graph.initializer)
+    assert 0.5 * sum(held.values()) < written <= 1.05 * sum(held.values())
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_one_stage_needs_no_if(exported, name):
+    file = exported(name)
+    assert all(node.op_type != "If" for node in nodes(onnx.load(file.path)))
+    assert file.engine.manifest.encode is None
+    assert not file.engine.manifest.staged
+
+
+@pytest.mark.parametrize("name", [*ENCODER_DECODERS, *DECODERS])
+def test_caches_are_in_place_and_as_few_as_they_can_be(exported, name):
+    """Two decoder layers: their keys and values, once for each key-value head; cross-attention's are context."""
+    file = exported(name)
+    manifest, found = file.engine.manifest, file.report.found
+    assert all(cache.in_place for cache in manifest.decode.caches)
+    assert len(manifest.decode.caches) == found["caches"] == 4
+    assert found["fused"] == 2
+    assert found["attentions"] == (2 if file.family.decoder_only else 6)
+    width = {"llama-eager": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48, "seq2seq-pre-untied": 48}.get(name, 32)
+    for cache in manifest.decode.caches:
+        fixed = [size for size in cache.shape if isinstance(size, int)]
+        assert np.prod(fixed) == width
+        assert [size for size in cache.shape if isinstance(size, str)] == ["batch", "slot"]
+    operators = [node.op_type for node in nodes(onnx.load(file.path))]
+    assert operators.count("GroupQueryAttention") == 2
+    if not file.family.decoder_only:
+        keys_and_values = [o for o in manifest.encode.outputs if o.dtype == "float32" and len(o.shape) == 4]
+        assert sum(width == np.prod([s for s in o.shape if isinstance(s, int)]) for o in keys_and_values) == 4
+
+
+@pytest.mark.parametrize("name", ["seq2seq", "marian-sdpa", "llama-eager"])
+def test_the_manifest_tells_all_and_round_trips(exported, name):
+    file = exported(name)
+    manifest = read_manifest(file.path)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.max_length == MAX_LENGTH
+    assert manifest.special.end == (END,)
+    assert manifest.special.pad == PAD
+    assert manifest.special.start == (() if file.family.decoder_only else (START,))
+    assert manifest.task == ("text-generation" if file.family.decoder_only else "text2text-generation")
+    assert manifest.target == "cpu"
+    assert manifest.parity["tokens"] == manifest.parity["tokens_equal"] > 0
+    assert len(manifest.source_digest) == 64
+    inputs = {i.name for i in onnxruntime.InferenceSession(file.path).get_inputs()}
+    assert {cache.past for cache in manifest.decode.caches} <= inputs
+    assert {*manifest.decode.controls, manifest.decode.step.name} <= inputs
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_portable_files_hold_standard_operators_only(exported, name):
+    path = exported(name, "portable").path
+    onnx.checker.check_model(str(path), full_check=True)
+    model = onnx.load(path)
+    assert {node.domain for node in nodes(model)} == {""}
+    assert not model.functions
+    assert [(entry.domain, entry.version <= 24) for entry in model.opset_import] == [("", True)]
+
+
+def test_the_report_counts_what_was_compared(exported):
+    report = exported("seq2seq").report
+    assert report.tokens_equal
+    assert report.parity.tokens > 0
+    assert set(report.parity.errors) == {"one row", "ragged rows", "long prompt"}
+    assert 0 < report.max_abs_error == max(report.parity.errors.values())
+    assert report.parameters == sum(p.numel() for p in exported("seq2seq").family.module.parameters())
+    assert report.size == exported("seq2seq").path.stat().st_size
