@@ -131,7 +131,7 @@ def bias_by_distance(mask):
 
 
 def check(attend, groups=HEADS):
-    """Rewrite the captured graph; returns its attention nodes after comparing what it computes with the module itself."""
+    """Rewrite the captured graph and compare what it computes with the module; returns its attention nodes."""
     module = Small(lambda: Attention(attend, groups))
     captured = captured_of(module)
     assert attention_nodes(captured) == []

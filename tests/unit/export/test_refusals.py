@@ -1,4 +1,4 @@
-"""What cannot be decoded step by step is refused, with the operation and the user's own source line; nothing is written."""
+"""What cannot be decoded step by step is refused with the operation and the user's own source line."""
 
 from __future__ import annotations
 

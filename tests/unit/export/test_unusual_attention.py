@@ -1,4 +1,4 @@
-"""Attention in forms that nothing recognises is staged operation by operation: what it caches, it caches all the same."""
+"""Attention in forms that nothing recognises is staged operation by operation, and cached all the same."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class HeadOfFive(Mixer):
 
 
 def differences(module, path):
-    """The largest difference of a logit: ragged prompts, then chunks and single tokens, each row alone in the source."""
+    """The largest difference of a logit from each row alone: ragged prompts, ragged chunks, then single tokens."""
     engine = Engine(path, device="cpu", threads=1)
     random = np.random.default_rng(0)
     rows, counts = random.integers(0, VOCABULARY, (3, 14)), np.array([5, 2, 8])

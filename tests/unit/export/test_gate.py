@@ -1,0 +1,166 @@
+"""The parity gate lets a right file through and refuses a damaged one, and says where it differs first."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import numpy_helper
+
+from tformer_export.pipeline import compile_source
+from tformer_export.source.module import from_module
+from tformer_export.verify import TOLERANCE, Gate
+from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime import ParityError
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import KEY, SpecialTokens
+
+LENGTH = 24
+
+
+class Compiled:
+    """A source, its gate, and its file as it should be."""
+
+    def __init__(self, path):
+        torch.manual_seed(0)
+        self.module = Seq2SeqTransformer(
+            19, 23, width=16, heads=2, encoder_layers=1, decoder_layers=1, feedforward=24, max_length=LENGTH,
+            positions="learned", tie_output=False,
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+        ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+        special = SpecialTokens((1,), (2,), 0)
+        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
+        self.source.module.eval()
+        compiled = compile_source(self.source, "cpu")
+        self.inputs, self.path = compiled.inputs, path
+        compiled.model.metadata_props[KEY] = compiled.manifest.to_json()
+        ir.save(compiled.model, path)
+
+    def check(self, engine):
+        return Gate(self.source, self.inputs).check(engine)
+
+    def damaged(self, weight, change, path):
+        """An engine of the file with one of the module's weights, wherever it is held, as `change` makes it."""
+        model = onnx.load(self.path)
+        wanted = weight.detach().numpy()
+        found = 0
+        for tensor in model.graph.initializer:
+            array = numpy_helper.to_array(tensor).copy()
+            for form in (wanted, wanted.T):
+                if array.shape == form.shape and np.array_equal(array, form):
+                    change(array if form is wanted else array.T)
+                    tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+                    found += 1
+                    break
+        assert found == 1
+        onnx.save(model, path)
+        return Engine(path, device="cpu", threads=1)
+
+    def refusal(self, engine):
+        """(case, row, position, stage, the whole message)"""
+        with pytest.raises(ParityError) as caught:
+            self.check(engine)
+        text = str(caught.value)
+        found = re.search(r"in the case '([\w ]+)': row (\d+), position (\d+) (of the prompt|\(step \d+)", text)
+        assert found, text
+        assert text.endswith("no file was written")
+        return found[1], int(found[2]), int(found[3]), found[4], text
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return Compiled(tmp_path_factory.mktemp("gate") / "model.onnx")
+
+
+def test_a_right_file_passes(compiled):
+    report = compiled.check(Engine(compiled.path, device="cpu", threads=1))
+    assert set(report.errors) == {"one row", "ragged rows", "long prompt"}
+    assert report.relative_error < TOLERANCE / 10
+    assert report.tokens_equal == report.tokens > 0
+    assert report.max_abs_error == max(report.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("position", "case", "row", "stage"),
+    [
+        (0, "one row", 0, "of the prompt"),
+        (5, "one row", 0, "(step 5"),
+        (6, "ragged rows", 0, "(step 5"),
+        (9, "ragged rows", 1, "(step 3"),
+        (13, "long prompt", 0, "of the prompt"),
+        (LENGTH - 1, "long prompt", 0, "(step 5"),
+    ],
+)
+def test_one_wrong_row_of_the_position_table_is_named(compiled, position, case, row, stage, tmp_path):
+    def change(table):
+        table[position] += 1
+
+    engine = compiled.damaged(compiled.module.target.positions, change, tmp_path / "model.onnx")
+    assert compiled.refusal(engine)[:4] == (case, row, position, stage)
+
+
+def test_positions_off_by_one(compiled, tmp_path):
+    def change(table):
+        table[:] = np.roll(table, 1, 0)
+
+    engine = compiled.damaged(compiled.module.target.positions, change, tmp_path / "model.onnx")
+    assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
+
+
+def test_one_wrong_number_of_a_matrix(compiled, tmp_path):
+    def change(matrix):
+        matrix[3, 5] += 0.5
+
+    engine = compiled.damaged(compiled.module.decoder[0].feedforward.contract.weight, change, tmp_path / "model.onnx")
+    case, row, _, _, text = compiled.refusal(engine)
+    assert (case, row) == ("one row", 0)
+    by, span = (float(x) for x in re.search(r"by ([\d.e+-]+) where the logits span ([\d.e+-]+)", text).groups())
+    assert TOLERANCE * span < by < span
+
+
+def test_a_number_that_is_none(compiled, tmp_path):
+    def change(bias):
+        bias[4] = math.nan
+
+    engine = compiled.damaged(compiled.module.output.bias, change, tmp_path / "model.onnx")
+    assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
+
+
+def test_a_wrong_encoder(compiled, tmp_path):
+    def change(table):
+        table[:] = table[::-1].copy()
+
+    engine = compiled.damaged(compiled.module.source.positions, change, tmp_path / "model.onnx")
+    assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
+
+
+class Forgetful(Engine):
+    """Takes the padding of a ragged prompt for tokens."""
+
+    def step(self, state, tokens, counts=None, want="last"):
+        return super().step(state, tokens, None, want)
+
+
+def test_a_runtime_that_reads_padding(compiled):
+    case, row, position, _, _ = compiled.refusal(Forgetful(compiled.path, device="cpu", threads=1))
+    assert (case, row) == ("ragged rows", 0)
+    assert position == 2  # its prompt has two tokens, which are right
+
+
+class Careless(Engine):
+    """Gives the rows of a batch each other's context."""
+
+    def start(self, requests, rows, repeat=1):
+        return super().start({name: values[::-1] for name, values in requests.items()}, rows, repeat)
+
+
+def test_rows_that_are_mixed_up(compiled):
+    assert compiled.refusal(Careless(compiled.path, device="cpu", threads=1))[:3] == ("ragged rows", 0, 0)
