@@ -13,12 +13,14 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from tokenizers import Tokenizer
 
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import Degradation, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.report import ExportReport
 from tformer_export.source import Mask, Source
+from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_transformers, is_transformers_model
 from tformer_export.source.module import from_module
 from tformer_export.target import TARGETS
@@ -26,6 +28,7 @@ from tformer_export.verify import Gate, ParityReport
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
+from tformer_runtime.options import GenerationOptions
 
 QUANTIZATIONS = ("none", "int8")
 LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
@@ -74,7 +77,7 @@ def export(
     source = _source(model, example, step, masks, dynamic, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation = _make(
+        compiled, manifest, parity, degradation, size = _make(
             source, out, quantize, target, max_length, max_degradation, clock
         )
     return ExportReport(
@@ -84,7 +87,7 @@ def export(
         quantization=quantize,
         max_length=manifest.max_length,
         parameters=sum(p.numel() for p in source.module.parameters()),
-        size=sum(f.stat().st_size for f in (out, _data_file(out)) if f.exists()),
+        size=size,
         parity=parity,
         found=compiled.found,
         degradation=degradation,
@@ -100,7 +103,7 @@ def _make(
     max_length: int | None,
     max_degradation: float | None,
     clock: _Clock,
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None]:
+) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     compiled = compile_source(source, target, max_length, clock.stage)
     if quantize != "none" and source.step is None:
@@ -123,15 +126,18 @@ def _make(
                 _check_budget(degradation, max_degradation)
             manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
         with clock.stage("write"):
-            written = _save(compiled.model, manifest, written)
-            _move(written, out)
-    return compiled, manifest, parity, degradation
+            size = _publish(compiled.model, manifest, written.with_name(out.name), out)
+    return compiled, manifest, parity, degradation, size
 
 
 def check_writable(out: Path, force: bool) -> None:
     """OutputError if the file cannot be made, or is there already and may not be overwritten."""
     if out.exists() and not force:
         raise OutputError(f"{out} exists: give --force (force=True) to overwrite it, or another path")
+    if _data_file(out).exists() and not force:
+        raise OutputError(
+            f"{_data_file(out)} exists, where weights would go: give --force (force=True), or another path"
+        )
     if not out.parent.is_dir():
         raise OutputError(f"{out} cannot be written: there is no folder {out.parent}")
     if not os.access(out.parent, os.W_OK) or out.is_dir():
@@ -150,7 +156,7 @@ def _source(
     defaults: Mapping[str, Any] | None,
 ) -> Source:
     if isinstance(special, Mapping):
-        special = SpecialTokens(tuple(special.get("start", ())), tuple(special.get("end", ())), special.get("pad", 0))
+        special = special_tokens(special)
     if isinstance(model, Source):
         source = model
     elif example is None and is_transformers_model(model):
@@ -166,7 +172,21 @@ def _source(
         "special": special,
         "defaults": defaults,
     }
-    return replace(source, **{name: value for name, value in given.items() if value is not None})
+    source = replace(source, **{name: value for name, value in given.items() if value is not None})
+    _check_texts(source)
+    return source
+
+
+def _check_texts(source: Source) -> None:
+    """Refuse before minutes of work what the runtime would refuse after it: options and tokenizers."""
+    GenerationOptions(**source.defaults)
+    for name, text in source.tokenizers.items():
+        if name not in source.example:
+            raise OptionError(f"there is no input {name!r} for the tokenizer of that name: {', '.join(source.example)}")
+        try:
+            Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise OptionError(f"the tokenizer of {name} is not in tokenizers' JSON format: {error}") from error
 
 
 def _save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
@@ -181,24 +201,26 @@ def _data_file(path: Path) -> Path:
     return path.with_name(path.name + ".data")
 
 
-def _move(written: Path, out: Path) -> None:
-    """Rename into place. External data is named inside the model, so it gets its name first."""
-    data = _data_file(written)
-    if data.exists():
-        model = ir.load(written)
-        ir.save(model, written.with_name(out.name), external_data=_data_file(out).name)
-        written = written.with_name(out.name)
-        _data_file(written).replace(_data_file(out))
+def _publish(model: ir.Model, manifest: Manifest, written: Path, out: Path) -> int:
+    """Write the file under its own name, beside its place, and rename it, weights first; returns its bytes."""
+    _save(model, manifest, written)
+    files = [(f, place) for f, place in ((_data_file(written), _data_file(out)), (written, out)) if f.exists()]
+    size = sum(f.stat().st_size for f, _ in files)
     try:
-        written.replace(out)
+        if len(files) == 1:
+            _data_file(out).unlink(missing_ok=True)  # of what stood here before
+        for file, place in files:
+            file.replace(place)
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
+    return size
 
 
 def _with_parity(manifest: Manifest, parity: ParityReport, degradation: Degradation | None) -> Manifest:
     measured = parity.to_dict()
     if degradation is not None:
         measured["quantised"] = asdict(degradation)
+        del measured["quantised"]["speed"]  # a time would make every export of a model another file
     return replace(manifest, parity=measured)
 
 

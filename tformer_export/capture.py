@@ -9,7 +9,8 @@ computations are merged, so that later stages see only what the model does.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,15 @@ from tformer_runtime.errors import UnsupportedModelError
 aten = torch.ops.aten
 
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
+ID_MOVES = {  # what may be done to ids on their way without changing which they are
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten._to_copy.default,
+    aten.transpose.int,
+    aten.permute.default,
+}
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
@@ -71,7 +81,7 @@ def capture(
     sized = distinct_sizes(example, free, step)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
             warnings.simplefilter("ignore")
             program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
             program = program.run_decompositions({})
@@ -104,6 +114,19 @@ def capture(
     return Captured(graph, constants, inputs, step, first, time, limits, batch, sized)
 
 
+@contextmanager
+def _masks_unread() -> Iterator[None]:
+    """torch.nn's Transformer layers read a mask's values to guess whether it is causal, only to give attention a hint
+    that changes no result. A trace has no values, so for a while the hint is what the caller said."""
+    layers = torch.nn.modules.transformer
+    guess = layers._detect_is_causal_mask
+    layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        layers._detect_is_causal_mask = guess
+
+
 def distinct_sizes(
     example: Mapping[str, torch.Tensor], free: Mapping[str, tuple[int, ...]], step: str | None
 ) -> dict[str, torch.Tensor]:
@@ -125,22 +148,24 @@ def distinct_sizes(
     return sized
 
 
-def vocabulary(captured: Captured, name: str) -> int:
-    """How many ids an input may take: the rows of the table that it looks up first, else what the example shows."""
-    node, todo = captured.inputs[name], [captured.inputs[name]]
-    seen = set()
+def vocabulary(captured: Captured, name: str) -> int | None:
+    """How many ids an input may take: the rows of the table that they are looked up in, if that can be seen."""
+    todo, seen = [captured.inputs[name]], set()
     while todo:
         node = todo.pop(0)
         if node in seen:
             continue
         seen.add(node)
         for user in node.users:
-            if user.target is aten.embedding.default and user.args[1] is node:
-                return int(meta(user.args[0]).shape[0])
-            value = meta(user)
-            if isinstance(value, torch.Tensor) and value.dtype in IDS:
+            args = arguments(user)
+            if user.target is aten.embedding.default and args[1] is node:
+                return int(meta(args[0]).shape[0])
+            if user.target is aten.index.Tensor and list(args[1]) == [node] and meta(args[0]).shape:
+                rows = meta(args[0]).shape[0]
+                return int(rows) if isinstance(rows, int) else None
+            if user.target in ID_MOVES:
                 todo.append(user)
-    return int(captured.example[name].max()) + 1
+    return None
 
 
 def source_line(node: Node) -> str:

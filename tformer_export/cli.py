@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,10 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
     if missing:
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
+    if report is not None:
+        from tformer_export.api import check_writable
+
+        check_writable(report, options["force"])
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("reading") as status:
@@ -97,6 +102,7 @@ def _read(tokenizer: Path) -> str:
 
 def main() -> None:
     """Entry point: errors of ours are one sentence on standard error and exit status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made is removed
     try:
         command(standalone_mode=False)
     except click.exceptions.Abort:

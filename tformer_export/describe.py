@@ -45,7 +45,7 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
     described = []
     for port in program.inputs:
         mask, about = source.masks.get(port.name), inputs[port.name]
-        role: dict[str, Any] = {"role": "ids" if about.vocabulary else "data", "pad": about.pad}
+        role: dict[str, Any] = {"role": "ids" if about.ids else "data", "pad": about.pad}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}

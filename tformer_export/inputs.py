@@ -19,8 +19,12 @@ LONGEST = 4096  # an input that can be this long is said to have no limit
 
 @dataclass(frozen=True)
 class About:
-    """vocabulary: None for what is not ids. pad: what rows are padded with; masked: whether the model hides it."""
+    """ids: how many there are to draw from, None for what is not ids; vocabulary: the same where the graph shows it.
 
+    pad: what rows are padded with; masked: whether the model hides it.
+    """
+
+    ids: int | None
     vocabulary: int | None
     pad: int
     masked: bool
@@ -34,14 +38,19 @@ def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
     for name, node in captured.inputs.items():
         is_ids = meta(node).dtype in IDS and name not in source.masks
         tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
+        pad = source.special.pad
+        if name != captured.step_name and tested and pad not in tested and len(set(tested)) == 1:
+            pad = tested[0]  # the sources' padding is another id than the targets'
+        known = vocabulary(captured, name) if is_ids else None
         described = any(mask.of == name for mask in source.masks.values())
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
             limit = _limit(captured, level, node)
         found[name] = About(
-            vocabulary=vocabulary(captured, name) if is_ids else None,
-            pad=tested[0] if tested else source.special.pad,
-            masked=bool(tested) or described,
+            ids=(known or int(captured.example[name].max()) + 1) if is_ids else None,
+            vocabulary=known,
+            pad=pad,
+            masked=pad in tested or described,
             max_length=limit,
         )
     return found

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from tformer_export.staging.emitter import Port, Program
+from tformer_runtime.errors import UnsupportedModelError
 
 SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
 IR_VERSION = 10
 
 
-def to_onnx(program: Program, opset: int) -> ir.Model:
-    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds, plus one pass over the weights."""
+def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
+    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds, plus one pass over the weights.
+
+    limit: no request input may be longer than this. Raises UnsupportedModelError for what torch.onnx cannot translate.
+    """
     sizes = dict(SIZES)
+    free = (n for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2)) if limit is None or n <= limit)
     for port in program.inputs:
         for axis in port.shape:
             if isinstance(axis, str) and axis not in sizes:
-                sizes[axis] = 7 + 2 * len(sizes)
+                sizes[axis] = next(free, 2)
     example = tuple(_example(port, sizes) for port in program.inputs)
     dynamic = tuple(
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"):
+    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"), _translated_errors():
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program.module,
@@ -50,6 +57,21 @@ def to_onnx(program: Program, opset: int) -> ir.Model:
         if held is not None and not (array := held.numpy()).flags.c_contiguous:  # what was folded may be a view
             value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=held.dtype, name=value.name)
     return model
+
+
+@contextmanager
+def _translated_errors() -> Iterator[None]:
+    """torch.onnx's errors, of many types and pages, as one sentence."""
+    try:
+        yield
+    except Exception as error:  # they have no common base
+        causes = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)  # type: ignore[arg-type]
+        lines = [line for e in causes for line in re.sub(r"\x1b\[[0-9;]*m", "", str(e)).splitlines() if line.strip()]
+        missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", "\n".join(lines))
+        reason = f"it has no form of {missing[1]}" if missing else (lines or [type(error).__name__])[-1].strip()
+        raise UnsupportedModelError(f"torch.onnx cannot translate the model: {reason}") from error
 
 
 def _describe(value: ir.Value, port: Port) -> None:

@@ -22,7 +22,8 @@ def plain_attention(
     if heads != groups:
         query = query.reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
         key, value = key.unsqueeze(2), value.unsqueeze(2)
-        if bias is not None and bias.dim() == 4:
+        if bias is not None:
+            bias = bias[(None,) * (4 - bias.dim())]
             by_head = (bias.shape[0], groups, heads // groups, *bias.shape[2:])
             bias = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.reshape(by_head)
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
@@ -72,9 +73,12 @@ def multi_head_attention(
     bias broadcasts to (B, H, N, S); the operator wants its last two axes whole.
     """
     heads = query.shape[1]
+    if key.shape[1] != heads:  # the operator has no grouped heads
+        return plain_attention(query, key, value, bias, scale)
     inputs: list[Any] = [_rows(query), key, value]
     if bias is not None:
         bias = _additive(bias)
+        bias = bias[(None,) * (4 - bias.dim())]
         bias = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
         inputs += [None, None, bias]
     rows = (*inputs[0].shape[:2], heads * value.shape[3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
-from tformer_export.capture import Captured, capture, merge_equal, vocabulary
+from tformer_export.capture import Captured, capture, expression, merge_equal, meta
 from tformer_export.describe import describe
 from tformer_export.inputs import About, about_inputs
 from tformer_export.locate import Landmarks
@@ -58,15 +58,17 @@ def compile_source(
     with stage("staging"):
         attentions = recognise(captured)
         inputs = about_inputs(captured, source)
-        fold_padding_tests(captured)
+        pad = source.special.pad
+        fold_padding_tests(captured, None if pad in source.special.start else pad)
         merge_equal(captured)
-        encode, decode, contexts, length, found = _stage(captured, chosen, max_length, source.max_length)
+        encode, decode, contexts, length, found = _stage(captured, inputs, chosen, max_length, source.max_length)
     with stage("lowering"):
         models = []
         for program in (encode, decode):
             if program is not None:
                 chosen.lower(program.module)
-            models.append(to_onnx(program, chosen.opset) if program is not None else None)
+            limits = {about.max_length for about in inputs.values() if about.max_length}
+            models.append(to_onnx(program, chosen.opset, min(limits, default=None)) if program is not None else None)
     with stage("passes"):
         model = assemble(*models)
         passes = run_passes(model)
@@ -77,11 +79,11 @@ def compile_source(
 
 
 def _stage(
-    captured: Captured, target: Target, wanted: int | None, preferred: int | None
+    captured: Captured, inputs: Mapping[str, About], target: Target, wanted: int | None, preferred: int | None
 ) -> tuple[Program | None, Program | None, tuple[Node, ...], int, dict[str, int]]:
     level = binding_times(captured)
     try:
-        values = run(captured, _probe(captured))
+        values = run(captured, _probe(captured, inputs))
     except (RuntimeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(f"the traced model fails at a length of {LENGTH}: {reason}") from error
@@ -90,6 +92,11 @@ def _stage(
         outputs = [(captured.output, False)]
         encode = EncodeEmitter(captured, level, values).emit(outputs, ["output"])
         return encode, None, (), 0, {}
+    _check_output(captured)
+    if not values[captured.output].isfinite().any():
+        raise UnsupportedModelError(
+            "the model's logits are not finite for random ids: there is nothing to compare with"
+        )
     views = Views(captured, level, values, constants)
     plan: Plan = make_plan(captured, level, views, target.fuses)
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
@@ -104,14 +111,27 @@ def _stage(
     return encode_program, decode, tuple(node for node, _ in contexts), length, found
 
 
-def _probe(captured: Captured) -> dict[str, torch.Tensor]:
+def _probe(captured: Captured, inputs: Mapping[str, About]) -> dict[str, torch.Tensor]:
     """Inputs for the runs that the analysis looks at: two rows, ids drawn at random so that positions differ."""
     generator = torch.Generator().manual_seed(0)
-    inputs = {}
+    drawn = {}
     for name, value in captured.example.items():
-        value = value[:2]
-        if name == captured.step_name:
-            ids = vocabulary(captured, name)
-            value = torch.randint(0, ids, (2, LENGTH), generator=generator, dtype=value.dtype)
-        inputs[name] = value
-    return inputs
+        value, ids = value[:2], inputs[name].ids
+        if ids is not None:
+            shape = (2, LENGTH, *value.shape[2:]) if name == captured.step_name else value.shape
+            choice = torch.tensor([i for i in range(ids) if i != inputs[name].pad] or [0])
+            value = choice[torch.randint(len(choice), shape, generator=generator)].to(value.dtype)
+        drawn[name] = value
+    return drawn
+
+
+def _check_output(captured: Captured) -> None:
+    """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
+    shape = meta(captured.output).shape
+    fixed = [size for size in shape if isinstance(size, int)]
+    timed = [size for size in shape if expression(size) == captured.time]
+    if len(shape) != 3 or len(timed) != 1 or not isinstance(shape[2], int) or not fixed:
+        raise UnsupportedModelError(
+            f"forward returns {tuple(str(d) for d in shape)} first; to be stepped over {captured.step_name!r} it must "
+            "return logits for every position of it, (batch, time, vocabulary)"
+        )

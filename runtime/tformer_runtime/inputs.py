@@ -54,7 +54,7 @@ class Inputs:
         if isinstance(input, Mapping):
             self._match([self._step], input)
             input = input[self._step]
-        ids = self.ids(self._step, input, special=False, may_be_empty=len(start) > 0)
+        ids = self.ids(self._step, input, special=True, may_be_empty=len(start) > 0)
         if not isinstance(input, str) and len(ids):
             return {}, ids, 0
         return {}, np.concatenate([start, ids]), len(start)

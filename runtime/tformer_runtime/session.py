@@ -117,6 +117,8 @@ class Session:
     def _load(self) -> Any:
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads or 0
+        # Without VNNI, products of uint8 and int8 would saturate: a file must not compute something else there.
+        options.add_session_config_entry("session.x64quantprecision", "1")
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
         providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
         try:

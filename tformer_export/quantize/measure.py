@@ -40,7 +40,7 @@ def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
     Raises ParityError if a row's result depends on its neighbours.
     """
     lengths = [3 + 2 * i for i in range(ROWS)]
-    starts = [gate.start() for _ in lengths]
+    starts = [gate.start(before.manifest.max_length) for _ in lengths]
     requests = [gate.draw_request(n) for n in lengths]
     steps = min(LENGTH, before.manifest.max_length - len(starts[0]))
     decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
@@ -90,7 +90,7 @@ def _step_seconds(gate: Gate, engine: Engine) -> float:
     """The median time of a single-row step."""
     requests = gate.draw_request(8)
     state = engine.start({name: [value] for name, value in requests.items()} or None, 1)
-    tokens = gate.start()[None]
+    tokens = gate.start(engine.manifest.max_length)[None]
     times = []
     for _ in range(min(8 * REPEATS, engine.manifest.max_length - tokens.shape[1])):
         begin = time.perf_counter()

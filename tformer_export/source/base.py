@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_runtime.errors import SourceError
+from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
 
@@ -110,11 +110,28 @@ class Adapter(nn.Module):
         return first_output(self.module(**given, **masks, **self.constant))
 
 
+def special_tokens(given: Mapping[str, Any]) -> SpecialTokens:
+    """start and end (ids or lists of them) and pad, by name; OptionError for anything else."""
+    unknown = set(given) - {"start", "end", "pad"}
+    if unknown:
+        raise OptionError(f"special ids are start, end and pad, not {', '.join(sorted(unknown))}")
+
+    def ids(name: str) -> tuple[int, ...]:
+        value = given.get(name, ())
+        value = (value,) if isinstance(value, int) else tuple(value)
+        if not all(isinstance(i, int) and i >= 0 for i in value):
+            raise OptionError(f"the special id {name} must be a whole number or a list of them, not {given[name]!r}")
+        return value
+
+    pad = ids("pad") or (0,)
+    return SpecialTokens(ids("start"), ids("end"), pad[0])
+
+
 def as_float32(module: nn.Module) -> nn.Module:
-    """The module, or a copy of it in float32 if some of its weights are of less precision: no kernel of the CPU's is
-    faster in float16 or bfloat16, and the comparison would be with rounding."""
+    """The module, or a copy of it in float32 if some of its weights are not: no kernel of the CPU's is faster in
+    another precision, and the comparison would be with rounding."""
     tensors = (*module.parameters(), *module.buffers())
-    if all(t.dtype in (torch.float32, torch.float64) or not t.is_floating_point() for t in tensors):
+    if all(t.dtype == torch.float32 or not t.is_floating_point() for t in tensors):
         return module
     return copy.deepcopy(module).float()
 

@@ -7,11 +7,10 @@ import os
 
 import torch
 
-from tformer_export.checkpoint import load_checkpoint
-from tformer_export.source.base import Source
+from tformer_export.checkpoint import EVERY_INPUT, load_checkpoint
+from tformer_export.source.base import Source, special_tokens
 from tformer_export.source.module import from_module
 from tformer_runtime.errors import SourceError
-from tformer_runtime.manifest import SpecialTokens
 
 
 def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> Source:
@@ -26,15 +25,16 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
     step = step or checkpoint.step
     if step is not None and step not in names:
         raise SourceError(f"{path}: forward has no parameter {step!r} to step over: it takes {', '.join(names)}")
-    special = checkpoint.special
-    tokens = SpecialTokens(tuple(special.get("start", ())), tuple(special.get("end", ())), int(special.get("pad", 0)))
+    tokens = special_tokens(checkpoint.special)
+    every = checkpoint.tokenizers.get(EVERY_INPUT)
+    tokenizers = dict.fromkeys(names, every) if every is not None else checkpoint.tokenizers
     source = from_module(
         module,
         {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in names},
         step,
         task=checkpoint.task,
         special=tokens,
-        tokenizers=checkpoint.tokenizers,
+        tokenizers=tokenizers,
         defaults=checkpoint.defaults,
         max_length=checkpoint.max_length,
     )

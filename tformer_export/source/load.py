@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ def load_source(
     if path.is_dir():
         return from_folder(path)
     if not path.exists():
-        if ":" in text and not path.suffix:
+        if ":" in text:
             return _from_factory(text, step)[1]
         raise SourceError(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
@@ -49,7 +51,13 @@ def load_source(
 
 
 def _from_factory(spec: str, step: str | None) -> tuple[torch.nn.Module, Source]:
-    made = import_callable(spec)()
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not see the current folder, where a user's model is
+    make = import_callable(spec)
+    try:
+        made = make()
+    except Exception as error:  # user code: whatever it raises means that there is nothing to export
+        raise SourceError(f"the factory {spec} failed: {type(error).__name__}: {error}") from error
     if is_transformers_model(made):
         return made, from_transformers(made)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module):
@@ -85,8 +93,6 @@ def _from_pickle(path: Path, step: str | None) -> Source:
         return from_transformers(module)
     if not isinstance(module, torch.nn.Module):
         raise SourceError(f"{path} holds a {type(module).__name__}, not a module: save it with save_checkpoint")
-    import inspect
-
     names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     ids = torch.arange(1, 7).reshape(2, 3) % 3
     return from_module(module, dict.fromkeys(names, ids), step or names[-1])

@@ -34,8 +34,10 @@ def from_module(
         if name not in parameters and not free:
             raise SourceError(f"forward has no parameter {name!r}: it takes {', '.join(parameters) or 'none'}")
     for name, value in example.items():
-        if not isinstance(value, torch.Tensor) or value.dim() < 1:
-            raise SourceError(f"the example of {name!r} must be a tensor of shape (batch, time, …)")
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            raise SourceError(
+                f"the example of {name!r} must be a tensor of shape (batch, time, …); from lengths, make a mask"
+            )
     example = dict(example)
     given, built = {}, {}
     for name, mask in (masks or {}).items():

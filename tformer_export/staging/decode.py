@@ -180,9 +180,10 @@ class DecodeEmitter(Emitter):
             for axis in every:
                 result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), axis)
             return result
-        batch, missing = self._batch_place(user, leaf, table)
-        key = "table", leaf, roles, batch, missing, self.selected
+        place = self._batch_place(user, leaf, table)
+        key = "table", leaf, roles, place, self.selected
         if key not in self.made:
+            batch, missing, repeat = place
             axis, name = new[0] + missing, f"{leaf.name}_{missing}_{batch}"
             if every and new[0] < every[0] and (diagonals := table.diagonals(missing, batch)) is not None:
                 held = self.constant(name + "_diagonals", diagonals)
@@ -194,27 +195,36 @@ class DecodeEmitter(Emitter):
                 result = self.call(operators.table_rows, held, self._positions(), batch, axis)
                 for other in every:
                     result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), other + missing)
+            if repeat > 1:
+                result = self.call(torch.repeat_interleave, result, repeat, batch)
             self.made[key] = result
         return self.made[key]
 
-    def _batch_place(self, user: Node, leaf: Node, table: Table) -> tuple[int, int]:
-        """(axis that becomes the batch, how many axes of size 1 to put in front first): positions differ from row to
-        row, so a table's rows have a batch axis, which has to meet the batch axis of the operation's result."""
+    def _batch_place(self, user: Node, leaf: Node, table: Table) -> tuple[int, int, int]:
+        """(axis that becomes the batch, how many axes of size 1 to put in front first, how often each row is repeated):
+        positions differ from row to row, so a table's rows have a batch axis, which has to meet the batch axis of the
+        operation's result; that may be merged with another, such as the heads."""
         if table.batch_axis is not None:
-            return table.batch_axis, 0
+            return table.batch_axis, 0, 1
         result = meta(user)
         result = result[0] if isinstance(result, (list, tuple)) else result
         rank = table.values.dim()
         for axis, size in enumerate(result.shape):
-            if expression(size) in self.captured.batch:
+            repeat = self._times_batch(size)
+            if repeat is not None:
                 missing = max(0, result.dim() - axis - rank)
                 at = axis - result.dim() + rank + missing
                 if missing or (table.values.shape[at] == 1 and at not in table.time_axes):
-                    return at, missing
+                    return at, missing, repeat
         raise UnsupportedModelError(
             f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
             "rows of a batch, whose positions differ"
         )
+
+    def _times_batch(self, size: Any) -> int | None:
+        """k of a size that is k · batch."""
+        ratios = (expression(size) / batch for batch in self.captured.batch)
+        return next((int(ratio) for ratio in ratios if ratio.is_Integer), None)
 
     # -- caches ---------------------------------------------------------------------------------------------------
 

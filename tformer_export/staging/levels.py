@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import IDS, Captured, aten, meta, vocabulary
+from tformer_export.capture import ID_MOVES, IDS, Captured, aten, meta, vocabulary
 
 
 class Level(IntEnum):
@@ -38,11 +38,17 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
     return level
 
 
-def fold_padding_tests(captured: Captured) -> None:
-    """Replace "is this token of the step input padding?" by its answer for a valid token, in place."""
+def fold_padding_tests(captured: Captured, pad: int | None) -> None:
+    """Replace "is this token of the step input padding?" by its answer for a valid token, in place.
+
+    pad: the id that is declared to be padding; None folds only what is the same for every id. A test for another id (a
+    separator, say) is data like any other.
+    """
     if captured.step_name is None:
         return
     for test in padding_tests(captured, captured.step_name):
+        if test.padding is not None and test.padding != pad:
+            continue
         with captured.graph.inserting_before(test.node):
             sizes = [_size(captured, test.node, axis) for axis in range(meta(test.node).dim())]
             folded = captured.graph.call_function(aten.full.default, (sizes, test.usual), {"dtype": torch.bool})
@@ -62,7 +68,7 @@ class PaddingTest:
 
 def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
     """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary."""
-    ids = torch.arange(max(3, vocabulary(captured, name)))
+    ids = torch.arange(max(3, vocabulary(captured, name) or int(captured.example[name].max()) + 1))
     carriers, found = {captured.inputs[name]}, []
     for node in captured.nodes:
         if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):
@@ -98,26 +104,19 @@ def _size(captured: Captured, node: Node, axis: int) -> Any:
 
 def _only_moves(node: Node, carriers: set[Node]) -> bool:
     tensors = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor)]
-    moves = {
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten._to_copy.default,
-    }
-    return len(tensors) == 1 and tensors[0] in carriers and node.target in moves
+    return len(tensors) == 1 and tensors[0] in carriers and node.target in ID_MOVES
 
 
 def _odd_one_out(captured: Captured, node: Node, ids: torch.Tensor) -> tuple[bool, int | None] | None:
     """(the usual answer, the one id that gets the other), or None if more ids than one do or it is not elementwise."""
 
-    def operand(argument: Node) -> Any:
-        if argument.name in captured.constants:
-            return captured.constants[argument.name]
-        return ids
-
-    if any(isinstance(meta(a), torch.SymInt) for a in node.all_input_nodes):
+    variable = [a for a in node.all_input_nodes if a.name not in captured.constants]
+    if len(variable) != 1:  # a comparison of two things that depend on ids, or with a size
         return None
+
+    def operand(argument: Node) -> Any:
+        return captured.constants.get(argument.name, ids)
+
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
     try:
         answers = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -98,7 +98,7 @@ def make_tables(
                 low, high = (middle, high) if works(middle) else (low, middle)
             length = low
     values = _evaluate(captured, constants, nodes, length)
-    for shorter in (LENGTH, length // 2 + 1):
+    for shorter in (min(LENGTH, length), length // 2 + 1):
         _prove_prefix(captured, level, views, constants, nodes, values, shorter)
     return {n: _table(captured, views, n, values[n]) for n in nodes}, length
 
@@ -157,8 +157,8 @@ def _first_inconsistent(
         for n in captured.nodes
         if n in ancestors and views.time_axes(n) and all(views.is_exact(n, a) for a in views.time_axes(n))
     ]
-    short, long = (_evaluate(captured, constants, tabled, size) for size in (length, 2 * length))
-    return next((n for n in tabled if not _is_corner(views, n, short[n], long[n], length)), node)
+    short, long = (_evaluate(captured, constants, tabled, size) for size in (length - 1, length))
+    return next((n for n in tabled if not _is_corner(views, n, short[n], long[n], length - 1)), node)
 
 
 def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -> Table:

@@ -119,6 +119,13 @@ class Views:
         for tensor in tensors:
             for axis, role in roles:
                 stride = self.inner.get(node, {}).get(axis, 1)
+                if tensor.shape[axis] % (LENGTH * stride):
+                    size = meta(node).shape[axis] if isinstance(meta(node), torch.Tensor) else "another length"
+                    raise UnsupportedModelError(
+                        f"`{node.target}` at {source_line(node)} has {size} rows where the step input has "
+                        f"{self.time}: positions are put in front, dropped or shifted inside the model; do that to "
+                        "its inputs instead"
+                    )
                 start, size = (first, count) if role == NEW else (0, first + count)
                 split = tensor.unflatten(axis, (-1, LENGTH, stride)).narrow(axis + 1, start, size)
                 tensor = split.flatten(axis, axis + 2)
