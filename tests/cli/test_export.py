@@ -89,7 +89,8 @@ def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "letters.pt"
     save_checkpoint(
         seq2seq(), path, factory="tformer_models.seq2seq:Seq2SeqTransformer", arguments=ARGUMENTS,
-        tokenizer=tokenizer(), special={"start": [1], "end": [2], "pad": 0}, defaults={"max_new_tokens": 7}, max_length=20,
+        tokenizer=tokenizer(), special={"start": [1], "end": [2], "pad": 0}, defaults={"max_new_tokens": 7},
+        max_length=20,
     )  # fmt: skip
     return path
 
