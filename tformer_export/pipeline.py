@@ -23,7 +23,7 @@ from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.emitter import Program
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
-from tformer_export.staging.levels import binding_times, fold_padding_tests
+from tformer_export.staging.levels import binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
@@ -98,7 +98,16 @@ def _stage(
             "the model's logits are not finite for random ids: there is nothing to compare with"
         )
     views = Views(captured, level, values, constants)
-    plan: Plan = make_plan(captured, level, views, target.fuses)
+    try:
+        plan: Plan = make_plan(captured, level, views, target.fuses)
+    except UnsupportedModelError as error:
+        asked = _asked(captured, captured.step_name or "")
+        if not asked:
+            raise
+        raise UnsupportedModelError(
+            f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, declare "
+            "it (special={'pad': …}), and it must not be a token that decoding starts with"
+        ) from error
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = list(plan.contexts)
     names = [f"context.{i}" for i in range(len(contexts))]
@@ -119,10 +128,19 @@ def _probe(captured: Captured, inputs: Mapping[str, About]) -> dict[str, torch.T
         value, ids = value[:2], inputs[name].ids
         if ids is not None:
             shape = (2, LENGTH, *value.shape[2:]) if name == captured.step_name else value.shape
-            choice = torch.tensor([i for i in range(ids) if i != inputs[name].pad] or [0])
+            # Ids that the model asks about are drawn half of the time: what follows from them must be seen to vary.
+            asked = _asked(captured, name)
+            every = [i for i in range(ids) if i != inputs[name].pad or (name == captured.step_name and i in asked)]
+            every, asked = every or [0], [i for i in asked if i in every]
+            choice = torch.tensor(every + asked * (len(every) // max(1, len(asked))))
             value = choice[torch.randint(len(choice), shape, generator=generator)].to(value.dtype)
         drawn[name] = value
     return drawn
+
+
+def _asked(captured: Captured, name: str) -> list[int]:
+    """The ids of an input that the model compares its ids with."""
+    return sorted({t.padding for t in padding_tests(captured, name) if t.padding is not None})
 
 
 def _check_output(captured: Captured) -> None:

@@ -287,7 +287,8 @@ class Views:
         source = self.values[tensors[0]]
         if not isinstance(source, torch.Tensor) or source.numel() > self.values[node].numel():
             return None
-        marked = torch.arange(1, source.numel() + 1, dtype=torch.float64).reshape(source.shape).to(source.dtype)
+        dtype = source.dtype if source.is_floating_point() else torch.int64  # booleans cannot be told apart
+        marked = torch.arange(1, source.numel() + 1, dtype=torch.float64).reshape(source.shape).to(dtype)
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         operands = [marked if x is tensors[0] else self.values[x] if isinstance(x, Node) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(operands, spec)
