@@ -17,11 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-build/g2p-%.onnx: models/g2p/model.pt $(READY)
-	mkdir -p build
-	$(BIN)/tformer-export models/g2p/model.pt --output $@ --quantize $* --report build/g2p-$*.json --force
+EXPORT = mkdir -p build && $(BIN)/tformer-export models/g2p/model.pt --force
 
-demo: build/g2p-int8.onnx
+demo: $(READY)
+	$(EXPORT) --output build/g2p-int8.onnx --quantize int8 --report build/g2p-int8.json
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
 
 test: $(READY)
@@ -32,9 +31,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-evaluate: build/g2p-none.onnx build/g2p-int8.onnx
+evaluate: $(READY)
 	$(BIN)/python -m tformer_models.g2p evaluate models/g2p/model.pt
 	for precision in none int8; do \
+	  $(EXPORT) --output build/g2p-$$precision.onnx --quantize $$precision && \
 	  $(BIN)/python -m tformer_models.g2p words --split test > build/words.txt && \
 	  $(BIN)/tformer-run build/g2p-$$precision.onnx --input-file build/words.txt --output-file build/$$precision.txt --force && \
 	  $(BIN)/python -m tformer_models.g2p score build/$$precision.txt || exit 1; \

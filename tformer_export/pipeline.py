@@ -105,8 +105,8 @@ def _stage(
         if not asked:
             raise
         raise UnsupportedModelError(
-            f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, declare "
-            "it (special={'pad': …}), and it must not be a token that decoding starts with"
+            f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
+            "declare it (special={'pad': …}), and it must not be a token that decoding starts with"
         ) from error
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = list(plan.contexts)

@@ -91,6 +91,8 @@ class Adapter(nn.Module):
     """Calls `module` with keyword arguments and returns its logits: the first output, or the one with that name.
 
     constant: arguments that are always the same. built: masks that follow from the length of an input alone.
+    layouts: input → its batch and time axis in the module, where they are not 0 and 1. step: the input in whose layout
+    the logits are.
     """
 
     def __init__(
@@ -99,15 +101,21 @@ class Adapter(nn.Module):
         names: list[str],
         constant: Mapping[str, Any] | None = None,
         built: Mapping[str, Mask] | None = None,
+        layouts: Mapping[str, tuple[int, int]] | None = None,
+        step: str | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.names, self.constant, self.built = names, dict(constant or {}), dict(built or {})
+        self.layouts, self.step = dict(layouts or {}), step
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         given = dict(zip(self.names, inputs, strict=True))
         masks = {name: build_mask(mask, given[mask.of]) for name, mask in self.built.items()}
-        return first_output(self.module(**given, **masks, **self.constant))
+        for name, axes in self.layouts.items():
+            given[name] = given[name].movedim((0, 1), axes)
+        output = first_output(self.module(**given, **masks, **self.constant))
+        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
 
 
 def special_tokens(given: Mapping[str, Any]) -> SpecialTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from tformer_export.source.base import Adapter, Source, as_float32, padding
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
+
+logger = logging.getLogger(__name__)
 
 
 def is_transformers_model(module: Any) -> bool:
@@ -102,6 +105,19 @@ _OPTIONS = {  # transformers' name → ours, of the options that mean the same
     "early_stopping": "early_stopping",
     "num_return_sequences": "num_return",
 }
+_NOT_CARRIED = (  # options that change what generate() gives and that the runtime does not have
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "num_beam_groups",
+    "min_p",
+    "typical_p",
+)
 _SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
 
 
@@ -111,4 +127,7 @@ def _defaults(generation: Any) -> dict[str, Any]:
         return {}
     names = _OPTIONS | (_SAMPLING if getattr(generation, "do_sample", False) else {})
     set_by_config = generation.to_diff_dict()
+    lost = [name for name in _NOT_CARRIED if set_by_config.get(name) is not None]
+    if lost:
+        logger.warning("the model's generation config sets %s, which the file does not carry over", ", ".join(lost))
     return {ours: set_by_config[theirs] for theirs, ours in names.items() if set_by_config.get(theirs) is not None}

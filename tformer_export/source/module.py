@@ -38,7 +38,20 @@ def from_module(
             raise SourceError(
                 f"the example of {name!r} must be a tensor of shape (batch, time, …); from lengths, make a mask"
             )
-    example = dict(example)
+    example, layouts, free_axes = dict(example), {}, {}
+    for name, axes in (dynamic or {}).items():
+        if name not in example or len(axes) not in (1, 2) or not all(0 <= a < example[name].dim() for a in axes):
+            raise SourceError(
+                f"dynamic={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
+            )
+        free_axes[name] = (0, 1)[: len(axes)]
+        if len(axes) == 2 and tuple(axes) != (0, 1):
+            layouts[name] = (axes[0], axes[1])
+            example[name] = example[name].movedim(layouts[name], (0, 1))
+        elif len(axes) == 1 and axes[0] != 0:
+            raise SourceError(
+                f"dynamic={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
+            )
     given, built = {}, {}
     for name, mask in (masks or {}).items():
         if mask.of not in example:
@@ -50,7 +63,7 @@ def from_module(
                 raise SourceError(f"the padding mask {name!r} must be boolean or integer; additive ones are not read")
             given[name] = mask
             example[name] = build_mask(mask, example[mask.of])
-    adapter = Adapter(as_float32(module), list(example), built=built)
+    adapter = Adapter(as_float32(module), list(example), built=built, layouts=layouts, step=step)
     decoding = "text2text-generation" if len(example) - len(given) > 1 else "text-generation"
     return Source(
         module=adapter,
@@ -59,7 +72,7 @@ def from_module(
         name=type(module).__name__,
         task=task or (decoding if step else "feature-extraction"),
         masks=given,
-        dynamic=dict(dynamic or {}),
+        dynamic=free_axes,
         special=special or SpecialTokens(),
         tokenizers=dict(tokenizers or {}),
         defaults=dict(defaults or {}),
