@@ -72,10 +72,10 @@ def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAM
 
 
 def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
-    """captured, attentions, padding, level, values, constants, views, plan: as far as the plan of the decode stage."""
+    """captured, attentions, level, values, constants, views, plan: as far as the plan of the decode stage."""
     captured = captured_of(module)
     attentions = recognise(captured)
-    padding = fold_padding_tests(captured)
+    fold_padding_tests(captured, 0)
     merge_equal(captured)
     level = binding_times(captured)
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,6 @@ def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
         captured=captured,
         attentions=attentions,
-        padding=padding,
         level=level,
         values=values,
         constants=constants,

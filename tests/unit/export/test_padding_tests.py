@@ -53,8 +53,21 @@ def test_a_test_against_one_id_is_folded(form):
     captured = captured_of(Small(lambda: Masked(valid)))
     tests = padding_tests(captured, "tgt")
     assert [(t.padding, t.usual) for t in tests] == [(padding, usual)]
-    fold_padding_tests(captured)
+    fold_padding_tests(captured, padding)
     assert padding_tests(captured, "tgt") == []
+    assert masks_of_the_step(captured) == []
+
+
+@pytest.mark.parametrize("declared", [4, None])
+def test_a_test_against_another_id_than_the_declared_one_is_not_folded(declared):
+    captured = captured_of(Small(lambda: Masked(lambda m, tgt: tgt != 5)))
+    fold_padding_tests(captured, declared)
+    assert [test.padding for test in padding_tests(captured, "tgt")] == [5]
+
+
+def test_a_test_that_every_id_passes_is_folded_whatever_is_declared():
+    captured = captured_of(Small(lambda: Masked(lambda m, tgt: tgt >= 0)))
+    fold_padding_tests(captured, None)
     assert masks_of_the_step(captured) == []
 
 
@@ -70,7 +83,7 @@ SEVERAL_IDS = {
 def test_a_test_against_several_ids_is_not_folded(form):
     captured = captured_of(Small(lambda: Masked(SEVERAL_IDS[form])))
     assert padding_tests(captured, "tgt") == []
-    fold_padding_tests(captured)
+    fold_padding_tests(captured, 0)
     assert masks_of_the_step(captured)
 
 
@@ -121,7 +134,7 @@ def test_tokens_that_are_not_the_padding_keep_their_meaning(mixer, tmp_path):
 
 def test_a_valid_row_is_computed_without_its_padding_mask(tmp_path):
     module, path = Small(lambda: Masked(lambda m, tgt: tgt != 0)), tmp_path / "model.onnx"
-    report = export(module, path, EXAMPLE, "tgt", max_length=24)
+    report = export(module, path, EXAMPLE, "tgt", max_length=24, special={"start": [1], "end": [2], "pad": 0})
     assert report.found["fused"] == 1
     assert len(Engine(path, device="cpu").manifest.decode.caches) == 2
     assert differences(module, path, 9) < 1e-4
