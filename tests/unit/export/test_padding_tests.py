@@ -16,7 +16,10 @@ from tformer_runtime.engine import Engine
 
 
 class Masked(Mixer):
-    """Causal attention under a mask of the tokens; `valid(tgt)` is what a test is about."""
+    """Causal attention under a mask of the tokens; `valid(tgt)` is what a test is about.
+
+    A position sees itself, masked or not: one that sees nothing would weigh all positions alike, the later ones too.
+    """
 
     def __init__(self, valid):
         super().__init__()
@@ -26,7 +29,7 @@ class Masked(Mixer):
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
-        mask = self.valid(self, tgt)[:, None, None, :] & causal(x)
+        mask = self.valid(self, tgt)[:, None, None, :] & causal(x) | torch.eye(x.shape[1], dtype=torch.bool)
         scores = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(~mask, -1e9)
         return joined(torch.softmax(scores, -1) @ v)
 
@@ -120,7 +123,7 @@ class Separated(Mixer):
         Separated,
         lambda: Masked(lambda m, tgt: tgt != 9),
         lambda: Masked(lambda m, tgt: (tgt != 0) & (tgt != 9)),
-        lambda: Masked(SEVERAL_IDS["isin"]),
+        lambda: Masked(SEVERAL_IDS["range"]),
     ],
     ids=["feature", "mask", "mask of two", "mask of several"],
 )
