@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -102,34 +103,38 @@ class RotaryAndDistances(Mixer):
         return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
-def tables_of(module, wanted=None, preferred=None):
-    s = staged(module)
+@functools.cache
+def stages(mixer):
+    return staged(Small(mixer))
+
+
+def tables_of(mixer, wanted=None, preferred=None):
+    s = stages(mixer)
     tables, length = make_tables(s.captured, s.level, s.views, s.constants, s.plan.tables, wanted, preferred)
     return list(tables.values()), length
 
 
 def test_the_length_is_what_the_position_table_allows():
     for wanted, preferred, expected in ((None, None, LENGTH), (None, 25, 25), (33, None, 33), (LENGTH, None, LENGTH)):
-        tables, length = tables_of(Small(Causal), wanted, preferred)
+        tables, length = tables_of(Causal, wanted, preferred)
         assert length == expected
         assert all(table.values.shape[axis] == expected for table in tables for axis in table.time_axes)
     with pytest.raises(UnsupportedModelError, match=str(LENGTH + 1)):
-        tables_of(Small(Causal), wanted=LENGTH + 1)
+        tables_of(Causal, wanted=LENGTH + 1)
 
 
 def test_the_tables_of_a_model_are_its_positions_and_its_mask():
-    module = Small(Causal)
-    tables, _ = tables_of(module, 12)
+    tables, _ = tables_of(Causal, 12)
     masks = [t.values for t in tables if t.values.dtype == torch.bool]
     assert len(masks) == 1
     assert torch.equal(masks[0], torch.ones(12, 12, dtype=torch.bool).tril())
     others = [t.values for t in tables if t.values.dtype != torch.bool]
     assert len(others) == 1
-    assert torch.equal(others[0], module.position[:12])
+    assert torch.equal(others[0], Small(Causal).position[:12])
 
 
 def test_rotary_tables_and_a_bias_by_distance():
-    tables, length = tables_of(Small(RotaryAndDistances), 30)
+    tables, length = tables_of(RotaryAndDistances, 30)
     assert length == 30
     biases = [t for t in tables if len(t.time_axes) == 2]
     assert len(biases) == 1
