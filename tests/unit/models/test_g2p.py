@@ -1,5 +1,7 @@
 """The g2p benchmark: who is on which side, how words become ids, and how errors are counted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -158,3 +160,13 @@ def test_greedy_ends_each_row_by_itself():
     options = {"start": 1, "end": 2, "pad": 0}
     assert greedy(Counts(), [[7], [7, 7, 7], [7, 7]], **options, max_new_tokens=9) == [[3], [3] * 3, [3] * 2]
     assert greedy(Counts(), [[7, 7, 7]], **options, max_new_tokens=2) == [[3, 3]]
+
+
+def test_the_committed_model_reads_words_it_was_not_trained_on():
+    path = Path(g2p.__file__).parents[1] / "g2p" / "model.pt"
+    words = list(g2p.split("test"))[::60]
+    predictions = g2p.predict(path, ["hello", *words])
+    assert predictions[0] == ["HH", "AH", "L", "OW"]
+    per, wer = g2p.error_rates(predictions[1:], [g2p.split("test")[word] for word in words])
+    assert per < 0.12  # of about a hundred words only: the model card has the error rates of all
+    assert wer < 0.4
