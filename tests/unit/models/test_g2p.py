@@ -166,7 +166,7 @@ def test_the_committed_model_reads_words_it_was_not_trained_on():
     path = Path(g2p.__file__).parents[1] / "g2p" / "model.pt"
     words = list(g2p.split("test"))[::60]
     predictions = g2p.predict(path, ["hello", *words])
-    assert predictions[0] == ["HH", "AH", "L", "OW"]
+    assert tuple(predictions[0]) in g2p.lexicon()["hello"]
     per, wer = g2p.error_rates(predictions[1:], [g2p.split("test")[word] for word in words])
     assert per < 0.12  # of about a hundred words only: the model card has the error rates of all
     assert wer < 0.4
