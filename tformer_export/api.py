@@ -105,29 +105,40 @@ def _make(
     clock: _Clock,
 ) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
-    compiled = compile_source(source, target, max_length, clock.stage)
     if quantize != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
-    gate = Gate(source, compiled.inputs, compiled.landmarks)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        plain = _save(compiled.model, compiled.manifest, Path(folder) / "model.onnx")
+    with _folder_beside(out) as folder:
+        compiled = compile_source(source, target, max_length, clock.stage)
+        gate = Gate(source, compiled.inputs, compiled.landmarks)
+        written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
         with clock.stage("verify"):
-            before = Engine(plain, device="cpu")
+            before = Engine(written, device="cpu")
             parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)
-        written = plain
         if quantize == "int8":
             with clock.stage("quantise"):
                 compiled.found["quantised"] = quantize_weights(compiled.model)
-                written = _save(compiled.model, manifest, Path(folder) / "int8.onnx")
+                written = _save(compiled.model, manifest, folder / "int8.onnx")
             with clock.stage("measure"):
                 degradation = measure(gate, before, Engine(written, device="cpu"))
                 _check_budget(degradation, max_degradation)
             manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
         with clock.stage("write"):
-            size = _publish(compiled.model, manifest, written.with_name(out.name), out)
+            size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
     return compiled, manifest, parity, degradation, size
+
+
+@contextmanager
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """A folder in which the file is made, on the same disk as its place; gone afterwards, whatever happens."""
+    try:
+        folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written: {error.strerror}") from error
+    with folder as name:
+        (Path(name) / "done").mkdir()
+        yield Path(name)
 
 
 def check_writable(out: Path, force: bool) -> None:

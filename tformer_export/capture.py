@@ -235,6 +235,8 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
             continue
         if node.target in _FILLS:
             _fill_by_size(graph, node)
+        elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
+            _product_alone(graph, node)
         elif node.target in _NOTHING:
             graph.erase_node(node)
         elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
@@ -279,6 +281,19 @@ def _fill_by_size(graph: Graph, node: Node) -> None:
         full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
     full.meta = dict(node.meta)
     node.replace_all_uses_with(full)
+    graph.erase_node(node)
+
+
+def _product_alone(graph: Graph, node: Node) -> None:
+    """baddbmm with beta = 0 adds nothing, whatever the uninitialised tensor holds that people give it."""
+    _, left, right = arguments(node)
+    with graph.inserting_before(node):
+        product = graph.call_function(aten.bmm.default, (left, right))
+        product.meta = dict(node.meta)
+        alpha = node.kwargs.get("alpha", 1)
+        result = graph.call_function(aten.mul.Tensor, (product, alpha)) if alpha != 1 else product
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 

@@ -51,6 +51,7 @@ class Training:
     monitor          validation metric that chooses the best weights and stops a run that no longer improves
     patience         validations without improvement after which a run stops; 0 never stops
     precision        "32", or "bf16" for matrix products in bfloat16 with float32 weights
+    start            a model.pt whose weights to begin with, such as that of an earlier recipe; "" begins at random
     """
 
     steps: int
@@ -69,6 +70,7 @@ class Training:
     monitor: str = "loss"
     patience: int = 0
     precision: str = "32"
+    start: str = ""
 
     def __post_init__(self) -> None:
         for f in fields(self):

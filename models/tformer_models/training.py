@@ -25,7 +25,15 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, WeightAveraging
 from torch import Tensor, nn
 
-from tformer_export.checkpoint import OptionError, OutputError, TformerError, import_callable, save_checkpoint
+from tformer_export.checkpoint import (
+    OptionError,
+    OutputError,
+    TformerError,
+    import_callable,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from tformer_models.curves import write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
@@ -49,6 +57,8 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     arguments = {**dataset.model_arguments, **recipe.model.arguments}
     torch.manual_seed(options.seed)
     model = _make(recipe.model.factory, arguments)
+    if options.start:
+        load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
     task = Task(model, options, pad=int(dataset.special["pad"]))
     keeper = ModelCheckpoint(
         dirpath=output / "checkpoints",

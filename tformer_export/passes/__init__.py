@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.passes import projections, reshapes, strip, unused
+from tformer_export.passes import projections, reshapes, strip, tied, unused
 
-PASSES = (reshapes, unused, projections, unused, strip)
+PASSES = (reshapes, unused, tied, projections, unused, strip)
 
 
 def run_passes(model: ir.Model) -> dict[str, int]:

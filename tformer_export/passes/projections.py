@@ -31,7 +31,8 @@ class _Projection:
     def offset(self) -> np.ndarray:
         if self.bias is None:
             return np.zeros(self.weight.shape[1], self.weight.dtype)
-        return next(v.const_value.numpy() for v in self.bias.inputs if v is not None and v.const_value is not None)
+        held = next(v.const_value for v in self.bias.inputs if v is not None and v.const_value is not None)
+        return np.broadcast_to(held.numpy(), self.weight.shape[1:])
 
 
 def run(model: ir.Model) -> int:
@@ -53,6 +54,8 @@ def _projection(node: ir.Node) -> _Projection | None:
     if node.op_type != "MatMul" or node.domain or node.inputs[0] is None or not _is_weight(node.inputs[1], 2):
         return None
     users = list(node.outputs[0].uses())
+    if node.outputs[0].is_graph_output():
+        return _Projection(node, None)
     if len(users) == 1 and users[0].node.op_type == "Add" and any(_is_weight(v, 1) for v in users[0].node.inputs):
         return _Projection(node, users[0].node)
     return _Projection(node, None)
