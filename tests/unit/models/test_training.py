@@ -312,3 +312,16 @@ def test_command_line_names_a_missing_recipe_and_a_missing_extra(tmp_path, monke
     extra = CliRunner().invoke(main, [str(tmp_path / "small.toml"), "--output", str(tmp_path / "run")])
     assert (extra.exit_code, extra.stdout) == (1, "")
     assert "pip install 'tformer[train]'" in extra.stderr
+
+
+def test_a_recipe_may_begin_with_the_weights_of_another(tmp_path):
+    first = train(RECIPE, tmp_path / "first")
+    still = changed(start=str(first), learning_rate=0.0, weight_decay=0.0, seed=9)
+    assert same(weights(train(still, tmp_path / "second")), weights(first))
+
+
+def test_weights_of_another_shape_are_no_start(tmp_path):
+    first = train(RECIPE, tmp_path / "first")
+    wider = replace(changed(start=str(first)), model=Part(RECIPE.model.factory, MODEL | {"width": 32, "norm": "pre"}))
+    with pytest.raises(SourceError, match="misshapen"):
+        train(wider, tmp_path / "second")
