@@ -130,7 +130,7 @@ class Manifest:
     """See the module's docstring.
 
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
-    `parity`, `quantization`, `producer` and `report` are for people: they are shown, not interpreted.
+    `parity`, `quantization` and `producer` are for people: they are shown, not interpreted.
     """
 
     task: str
