@@ -12,11 +12,11 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from tformer_export import operators
-from tformer_export.capture import Captured, arguments, aten, expression, meta, source_line
+from tformer_export.capture import Captured, arguments, aten, meta, source_line
 from tformer_export.staging.emitter import CachedValue, Emitter, Port, Program, context_shape
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
-from tformer_export.staging.tables import Table
+from tformer_export.staging.tables import Table, times_batch
 from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
 from tformer_runtime import manifest
 from tformer_runtime.errors import UnsupportedModelError
@@ -205,12 +205,12 @@ class DecodeEmitter(Emitter):
         positions differ from row to row, so a table's rows have a batch axis, which has to meet the batch axis of the
         operation's result; that may be merged with another, such as the heads."""
         if table.batch_axis is not None:
-            return table.batch_axis, 0, 1
+            return table.batch_axis, 0, table.repeat
         result = meta(user)
         result = result[0] if isinstance(result, (list, tuple)) else result
         rank = table.values.dim()
         for axis, size in enumerate(result.shape):
-            repeat = self._times_batch(size)
+            repeat = times_batch(self.captured, size)
             if repeat is not None:
                 missing = max(0, result.dim() - axis - rank)
                 at = axis - result.dim() + rank + missing
@@ -220,11 +220,6 @@ class DecodeEmitter(Emitter):
             f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
             "rows of a batch, whose positions differ"
         )
-
-    def _times_batch(self, size: Any) -> int | None:
-        """k of a size that is k · batch."""
-        ratios = (expression(size) / batch for batch in self.captured.batch)
-        return next((int(ratio) for ratio in ratios if ratio.is_Integer), None)
 
     # -- caches ---------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, source_line
+from tformer_export.capture import Captured, expression, meta, source_line
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
 from tformer_export.staging.views import LENGTH, Views
@@ -25,7 +26,8 @@ DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True)
 class Table:
-    """values: the constant at the maximum length, for a batch of one. batch_axis: its batch axis, if it has one.
+    """values: the constant at the maximum length, for a batch of one. batch_axis: its batch axis, if it has one, on
+    which each row stands `repeat` times.
 
     A form that is kept in the file is asked for with the place of the axis that will be the batch: `missing` axes of
     size 1 are put in front first, and then axis `batch` has size 1.
@@ -34,6 +36,7 @@ class Table:
     values: torch.Tensor
     time_axes: tuple[int, ...]
     batch_axis: int | None
+    repeat: int = 1
 
     def rows(self, missing: int, batch: int, axis: int) -> torch.Tensor:
         """(length, the other axes without the batch's): the table by its time axis `axis`."""
@@ -162,23 +165,25 @@ def _first_inconsistent(
 
 
 def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -> Table:
-    batch = [a for a, d in enumerate(node.meta["val"].shape) if expression(d) in captured.batch]
-    others = [
-        a
-        for a, d in enumerate(node.meta["val"].shape)
-        if expression(d).free_symbols and a not in batch and a not in views.time_axes(node)
-    ]
-    if others or len(batch) > 1:
+    axes = tuple(views.time_axes(node))
+    sized = [a for a, d in enumerate(meta(node).shape) if expression(d).free_symbols and a not in axes]
+    repeats = [times_batch(captured, meta(node).shape[a]) for a in sized]
+    if None in repeats or len(sized) > 1:
         raise UnsupportedModelError(
             f"`{node.target}` at {source_line(node)} makes a table over positions whose other axes are sized by the "
             "input, which cannot be kept in the file"
         )
-    if batch:
-        first = values.narrow(batch[0], 0, 1)
-        if not torch.equal(first.expand_as(values), values):
-            raise UnsupportedModelError(
-                f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
-            )
-        values = first
-    axes = tuple(views.time_axes(node))
-    return Table(values.contiguous(), axes, batch[0] if batch else None)
+    if not sized:
+        return Table(values.contiguous(), axes, None)
+    first = values.narrow(sized[0], 0, 1)
+    if not torch.equal(first.expand_as(values), values):
+        raise UnsupportedModelError(
+            f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
+        )
+    return Table(first.contiguous(), axes, sized[0], repeats[0] or 1)
+
+
+def times_batch(captured: Captured, size: Any) -> int | None:
+    """k of a size that is k · batch, such as batch and heads merged."""
+    ratios = (expression(size) / batch for batch in captured.batch)
+    return next((int(ratio) for ratio in ratios if ratio.is_Integer), None)
