@@ -251,7 +251,16 @@ def test_a_reader_that_goes_away(path):
 
 def test_an_interrupt(path, tmp_path):
     out = tmp_path / "out"
-    command = subprocess.Popen([*PROGRAM, path, "--output-file", out], stdin=-1, stdout=-1, stderr=-1, text=True)
+    command = subprocess.Popen(
+        [*PROGRAM, path, "--output-file", out],
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where the tests run in the background
+    )
     assert command.stdin is not None
     command.stdin.write("ab\n")
     command.stdin.flush()

@@ -49,7 +49,9 @@ def test_nothing_of_the_machine_is_in_the_file(exported, name):
 def test_both_stages_are_one_if_with_the_weights_outside(exported, name):
     file = exported(name)
     model = onnx.load(file.path)
-    assert [node.op_type for node in model.graph.node] == ["If"]
+    beside = [node.op_type for node in model.graph.node if node.op_type != "If"]
+    assert set(beside) <= {"Transpose"}  # of a table that is the output projection too
+    assert len(model.graph.node) - len(beside) == 1
     inner = [graph for graph in graphs(model.graph) if graph is not model.graph]
     assert len(inner) == 2
     assert not any(graph.initializer for graph in inner)
