@@ -31,6 +31,7 @@ SHAPES = {
 }
 CASES = ((1, 1), (8, 1), (32, 1), (1, 4), (8, 4))  # (batch, beams)
 END = 2
+QUIET = 0.2  # seconds before a measurement, in which the threads of the runner before stop spinning
 
 
 def ours(shape: dict[str, int], folder: Path) -> dict[str, Model]:
@@ -117,6 +118,7 @@ def measure(shape: dict[str, int], repeats: int, threads: int) -> list[dict[str,
             times: dict[str, list[float]] = {name: [] for name in calls}
             for repeat in range(repeats + 1):
                 for name, call in calls.items():
+                    time.sleep(QUIET)
                     begin = time.perf_counter()
                     call(source, beams)
                     if repeat:
