@@ -62,14 +62,15 @@ def follow(stepper: Stepper, prompts: Sequence[Ints], choose: Chooser, limits: L
     """Extend every prompt by one token at a time until it is finished. Greedy or sampling, as `choose` does."""
     logits = stepper.step(*padded(prompts))
     alive = np.arange(len(prompts))
+    places, ends = alive, list(limits.ends)
     ids: list[list[int]] = [[] for _ in prompts]
     length = 0
     while True:
         norm = log_normalizer(logits)
         if length < limits.least:
-            logits[:, list(limits.ends)] = -np.inf
+            logits[:, ends] = -np.inf
         tokens = choose(logits, alive)
-        logprobs = logits[np.arange(len(alive)), tokens] - norm
+        logprobs = logits[places, tokens] - norm
         length += 1
         over = set()
         for i, (row, token, logprob) in enumerate(zip(alive.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)):
@@ -80,7 +81,7 @@ def follow(stepper: Stepper, prompts: Sequence[Ints], choose: Chooser, limits: L
             yield Token(row, token, logprob, finish)
         if over:
             keep = without(len(alive), over)
-            alive, tokens = alive[keep], tokens[keep]
+            alive, tokens, places = alive[keep], tokens[keep], places[: len(keep)]
             if not len(alive):
                 return
             stepper.reorder(keep)
