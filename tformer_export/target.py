@@ -39,14 +39,13 @@ class Target:
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
         return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
 
-    def lower(self, module: GraphModule) -> int:
-        """Replace the attention nodes that are left, in place, by this target's operator; returns how many."""
-        found = [n for n in module.graph.nodes if n.target is ATTENTION]
+    def lower(self, module: GraphModule) -> None:
+        """Replace the attention nodes that are left, in place, by this target's operator."""
         operator = self._given_attention()
-        for node in found:
-            node.target = operator
+        for node in module.graph.nodes:
+            if node.target is ATTENTION:
+                node.target = operator
         module.recompile()
-        return len(found)
 
     def check(self, model: ir.Model) -> None:
         """For a portable file: that onnx's own checker accepts it and that every operator is a standard one."""
