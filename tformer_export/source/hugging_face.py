@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.source.base import Adapter, Source, as_float32, padding
+from tformer_export.source.adapter import Adapter
+from tformer_export.source.base import Source, as_float32
+from tformer_export.source.derived import padding
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -22,7 +24,7 @@ def is_transformers_model(module: Any) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(module, "main_input_name")
 
 
-def from_folder(path: str | os.PathLike[str]) -> Source:
+def from_folder(path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True) -> Source:
     """A folder with config.json, weights and, if there is one, tokenizer.json."""
     try:
         import transformers
@@ -65,7 +67,7 @@ def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, 
     limits = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
     return Source(
-        module=Adapter(as_float32(module), list(example), constant={"use_cache": False}),
+        module=Adapter(as_float32(module), list(example), constants={"use_cache": False}),
         example=example,
         step=step,
         name=name or type(module).__name__,
