@@ -126,7 +126,7 @@ class ProgramModule(nn.Module):
         allowed = self.bounds.get(size)
         if allowed is None:
             return 0, None
-        return int(allowed.lower), int(allowed.upper) if allowed.upper.is_finite else None
+        return int(allowed.lower), int(allowed.upper) if allowed.upper < 2**31 else None  # torch's infinity is beyond
 
     def free_axes(self, name: str) -> tuple[int, ...]:
         """Batch and time; batch alone for features, which may be of one length only."""
