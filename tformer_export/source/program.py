@@ -163,9 +163,7 @@ def _check_sizes(whose: str, module: ProgramModule, name: str, axes: Sequence[in
 
 def _how(*names: str) -> str:
     shapes = ", ".join(f'"{name}": {{0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}' for name in names)
-    return (
-        f"export it again with torch.export.export(model, …, dynamic_shapes={{{shapes}}}) and unequal sizes"
-    )
+    return f"export it again with torch.export.export(model, …, dynamic_shapes={{{shapes}}}) and unequal sizes"
 
 
 def _trains(node: Node) -> bool:
