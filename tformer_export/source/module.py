@@ -81,7 +81,7 @@ def _check_arguments(
                 raise SourceError(f"{name!r} is in {places[name]} and in {place}: leave it in one of them")
             places[name] = place
     for name, value in example.items():
-        _check_example(name, value)
+        check_example(name, value)
     lacking = [name for name in required(module) if name not in places]
     if lacking:
         raise SourceError(
@@ -90,7 +90,7 @@ def _check_arguments(
         )
 
 
-def _check_example(name: str, value: Any) -> None:
+def check_example(name: str, value: Any) -> None:
     """SourceError for what is no input: above all for what follows from another input's lengths."""
     if not isinstance(value, torch.Tensor):
         raise SourceError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import Parameter
@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from tformer_export.source.base import Source
-from tformer_export.source.module import from_module
+from tformer_export.source.module import check_example, from_module
 from tformer_runtime.errors import SourceError
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch.load's own switch
@@ -27,11 +27,14 @@ _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.defaul
 
 
 def is_program(path: Path) -> bool:
-    """Whether a file is one that torch.export.save wrote."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
+    """Whether a file is one that torch.export.save wrote, by its name or, whatever its name, by what it holds."""
+    if path.suffix == ".pt2" or not path.is_file():
         return path.suffix == ".pt2"
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
     return any(name.endswith(("/archive_format", "serialized_exported_program.json")) for name in names)
 
 
@@ -66,14 +69,16 @@ def from_program(
         raise SourceError(f"{whose} was exported in training mode, with dropout: call model.eval() before torch.export")
     example = {name: module.drawn(name) for name in free} if example is None else example
     dynamic = dict(options.pop("dynamic", None) or {})
-    for name in set(example) & set(module.inputs):
+    known = [name for name in example if name in module.inputs]
+    for name in known:
+        check_example(name, example[name])
         dynamic.setdefault(name, module.free_axes(name))
         _check_sizes(whose, module, name, dynamic[name])
-    for name in set(example) & set(module.inputs) - {step}:
-        if step is not None and module.axis(name, dynamic[name][-1]) == module.axis(step, dynamic[step][-1]):
+    for name in known:
+        if step not in (None, name) and module.axis(name, dynamic[name][-1]) == module.axis(step, dynamic[step][-1]):
             raise SourceError(
                 f"{whose} was exported with one length for {name} and {step}, which grows alone while decoding: "
-                f"{_how(name, step)}"
+                f"{_how(known)}"
             )
     return from_module(module, example, step, **options, dynamic=dynamic)
 
@@ -148,21 +153,22 @@ def _check_sizes(whose: str, module: ProgramModule, name: str, axes: Sequence[in
     """SourceError if an axis that has to be free is not, or not free enough."""
     for axis, label in zip(axes, ("batch", "length"), strict=False):
         size = module.axis(name, axis)
+        how = _how(module.inputs)
         if isinstance(size, int):
             raise SourceError(
-                f"{whose} was exported with a fixed {label} of {name}, {size}, and runs at no other: {_how(name)}"
+                f"{whose} was exported with a fixed {label} of {name}, {size}, and runs at no other: {how}"
             )
         least = module.bound(name, axis)[0]
         if not size.is_Symbol or least > 2:  # torch's own least size of a dynamic axis is 0 or 2
             only = f"of at least {least}" if size.is_Symbol else f"that are {size}"
             raise SourceError(
                 f"{whose} was exported for sizes of axis {axis} of {name} {only}, and decoding begins with one token: "
-                f"{_how(name)}"
+                f"{how}"
             )
 
 
-def _how(*names: str) -> str:
-    shapes = ", ".join(f'"{name}": {{0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}' for name in names)
+def _how(names: Iterable[str]) -> str:
+    shapes = ", ".join(f'"{name}": {{0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}' for name in names)
     return f"export it again with torch.export.export(model, …, dynamic_shapes={{{shapes}}}) and unequal sizes"
 
 

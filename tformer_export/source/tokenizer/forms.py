@@ -14,32 +14,34 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tformer_export.source.tokenizer.check import SAMPLE
-from tformer_export.source.tokenizer.original import Original
+from tformer_export.source.tokenizer.original import Form, Original
 from tformer_export.source.tokenizer.pieces import added_token, from_pieces
 
 _TIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # what transformers takes spaces from
 
 
-def forms(original: Original) -> Iterator[Tokenizer]:
+def forms(original: Original) -> Iterator[Form]:
     """Candidates, the most faithful first; each is made when it is asked for."""
-    for made in _plain_forms(original):
-        yield made
+    for form in _plain_forms(original):
+        yield form
         if getattr(original.tokenizer, "clean_up_tokenization_spaces", False):
-            yield _tidy(made)
+            yield Form(_tidy(form.tokenizer), form.unknowns)
 
 
-def _plain_forms(original: Original) -> Iterator[Tokenizer]:
+def _plain_forms(original: Original) -> Iterator[Form]:
     with original.mode() as tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         text = backend.to_str() if isinstance(backend, Tokenizer) else None
     if text is not None:
-        yield Tokenizer.from_str(text)
+        yield Form(Tokenizer.from_str(text))
         return
     converted = _converted(original)
     if converted is not None:
-        yield converted
-    for made in (*from_pieces(original), *_from_bytes(original)):
-        yield _with_template(original, made)
+        yield Form(converted)
+    for form in from_pieces(original):
+        yield Form(_with_template(original, form.tokenizer), form.unknowns)
+    for made in _from_bytes(original):
+        yield Form(_with_template(original, made))
 
 
 def _converted(original: Original) -> Tokenizer | None:

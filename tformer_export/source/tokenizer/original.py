@@ -1,4 +1,4 @@
-"""What a transformers tokenizer does, for texts of the source or of the target language."""
+"""What a transformers tokenizer does, for texts of the source or of the target language, and forms of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Form(NamedTuple):
+    """A tokenizer to be checked. unknowns: ids that it may read where the original reads something unknown."""
+
+    tokenizer: Tokenizer
+    unknowns: frozenset[int] = frozenset()
 
 
 class Original:
@@ -53,9 +62,12 @@ class Original:
         given = {"text_target": text} if self.target else {"text": text}
         return list(self.tokenizer(**given, add_special_tokens=special)["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of ids, special tokens left out; None if some are not of the language that it writes."""
+        try:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        except Exception:  # whatever a tokenizer does with ids that it does not have
+            return None
 
     @functools.cached_property
     def ids(self) -> list[int]:

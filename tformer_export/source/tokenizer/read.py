@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from tformer_export.source.tokenizer.check import difference
 from tformer_export.source.tokenizer.forms import forms
-from tformer_export.source.tokenizer.original import Original
+from tformer_export.source.tokenizer.original import Form, Original
 from tformer_runtime.errors import SourceError
 
 _FILES = re.compile(r"token|vocab|merges|spiece|sentencepiece|bpe|\.spm$|\.model$|\.tiktoken$", re.IGNORECASE)
@@ -40,12 +38,12 @@ def read_tokenizers(folder: Path, source: str | None, step: str) -> dict[str, st
     _check_vocabulary(original)
     both, differs = _agreeing(original, reads=True, writes=True)
     if source is None:
-        return {step: _required(original, both, differs)}
+        return {step: _text(original, both, differs)}
     target = Original(original.tokenizer, target=True)
     reading, differs = (both, differs) if both is not None else _agreeing(original, reads=True, writes=False)
-    text = _required(original, reading, differs)
-    writing, differs = _agreeing(target, target.can_read, writes=True, first=text)
-    return {source: text, step: _required(target, writing, differs)}
+    text = _text(original, reading, differs)
+    writing, differs = _agreeing(target, target.can_read, writes=True, first=reading)
+    return {source: text, step: _text(target, writing, differs)}
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -83,27 +81,27 @@ def _check_vocabulary(original: Original) -> None:
         raise SourceError(f"{original.kind}'s vocabulary is empty: the folder lacks the file that it is in")
 
 
-def _agreeing(original: Original, reads: bool, writes: bool, first: str | None = None) -> tuple[str | None, str]:
-    """The text of the first form that agrees with the original, or None; and how one differs that does not.
+def _agreeing(original: Original, reads: bool, writes: bool, first: Form | None = None) -> tuple[Form | None, str]:
+    """The first form that agrees with the original, or None; and how the most faithful differs.
 
     first: a form that is tried before all others.
     """
     differs = "it has neither a backend nor a SentencePiece model, and transformers has no converter for it"
-    if first is not None and difference(original, Tokenizer.from_str(first), reads, writes) is None:
+    if first is not None and difference(original, first, reads, writes) is None:
         return first, ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of converters, on what the check decides
-        for number, made in enumerate(forms(original)):
-            found = difference(original, made, reads, writes)
+        for number, form in enumerate(forms(original)):
+            found = difference(original, form, reads, writes)
             if found is None:
-                made.no_padding()
-                made.no_truncation()
-                return str(made.to_str()), ""
+                form.tokenizer.no_padding()
+                form.tokenizer.no_truncation()
+                return form, ""
             differs = found if number == 0 else differs
     return None, differs
 
 
-def _required(original: Original, text: str | None, differs: str) -> str:
-    if text is None:
+def _text(original: Original, form: Form | None, differs: str) -> str:
+    if form is None:
         raise SourceError(f"{original.kind} cannot be turned into tokenizers' JSON format: {differs}; {_INSTEAD}")
-    return text
+    return str(form.tokenizer.to_str())
