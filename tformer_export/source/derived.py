@@ -49,6 +49,11 @@ class Mask:
         if self.kind == "positions" and times != 1:
             raise OptionError(f"{what} has 'time' once: not {self.shape}")
 
+    @property
+    def tells_padding(self) -> bool:
+        """Whether it differs from row to row of a padded batch."""
+        return self.kind in ("padding", "lengths") or (self.kind == "causal" and BATCH in self.shape)
+
     def build(self, keep: torch.Tensor, lengths: Mapping[Axis, int], padded: bool) -> torch.Tensor:
         """The argument. keep: (batch, time) bool, which positions of `of` are valid; lengths: of each input, by name.
 

@@ -44,10 +44,8 @@ def from_state(path: Path, factory: str, config: Path | None = None, step: str |
         raise SourceError(f"{path} is not a state dict that can be read without running code") from error
     made = _call(factory, _arguments(config))
     module = made[0] if isinstance(made, tuple) and made else made
-    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        others = (
-            [str(n) for n, v in state.items() if not isinstance(v, torch.Tensor)] if isinstance(state, dict) else []
-        )
+    others = [str(n) for n, v in state.items() if not isinstance(v, torch.Tensor)] if isinstance(state, dict) else []
+    if not isinstance(state, dict) or others:
         held = f"{', '.join(others)} in it are no tensors" if others else f"it is a {type(state).__name__}"
         raise SourceError(f"{path} does not hold a state dict: {held}; save model.state_dict(), or use save_checkpoint")
     if isinstance(module, nn.Module):

@@ -40,8 +40,8 @@ def from_module(
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
             if of not in inputs:
                 raise SourceError(f"the mask {name!r} speaks of {of!r}, which is not in the example")
-    # Of each request input that something follows from, the runtime makes one keep-mask.
-    padded = {mask.of: padding(mask.of) for mask in described.values() if mask.of != step and mask.kind != "positions"}
+    # Of each request input whose padding something tells, the runtime makes one keep-mask.
+    padded = {mask.of: padding(mask.of) for mask in described.values() if mask.of != step and mask.tells_padding}
     keeps = {of: f"{of}.keep" for of in padded}
     given = {keeps[of]: mask for of, mask in padded.items()}
     inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in given.items()}
