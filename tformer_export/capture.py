@@ -52,6 +52,16 @@ class Captured:
     limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+    extra_names: tuple[str, ...] = ()
+
+    @property
+    def extras(self) -> dict[str, Node]:
+        """What the graph gives beside its output, by name."""
+        return dict(zip(self.extra_names, _returned(self.graph)[1:], strict=True))
+
+    def add_extra(self, name: str, node: Node) -> None:
+        _end(self.graph).args = ((*_returned(self.graph), node),)
+        self.extra_names = (*self.extra_names, name)
 
     @property
     def time_limit(self) -> int | None:
@@ -71,8 +81,10 @@ def capture(
     example: Mapping[str, torch.Tensor],
     step: str | None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Captured:
     """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
+    `extras` names what forward returns after its first output, if that is wanted.
 
     Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
     example's size.
@@ -96,9 +108,8 @@ def capture(
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
     graph = _clean(program)
-    output = next(n for n in graph.nodes if n.op == "output")
-    (first, *_) = output.args[0]
-    output.args = ((first,),)  # what else forward returns is not exported
+    first, *others = _returned(graph)
+    _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
     inputs = dict(zip(sized, placeholders, strict=True))
@@ -111,7 +122,7 @@ def capture(
         for symbol, bounds in program.range_constraints.items()
         if bounds.upper.is_finite and bounds.upper < 2**31
     }
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized)
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, extras)
 
 
 @contextmanager
@@ -258,7 +269,15 @@ def merge_equal(captured: Captured) -> None:
     by_name = {node.name: node for node in graph.nodes}
     captured.graph = graph
     captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
-    (captured.output,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    captured.output = _returned(graph)[0]
+
+
+def _end(graph: Graph) -> Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+
+def _returned(graph: Graph) -> tuple[Node, ...]:
+    return tuple(_end(graph).args[0])  # type: ignore[arg-type]
 
 
 def _fill_by_size(graph: Graph, node: Node) -> None:

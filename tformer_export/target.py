@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from tformer_export import operators
+from tformer_export.alignments import WEIGHTS
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import meta
 from tformer_export.staging.plan import CachedAttention
@@ -45,6 +46,8 @@ class Target:
         for node in module.graph.nodes:
             if node.target is ATTENTION:
                 node.target = operator
+            elif node.target is WEIGHTS:
+                node.target = operators.attention_weights
         module.recompile()
 
     def check(self, model: ir.Model) -> None:

@@ -67,6 +67,11 @@ class Source:
                 f"the step input {self.step!r} is not among the inputs {', '.join(self.example)}: name one of them"
             )
 
+    @property
+    def owner(self) -> nn.Module:
+        """The user's own module, whose submodules' names users know."""
+        return self.module.module if isinstance(self.module, Adapter) else self.module
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """The module in eval mode for a while: what the caller had set is set again afterwards."""

@@ -44,13 +44,14 @@ class CachedValue:
 
 @dataclass
 class Program:
-    """One stage. `ragged_chunks` as in the manifest."""
+    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside what the stage is for."""
 
     module: GraphModule
     inputs: list[Port]
     outputs: list[Port]
     caches: list[CachedValue] = field(default_factory=list)
     ragged_chunks: bool = True
+    extras: tuple[str, ...] = ()
 
 
 class Emitter:
@@ -75,6 +76,19 @@ class Emitter:
         self.placeholders.append(node)
         self.inputs.append(Port(name, dtype, shape))
         return node
+
+    def rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
+        """With its batch axis, and its time axis if that is given, in front."""
+        front = tuple(range(len(axes)))
+        return value if axes == front else self.call(torch.movedim, value, axes, front)
+
+    def apart(self, outputs: list[Node]) -> tuple[Node, ...]:
+        """The outputs, each a node of its own that is not an input: names of a graph's outputs are one each."""
+        given = set(self.placeholders)
+        return tuple(
+            self.call(aten.clone.default, node) if node in given or node in outputs[:i] else node
+            for i, node in enumerate(outputs)
+        )
 
     def constant(self, name: str, value: torch.Tensor) -> Node:
         key = f"constant_{name}"
