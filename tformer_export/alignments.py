@@ -1,9 +1,9 @@
 """Alignments on request: how much each step attends to each position of the request, from cross-attention's weights.
 
-A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Which
-of its heads tell where a word comes from is not known beforehand. Averaging the heads of one layer is the field's
-habit, and the layer before the last its best choice for models that were not trained to align (Garg et al. 2019,
-"Jointly Learning to Align and Translate with Transformer Models"); so that is the default here.
+A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Heads
+are averaged, as is the field's habit. Of which layer, it does not agree on: fairseq takes the last, Garg et al. 2019
+("Jointly Learning to Align and Translate with Transformer Models") the one before it, and in models/g2p the first two
+are the clearest. So the default is the mean over all layers, which is near the best of them everywhere.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ WEIGHTS = torch.ops.tformer.attention_weights.default
 def add_alignments(captured: Captured, wanted: Wanted) -> None:
     """Give the graph the further output `alignments`, (batch, new, source positions): the mean of the wanted heads.
 
-    wanted: True for every head of the last cross-attention but one, or of the only one; "last"; "all"; or which, each a
-    layer, or (layer, head). Layers are counted from 0 in the order in which the graph computes them. OptionError for
-    what the model does not have.
+    wanted: True for every head of every cross-attention; "last" for those of the last one; or which, each a layer or
+    (layer, head). Layers are counted from 0 in the order in which the graph computes them. OptionError for what the
+    model does not have.
     """
     layers = _cross_attentions(captured)
     heads = _wanted_heads(wanted, [int(meta(node.args[0]).shape[1]) for node in layers])
@@ -84,7 +84,7 @@ def _cross_attentions(captured: Captured) -> list[Node]:
 def _wanted_heads(wanted: Wanted, counts: list[int]) -> dict[int, list[int]]:
     """Layer → its wanted heads, in order. counts: how many heads each layer has."""
     last = len(counts) - 1
-    names: dict[bool | str, Iterable[int]] = {True: [max(0, last - 1)], "last": [last], "all": range(len(counts))}
+    names: dict[bool | str, Iterable[int]] = {True: range(len(counts)), "last": [last]}
     items = names.get(wanted, ()) if isinstance(wanted, (bool, str)) else [wanted] if isinstance(wanted, int) else wanted
     heads: dict[int, set[int]] = {}
     for item in items:
@@ -95,5 +95,5 @@ def _wanted_heads(wanted: Wanted, counts: list[int]) -> dict[int, list[int]]:
             raise OptionError(f"alignments: layer {layer} has no head {head}, its heads are 0 to {counts[layer] - 1}")
         heads.setdefault(layer, set()).update(range(counts[layer]) if head is None else [head])
     if not heads:
-        raise OptionError(f'alignments are True, "last", "all", layers, or pairs of layer and head, not {wanted!r}')
+        raise OptionError(f'alignments are True, "last", layers, or pairs of layer and head, not {wanted!r}')
     return {layer: sorted(heads[layer]) for layer in sorted(heads)}

@@ -68,7 +68,7 @@ def export(
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
     max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
     alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
-        heads of the last cross-attention but one, "last", "all", or which: layers, or pairs (layer, head), counted from
+        heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
         each step from then on, whether asked for or not; alignments cost about as much as the scores of those layers'
         attention.

@@ -35,7 +35,7 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
     metavar="[LAYERS]",
     is_flag=False,
     flag_value="",
-    help="Give alignments: of last, all, or layers and heads such as 2,3:0.  [default: the last layer but one]",
+    help="Give alignments: of all layers, of the last, or of layers and heads such as 2,3:0.",
 )
 @click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
@@ -99,12 +99,12 @@ def _export(
 
 
 def _layers(text: str) -> Any:
-    """"" → the default; last; all; or layers and layer:head, with commas between them."""
-    if text in ("", "last", "all"):
+    """Nothing, last, or layers and layer:head with commas between them."""
+    if text in ("", "last"):
         return text or True
     pairs = [re.fullmatch(r"(\d+)(?::(\d+))?", part.strip()) for part in text.split(",")]
     if not all(pairs):
-        raise OptionError(f"--alignments takes last, all, or layers such as 2,3:0, not {text!r}; put SOURCE before it")
+        raise OptionError(f"--alignments takes last, or layers such as 2,3:0, not {text!r}; put SOURCE before it")
     return [int(m[1]) if m[2] is None else (int(m[1]), int(m[2])) for m in pairs if m]
 
 

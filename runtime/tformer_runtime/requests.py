@@ -11,6 +11,15 @@ from tformer_runtime.manifest import RequestInput
 from tformer_runtime.session import Array
 
 
+Sizes = Mapping[str, int]  # name of an input's free axis → how long one row is there
+
+
+def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Sizes:
+    """The sizes of one row's inputs, which are given without their batch axis."""
+    axes = ((axis, size) for s in specs if s.name in sources for axis, size in zip(s.shape[1:], sources[s.name].shape))
+    return {axis: size for axis, size in axes if isinstance(axis, str)}
+
+
 def request_arrays(
     specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int
 ) -> dict[str, Array]:
