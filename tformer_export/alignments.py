@@ -8,7 +8,8 @@ are the clearest. So the default is the mean over all layers, which is near the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -67,16 +68,15 @@ def add_alignments(captured: Captured, wanted: Wanted) -> None:
 def _cross_attentions(captured: Captured) -> list[Node]:
     level: Mapping[Node, Level] = binding_times(captured)
     if captured.step is None or not any(level[node] == Level.REQUEST for node in captured.inputs.values()):
-        raise OptionError("the model has no cross-attention, so it has no alignments: it reads nothing beside " + (
-            f"{captured.step_name}, which it steps over" if captured.step_name else "its input, and is run once"
-        ))  # fmt: skip
+        only = f"reads nothing beside {captured.step_name}" if captured.step_name else "is run once for its input"
+        raise OptionError(f"the model {only}: it has no cross-attention, so there are no alignments to give")
     attentions = [node for node in captured.nodes if node.target is ATTENTION]
     found = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
     if not found:
         raise OptionError(
-            f"alignments are cross-attention's weights, and among the {len(attentions)} attentions that were recognised "
-            "in the traced model there is none whose keys come from the request alone; attention written by hand is "
-            "recognised as softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
+            f"alignments are the weights of cross-attention, and of the {len(attentions)} attentions recognised in the "
+            "model none has its keys from the request alone; attention written by hand is recognised as "
+            "softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
         )
     return found
 
@@ -84,8 +84,11 @@ def _cross_attentions(captured: Captured) -> list[Node]:
 def _wanted_heads(wanted: Wanted, counts: list[int]) -> dict[int, list[int]]:
     """Layer → its wanted heads, in order. counts: how many heads each layer has."""
     last = len(counts) - 1
-    names: dict[bool | str, Iterable[int]] = {True: range(len(counts)), "last": [last]}
-    items = names.get(wanted, ()) if isinstance(wanted, (bool, str)) else [wanted] if isinstance(wanted, int) else wanted
+    named: dict[Any, Sequence[int]] = {True: range(len(counts)), "last": [last]}
+    if isinstance(wanted, (bool, str)):
+        items: Sequence[Any] = named.get(wanted, ())
+    else:
+        items = [wanted] if isinstance(wanted, int) else wanted
     heads: dict[int, set[int]] = {}
     for item in items:
         layer, head = (item, None) if isinstance(item, int) else item

@@ -273,7 +273,8 @@ def merge_equal(captured: Captured) -> None:
 
 
 def _end(graph: Graph) -> Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    end: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return end
 
 
 def _returned(graph: Graph) -> tuple[Node, ...]:

@@ -52,7 +52,7 @@ class WithHidden(nn.Module):
     def check(self) -> None:
         """OptionError if the latest forward did not call a module, or got no tensor from it."""
         if self.missing:
-            raise OptionError(f"forward takes no tensor from the submodule {self.missing[0]!r}: it has no hidden states")
+            raise OptionError(f"forward gets no tensor from the submodule {self.missing[0]!r}, so it cannot be given")
 
 
 def find_modules(owner: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

@@ -66,7 +66,7 @@ def compile_source(
         captured = _capture(source, hidden)
     with stage("staging"):
         attentions = recognise(captured)
-        if alignments not in (None, False):
+        if alignments is not None and alignments is not False:
             add_alignments(captured, alignments)
         inputs = about_inputs(captured, source)
         pad = source.special.pad

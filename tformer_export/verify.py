@@ -169,7 +169,8 @@ class Gate:
             ]
             report.errors[case] = max(errors)
             for row, request in enumerate(requests):
-                self._compare_extras(case, row, {name: value[row] for name, value in zip(names, extras, strict=True)}, request, None, report)
+                own = {name: value[row] for name, value in zip(names, extras, strict=True)}
+                self._compare_extras(case, row, own, request, None, report)
 
     def _compare_extras(
         self,

@@ -99,7 +99,7 @@ def _run(
     given = GenerationOptions(**{name: value for name, value in options.items() if value is not None})
     drawing = Drawing(Path(alignments), force) if alignments not in (None, "-") else None
     lines = inputs if inputs else _lines(input_file or "-")
-    values = (_value(line, number, ids) for number, line in enumerate(lines, 1))
+    values: Iterator[Value] = (_value(line, number, ids) for number, line in enumerate(lines, 1))
     loaded = Model.load(model, device, threads)
     if device == "auto":
         click.echo(f"device: {loaded.device}", err=True)

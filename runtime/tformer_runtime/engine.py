@@ -88,9 +88,7 @@ class Engine:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
-    def encode(
-        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = ()) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.

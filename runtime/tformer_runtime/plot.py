@@ -26,7 +26,7 @@ class Drawing:
     def __init__(self, path: Path, force: bool) -> None:
         """Refuses before the work what would be refused after it: OptionError, MissingExtraError, OutputError."""
         if path.suffix.lower() not in FORMATS:
-            raise OptionError(f"alignments are drawn into a file that ends with {', '.join(FORMATS)}, not {str(path)!r}")
+            raise OptionError(f"alignments are drawn into a file of the kind {', '.join(FORMATS)}, not {str(path)!r}")
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError("drawing alignments needs matplotlib; pip install tformer[plot]")
         self._path, self._force, self._count = path, force, 0

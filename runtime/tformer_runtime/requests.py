@@ -10,14 +10,14 @@ from tformer_runtime.errors import InputError
 from tformer_runtime.manifest import RequestInput
 from tformer_runtime.session import Array
 
-
 Sizes = Mapping[str, int]  # name of an input's free axis → how long one row is there
 
 
 def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Sizes:
     """The sizes of one row's inputs, which are given without their batch axis."""
-    axes = ((axis, size) for s in specs if s.name in sources for axis, size in zip(s.shape[1:], sources[s.name].shape))
-    return {axis: size for axis, size in axes if isinstance(axis, str)}
+    given = [(spec.shape[1:], sources[spec.name].shape) for spec in specs if spec.name in sources]
+    sizes = ((axis, size) for axes, shape in given for axis, size in zip(axes, shape, strict=True))
+    return {axis: size for axis, size in sizes if isinstance(axis, str)}
 
 
 def request_arrays(

@@ -44,7 +44,7 @@ class CachedValue:
 
 @dataclass
 class Program:
-    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside what the stage is for."""
+    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside its results."""
 
     module: GraphModule
     inputs: list[Port]
