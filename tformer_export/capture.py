@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
 
@@ -97,6 +97,8 @@ def capture(
             warnings.simplefilter("ignore")
             program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
             program = program.run_decompositions({})
+    except TformerError:
+        raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(_explain(error)) from error
     signature = program.graph_signature

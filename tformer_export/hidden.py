@@ -35,24 +35,23 @@ def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor
 
 
 class WithHidden(nn.Module):
-    """forward gives the module's first output, and then what the watched modules gave, in their order."""
+    """forward gives the module's first output, and then what the watched modules gave, in their order.
+
+    OptionError if it does not call one of them, or gets no tensor from it.
+    """
 
     def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.module = module
         self.watched = dict(modules)
-        self.missing: tuple[str, ...] = ()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with watched(self.watched) as held:
             first, *_ = pytree.tree_leaves(self.module(*inputs))
-        self.missing = tuple(name for name in self.watched if name not in held)
-        return first, *(held[name] for name in self.watched if name in held)
-
-    def check(self) -> None:
-        """OptionError if the latest forward did not call a module, or got no tensor from it."""
-        if self.missing:
-            raise OptionError(f"forward gets no tensor from the submodule {self.missing[0]!r}, so it cannot be given")
+        for name in self.watched:
+            if name not in held:
+                raise OptionError(f"forward gets no tensor from the submodule {name!r}, so it cannot be given")
+        return first, *(held[name] for name in self.watched)
 
 
 def find_modules(owner: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
