@@ -215,7 +215,5 @@ def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
     assert max(errors.values()) < 1e-4
     for name in errors:
         engine.wrong = name
-        with pytest.raises(
-            ParityError, match=rf"^{name} differs from its source in the case 'one row': row 0"
-        ):
+        with pytest.raises(ParityError, match=rf"^{name} differs from its source in the case 'one row': row 0"):
             gate.check(engine)
