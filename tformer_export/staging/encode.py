@@ -8,7 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tformer_export.capture import meta
-from tformer_export.staging.emitter import Emitter, Port, Program, axis_names, context_shape
+from tformer_export.staging.batch import Rows
+from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
 from tformer_export.staging.extras import Extra
 from tformer_export.staging.levels import Level
 
@@ -16,7 +17,7 @@ from tformer_export.staging.levels import Level
 class EncodeEmitter(Emitter):
     """Request inputs → context, or → the outputs of a model that is run once."""
 
-    def emit(self, wanted: list[tuple[Node, bool]], names: list[str], extras: list[Extra]) -> Program:
+    def emit(self, wanted: list[Context], names: list[str], extras: list[Extra]) -> Program:
         captured = self.captured
         for name, node in captured.inputs.items():
             if self.level[node] != Level.REQUEST:
@@ -27,7 +28,7 @@ class EncodeEmitter(Emitter):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     self.sizes.setdefault(size.node.expr, (self.made[node], axis))
         needed: set[Node] = set()
-        todo = [*(node for node, _ in wanted), *(extra.node for extra in extras)]
+        todo = [*(context.node for context in wanted), *(extra.node for extra in extras)]
         while todo:
             node = todo.pop()
             if node not in needed:
@@ -37,11 +38,12 @@ class EncodeEmitter(Emitter):
             if node in needed and node not in self.made:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
                 self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        beside = [self.rows_first(self.made[extra.node], extra.axes) for extra in extras]
-        self.graph.output(self.apart([*(self.made[node] for node, _ in wanted), *beside]))
+        results = [(c.rows or Rows(0)).split(self.call, self.made[c.node]) for c in wanted]
+        results += [self.rows_first(self.made[extra.node], extra.axes) for extra in extras]
+        self.graph.output(self.apart(results))
         outputs = [
-            Port(name, meta(node).dtype, context_shape(captured, node, one))
-            for (node, one), name in zip(wanted, names, strict=True)
+            Port(name, meta(context.node).dtype, context_shape(captured, context))
+            for context, name in zip(wanted, names, strict=True)
         ]
         outputs += [Port(extra.name, meta(extra.node).dtype, extra.shape) for extra in extras]
         given = tuple(extra.name for extra in extras)
