@@ -298,6 +298,11 @@ _FILLS: dict[Any, float | None] = {  # None: the last argument says
     aten.new_empty.default: 0,
     aten.new_full.default: None,
 }
+_LIKE = {  # of the other tensor they read the sizes alone
+    aten.expand_as.default: aten.expand.default,
+    aten.view_as.default: aten.reshape.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _SAME = {
     aten.clone.default,
@@ -323,6 +328,12 @@ def _clean(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
             continue
         if node.target in _FILLS:
             _fill_by_size(graph, node)
+        elif node.target is aten.type_as.default:  # of the other tensor it reads the dtype alone
+            node.target, node.kwargs = aten._to_copy.default, {"dtype": meta(node).dtype}
+            node.args = node.args[:1]
+        elif node.target in _LIKE:
+            node.args = (node.args[0], _sizes(graph, node, node.args[1]))
+            node.target = _LIKE[node.target]
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
         elif node.target in _NOTHING:
@@ -365,21 +376,25 @@ def _fill_by_size(graph: Graph, node: Node) -> None:
     args = arguments(node)
     fill, source = _FILLS[node.target], args[0]
     fill = args[-1] if fill is None else fill
+    sizes = args[1] if "new_" in str(node.target) else _sizes(graph, node, source)
     with graph.inserting_before(node):
-        sizes: list[Any] = []
-        given = args[1] if "new_" in str(node.target) else None
-        for axis, size in enumerate(value.shape):
-            if given is not None:
-                sizes.append(given[axis])
-            elif isinstance(size, torch.SymInt):
-                sizes.append(graph.call_function(aten.sym_size.int, (source, axis)))
-                sizes[-1].meta["val"] = size
-            else:
-                sizes.append(int(size))
         full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
     full.meta = dict(node.meta)
     node.replace_all_uses_with(full)
     graph.erase_node(node)
+
+
+def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
+    """The sizes of a value, read in front of a node where they are free."""
+    sizes: list[Any] = []
+    for axis, size in enumerate(meta(source).shape):
+        if isinstance(size, torch.SymInt):
+            with graph.inserting_before(before):
+                sizes.append(graph.call_function(aten.sym_size.int, (source, axis)))
+            sizes[-1].meta["val"] = size
+        else:
+            sizes.append(int(size))
+    return sizes
 
 
 def _product_alone(graph: Graph, node: Node) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from tformer_export.attention import ATTENTION
 from tformer_export.capture import Captured, expression, is_counted, meta, source_line, symbols
 from tformer_export.staging.batch import Rows, find_rows
-from tformer_export.staging.evaluate import Constants
+from tformer_export.staging.evaluate import Constants, call
 from tformer_export.staging.levels import Level
 from tformer_export.staging.regions import closing_regions
 from tformer_runtime.errors import UnsupportedModelError
@@ -84,7 +86,7 @@ class Views:
     ) -> None:
         """values: of every node, for two rows of inputs; others: the same with another second row."""
         assert captured.time is not None
-        self.captured, self.level, self.values, self.constants = captured, level, values, constants
+        self.captured, self.level, self.values, self.constants = captured, level, dict(values), constants
         self.others = others
         self.time: sympy.Symbol = captured.time
         self.order = {node: i for i, node in enumerate(captured.nodes)}
@@ -94,6 +96,7 @@ class Views:
         self.cuts: dict[Node, int] = {}  # cut node → its time axis
         self._fresh: dict[tuple[Node, int], Any] = {}
         self._rows: dict[Node, Rows | None] = {}
+        self._probed: set[Node] = set()  # attentions that are being asked
         self.sizes = {  # of each symbol in the values
             size.node.expr: values[node].shape[axis]
             for node in captured.inputs.values()
@@ -186,6 +189,9 @@ class Views:
         windows: tuple[tuple[int, int], ...] = WINDOWS,
     ) -> Solution | None:
         """The first choice of operands with which the last of `nodes` commutes, those with the fewest ALL first."""
+        if nodes[0].target is ATTENTION and nodes[0] not in self._probed:
+            with self._even_attention(nodes[0]):
+                return self._search(nodes, roles, allowed, windows)
         leaves = tuple(tuple(pytree.tree_leaves((node.args, node.kwargs))) for node in nodes)
         inside = frozenset(nodes)
         options = [[self._options(leaf, allowed, inside) for leaf in part] for part in leaves]
@@ -216,6 +222,23 @@ class Views:
             if all(self._commutes(solution, roles, window) for window in windows):
                 return solution
         return None
+
+    @contextmanager
+    def _even_attention(self, node: Node) -> Iterator[None]:
+        """For a while the attention's operands are small random numbers: where its scores are so far apart that it
+        attends to one position alone, it would seem to need no other."""
+        operands = [a for a in node.args[:3] if isinstance(a, Node)]
+        before = {n: self.values[n] for n in (node, *operands)}
+        generator = torch.Generator().manual_seed(0)
+        drawn = {n: torch.randn(before[n].shape, generator=generator, dtype=before[n].dtype) for n in operands}
+        self.values |= drawn
+        self.values[node] = call(node, self.values.__getitem__)
+        self._probed.add(node)
+        try:
+            yield
+        finally:
+            self._probed.discard(node)
+            self.values |= before
 
     def _options(self, leaf: Any, allowed: tuple[str, ...], inside: frozenset[Node]) -> list[Choice]:
         """The ways in which an operand can be given; none for a value whose positions cannot be told apart."""
