@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_runtime.errors import UnsupportedModelError
@@ -200,6 +201,13 @@ def expression(size: Any) -> sympy.Expr:
 
 def symbols(size: Any) -> frozenset[sympy.Symbol]:
     return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+def is_counted(node: Any) -> bool:
+    """Whether a node is a size that was counted from data, such as how many rows an expert gets, and not read from the
+    shape of an input."""
+    value = meta(node)
+    return isinstance(value, torch.SymInt) and any(free_unbacked_symbols(value))
 
 
 _NOTHING = {
