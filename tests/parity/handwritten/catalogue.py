@@ -11,16 +11,23 @@ import numpy as np
 import torch
 from torch import nn
 
+from tformer_export.source import Mask
+
 PAD, START, END = 0, 1, 2
+SPECIAL = {"start": [START], "end": [END], "pad": PAD}
 VOCABULARY, BLOCK = 53, 32  # ids, and the longest sequence that the models have positions for
+
+MadeMask = tuple[Mask, Callable[..., torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """time_first: inputs and outputs are (time, batch, …). full: exported in full; the others' programs run in PyTorch.
+    """inputs: forward's parameters, the step input last. time_first: inputs and outputs are (time, batch, …).
 
-    masks: how forward's masks are described to export, and how they are made to ask the module itself.
-    fails: why it does not work yet.
+    full: exported in full; the programs of the others are run in PyTorch.
+    masks: forward's masks, each as it is described to `export` and as it is made from the inputs for the module itself.
+    refused: what the refusal says, for what cannot be decoded step by step or cannot be traced.
+    fails: what stands in the way of a model that ought to export.
     """
 
     name: str
@@ -28,30 +35,36 @@ class Case:
     inputs: tuple[str, ...] = ("idx",)
     time_first: bool = False
     full: bool = False
+    masks: Mapping[str, MadeMask] = field(default_factory=dict)
+    refused: str | None = None
     fails: str | None = None
-    special: Mapping[str, Any] = field(default_factory=lambda: {"start": [START], "end": [END], "pad": PAD})
-    masks: Mapping[str, tuple[Any, Callable[..., torch.Tensor]]] = field(default_factory=dict)
-    spread: float = 1.0
 
     @functools.cached_property
     def module(self) -> nn.Module:
-        return lively(self.build, self.spread)
+        """Built from a seed; vectors (biases, norms, gates) are moved away from values that would hide a mistake."""
+        torch.manual_seed(0)
+        module = self.build().eval()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.dim() < 2:
+                    parameter += 0.3 * torch.randn_like(parameter)
+        return module
 
     @property
-    def step(self) -> str:
-        return self.inputs[-1]
+    def request(self) -> str | None:
+        """The name of the request input of an encoder-decoder."""
+        return self.inputs[0] if len(self.inputs) > 1 else None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What `export` and `from_module` take beside the module."""
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-        example = ids.T if self.time_first else ids
-        given: dict[str, Any] = {"example": dict.fromkeys(self.inputs, example), "step": self.step}
-        if self.time_first:
-            given["dynamic"] = dict.fromkeys(self.inputs, (1, 0))
-        if self.masks:
-            given["masks"] = {name: described for name, (described, _) in self.masks.items()}
-        return given
+        given: dict[str, Any] = {
+            "example": dict.fromkeys(self.inputs, ids.T if self.time_first else ids),
+            "step": self.inputs[-1],
+            "masks": {name: described for name, (described, _) in self.masks.items()},
+        }
+        return given | ({"dynamic": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
 
     @torch.no_grad()
     def logits(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
@@ -59,8 +72,7 @@ class Case:
         axis = 1 if self.time_first else 0
         rows = [tokens] if source is None else [source, tokens]
         given = {n: torch.from_numpy(r).unsqueeze(axis) for n, r in zip(self.inputs, rows, strict=True)}
-        masks = {name: made(**given) for name, (_, made) in self.masks.items()}
-        output = self.module(**given, **masks)
+        output = self.module(**given, **{name: made(**given) for name, (_, made) in self.masks.items()})
         while not isinstance(output, torch.Tensor):
             output = output["logits"] if isinstance(output, Mapping) else output[0]
         return output.select(axis, 0).numpy()
@@ -68,24 +80,8 @@ class Case:
     def greedy(self, row: np.ndarray, most: int) -> list[int]:
         """The best token of the growing sequence's logits, again and again, until the end token: of a decoder after the
         prompt `row`, else for the source `row`."""
-        alone = len(self.inputs) == 1
-        tokens = list(row) if alone else [START]
+        source, tokens = (None, list(row)) if self.request is None else (row, [START])
         found: list[int] = []
         while len(found) < most and END not in found:
-            logits = self.logits(None if alone else row, np.array([*tokens, *found]))
-            found.append(int(logits[-1].argmax()))
+            found.append(int(self.logits(source, np.array([*tokens, *found]))[-1].argmax()))
         return found
-
-
-def lively(build: Callable[[], nn.Module], spread: float = 1.0) -> nn.Module:
-    """Built from a seed, biases and norms moved away from values that would hide a mistake, embeddings by `spread`."""
-    torch.manual_seed(0)
-    module = build().eval()
-    with torch.no_grad():
-        for owner in module.modules():
-            for parameter in owner.parameters(recurse=False):
-                if parameter.dim() < 2:
-                    parameter += 0.3 * torch.randn_like(parameter)
-                elif parameter.dim() >= 2 and isinstance(owner, nn.Embedding):
-                    parameter *= spread
-    return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -219,6 +220,16 @@ class Annotated(nn.Module):
         return self.model.generator(self.model.forward(src, tgt, src_mask, self.make_std_mask(tgt, PAD)))
 
 
+class AnnotatedIn2018(Annotated):
+    """The mask made by numpy, as in the first edition and in most copies of it."""
+
+    @staticmethod
+    def make_std_mask(tgt, pad):
+        attn_shape = (1, tgt.size(-1), tgt.size(-1))
+        subsequent_mask = np.triu(np.ones(attn_shape), k=1).astype("uint8")
+        return (tgt != pad).unsqueeze(-2) & (torch.from_numpy(subsequent_mask) == 0)
+
+
 class AnnotatedWithMasks(nn.Module):
     """The same with masks passed in."""
 
@@ -419,7 +430,7 @@ class YuHsiang(nn.Module):
         return self.trg_word_prj(y) * self.x_logit_scale
 
 
-# -- hkproj, Umar Jamil: attention weights kept on the module, -1e9 filled in place -------------------------------------
+# -- attention weights kept on the module, -1e9 filled in place, residuals that normalise (a YouTube tutorial's) ------------
 
 
 class JamilAttention(nn.Module):
@@ -487,7 +498,9 @@ class Jamil(nn.Module):
         decoder_mask = (decoder_input != PAD).unsqueeze(1).int()
         size = decoder_input.size(1)
         decoder_mask = decoder_mask & (torch.triu(torch.ones((1, size, size)), diagonal=1).type(torch.int) == 0)
-        out = self.decode(self.encode(encoder_input, encoder_mask), encoder_mask, decoder_input, decoder_mask.unsqueeze(1))
+        out = self.decode(
+            self.encode(encoder_input, encoder_mask), encoder_mask, decoder_input, decoder_mask.unsqueeze(1)
+        )
         return self.proj(out)
 
 
@@ -580,7 +593,11 @@ class TiedEncoderDecoder(nn.Module):
         self.ff = nn.ModuleList(nn.Sequential(nn.Linear(D, 48), nn.SiLU(), nn.Linear(48, D)) for _ in range(2))
 
     def attend(self, w, x, y, bias):
-        q, k, v = torch.einsum("btc,chd->bthd", x, w[0]), torch.einsum("btc,chd->bthd", y, w[1]), torch.einsum("btc,chd->bthd", y, w[2])
+        q, k, v = (
+            torch.einsum("btc,chd->bthd", x, w[0]),
+            torch.einsum("btc,chd->bthd", y, w[1]),
+            torch.einsum("btc,chd->bthd", y, w[2]),
+        )
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * HD**-0.5 + bias
         out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
         return torch.einsum("bqhd,chd->bqc", out, w[3])
@@ -646,7 +663,8 @@ def visible(src, tgt):
 
 
 CASES = [
-    Case("annotated", Annotated, PAIR, full=True),
+    Case("annotated", Annotated, PAIR, full=True, fails="torch.export cannot trace Tensor.data"),
+    Case("annotated-in-2018", AnnotatedIn2018, PAIR, refused="the model's code fixes a batch or time axis"),
     Case(
         "annotated-with-masks",
         AnnotatedWithMasks,
@@ -657,7 +675,13 @@ CASES = [
         },
     ),
     Case("bentrevett", Trevett, ("src", "trg"), full=True),
-    Case("yu-hsiang", YuHsiang, ("src_seq", "trg_seq")),
+    Case(
+        "yu-hsiang",
+        YuHsiang,
+        ("src_seq", "trg_seq"),
+        full=True,
+        fails="a mask over heads and batch merged, heads first",
+    ),
     Case("jamil", Jamil, ("encoder_input", "decoder_input")),
     Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True),
     Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True),
@@ -675,5 +699,5 @@ CASES = [
         },
     ),
     Case("perceiver-pooled", Captioner, PAIR),
-    Case("one-softmax-over-source-and-past", Gated, PAIR),
+    Case("one-softmax-over-source-and-past", Gated, PAIR, refused="positions are put in front"),
 ]

@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from catalogue import BLOCK, VOCABULARY, Case
 
-n_embd, n_head, n_layer, block_size, dropout = 24, 3, 2, BLOCK, 0.2
+n_embd, n_head, n_layer, block_size, dropout = 24, 3, 1, BLOCK, 0.2
 
 
 # -- "Let's build GPT, from scratch" (gpt.py): every head is a module, masks are slices of a buffer, a loss is returned
@@ -113,9 +113,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(n_embd, n_embd)
         self.attn_dropout = nn.Dropout(dropout)
         self.resid_dropout = nn.Dropout(dropout)
-        self.register_buffer(
-            "bias", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size)
-        )
+        self.register_buffer("bias", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size))
         self.n_head = n_head
         self.n_embd = n_embd
 
@@ -623,13 +621,20 @@ class ComplexLlama(nn.Module):
 
 CASES = [
     Case("gpt.py", GPTLanguageModel, full=True),
-    Case("minGPT", MinGPT, full=True),
-    Case("nanoGPT", NanoGPT, full=True),
+    Case("minGPT", MinGPT),
+    Case("nanoGPT", NanoGPT, refused="it must return logits for every position"),
     Case("nanoGPT-everywhere", NanoGPTEverywhere),
     Case("raschka", RaschkaGPT, inputs=("in_idx",)),
-    Case("former", GTransformer, inputs=("x",)),
-    Case("former-adding", lambda: GTransformer(FormerAttentionAdding), inputs=("x",)),
+    Case(
+        "former", GTransformer, inputs=("x",), refused="the model's code fixes a batch or time axis"
+    ),  # triu_indices takes no free size
+    Case(
+        "former-adding",
+        lambda: GTransformer(FormerAttentionAdding),
+        inputs=("x",),
+        fails="keys are changed after heads and batch were merged",
+    ),
     Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), full=True),
     Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",)),
-    Case("llama-complex", ComplexLlama, inputs=("tokens",)),
+    Case("llama-complex", ComplexLlama, inputs=("tokens",), full=True, fails="torch.onnx has no complex numbers"),
 ]

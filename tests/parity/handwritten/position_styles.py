@@ -16,12 +16,12 @@ D, H, HD = 24, 3, 8
 class LM(nn.Module):
     """Blocks of attention(x) and a feedforward; `positions(x)` is applied to the embeddings if there are any."""
 
-    def __init__(self, attention, positions=None, scale=1.0):
+    def __init__(self, attention, positions=None, scale=1.0, layers=1):
         super().__init__()
         self.emb, self.positions, self.scale = nn.Embedding(VOCABULARY, D), positions() if positions else None, scale
-        self.attns = nn.ModuleList(attention() for _ in range(2))
-        self.ffs = nn.ModuleList(nn.Sequential(nn.Linear(D, 48), nn.ReLU(), nn.Linear(48, D)) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(4))
+        self.attns = nn.ModuleList(attention() for _ in range(layers))
+        self.ffs = nn.ModuleList(nn.Sequential(nn.Linear(D, 48), nn.ReLU(), nn.Linear(48, D)) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(2 * layers))
         self.out = nn.Linear(D, VOCABULARY)
 
     def forward(self, idx):
@@ -287,7 +287,9 @@ class T5Bias(QKV):
         val_if_large = (
             max_exact
             + (
-                torch.log(n.float() / max_exact) / math.log(self.max_distance / max_exact) * (self.num_buckets - max_exact)
+                torch.log(n.float() / max_exact)
+                / math.log(self.max_distance / max_exact)
+                * (self.num_buckets - max_exact)
             ).long()
         )
         val_if_large = torch.min(val_if_large, torch.full_like(val_if_large, self.num_buckets - 1))
@@ -444,23 +446,23 @@ def lm(attention, positions=None, **options):
 
 CASES = [
     Case("no-positions", lm(Plain)),
-    Case("sinusoidal-buffer", lm(Plain, Buffer, scale=math.sqrt(D)), full=True),
+    Case("sinusoidal-buffer", lm(Plain, Buffer, scale=math.sqrt(D))),
     Case("sinusoidal-in-forward", lm(Plain, InForward)),
     Case("sinusoidal-stacked", lm(Plain, Stacked)),
     Case("sinusoidal-from-one", lm(Plain, TensorToTensor)),
     Case("positions-repeated", lm(Plain, ModuloTable)),
     Case("rotary-half", lm(HalfRotary)),
     Case("rotary-stack", lm(InterleavedStack)),
-    Case("rotary-slices-qk-norm", lm(InterleavedSlices), full=True),
+    Case("rotary-slices-qk-norm", lm(InterleavedSlices, layers=2), full=True),
     Case("rotary-time-first", lm(LabmlRotary)),
     Case("xpos", lm(XPos)),
-    Case("alibi", lm(Alibi), full=True),
+    Case("alibi", lm(Alibi, layers=2), full=True),
     Case("alibi-buffer", lm(AlibiBuffer)),
     Case("t5-bias", lm(T5Bias)),
-    Case("shaw", lm(Shaw), full=True),
-    Case("shaw-matmul", lm(ShawMatmul)),
-    Case("music-transformer", lm(MusicTransformer)),
-    Case("transformer-xl", lm(TransformerXL)),
+    Case("shaw", lm(Shaw, layers=2), full=True, fails="einsum over a table, whose rows differ in a batch"),
+    Case("shaw-matmul", lm(ShawMatmul), fails="a product with a table, whose rows differ in a batch"),
+    Case("music-transformer", lm(MusicTransformer), fails="pad, reshape and slice keep positions apart only together"),
+    Case("transformer-xl", lm(TransformerXL), fails="cat, view and slice keep positions apart only together"),
     Case("dynamic-bias", lm(DynamicBias)),
     Case("kerple", lm(Sandwich)),
 ]

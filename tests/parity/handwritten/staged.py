@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from catalogue import BLOCK, Case
+from catalogue import BLOCK, SPECIAL, Case
 
 from tformer_export import operators, pipeline
 from tformer_export.source.base import special_tokens
@@ -26,16 +26,16 @@ class Staged:
     """encode and decode of a case. found: what the stages recognised."""
 
     def __init__(self, case: Case) -> None:
-        source = from_module(case.module, **case.arguments, special=special_tokens(case.special))
+        source = from_module(case.module, **case.arguments, special=special_tokens(SPECIAL))
         programs: list[Program] = []
         with (
             mock.patch.object(pipeline, "to_onnx", lambda program, *_: programs.append(program)),
-            mock.patch.object(pipeline, "assemble", lambda *_: None),
-            mock.patch.object(pipeline, "run_passes", lambda _: {}),
+            mock.patch.object(pipeline, "assemble"),
+            mock.patch.object(pipeline, "run_passes", return_value={}),
         ):
             compiled = pipeline.compile_source(source, "cpu", BLOCK)
         self.manifest, self.found = compiled.manifest, compiled.found
-        self.encode, self.decode = (programs if len(programs) == 2 else (None, *programs))
+        self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 
     def start(self, requests: Mapping[str, list[np.ndarray]] | None, rows: int) -> State:
         """requests: for each request input `rows` arrays of ids, of any lengths."""
