@@ -24,7 +24,7 @@ MadeMask = tuple[Mask, Callable[..., torch.Tensor]]
 class Case:
     """inputs: forward's parameters, the step input last. time_first: inputs and outputs are (time, batch, …).
 
-    full: exported in full; the programs of the others are run in PyTorch.
+    full: exported in full; the programs of the others are run in PyTorch. seed: one with which it decodes lively rows.
     masks: forward's masks, each as it is described to `export` and as it is made from the inputs for the module itself.
     refused: what the refusal says, for what cannot be decoded step by step or cannot be traced.
     fails: what stands in the way of a model that ought to export.
@@ -35,19 +35,22 @@ class Case:
     inputs: tuple[str, ...] = ("idx",)
     time_first: bool = False
     full: bool = False
+    seed: int = 0
     masks: Mapping[str, MadeMask] = field(default_factory=dict)
     refused: str | None = None
     fails: str | None = None
 
     @functools.cached_property
     def module(self) -> nn.Module:
-        """Built from a seed; vectors (biases, norms, gates) are moved away from values that would hide a mistake."""
-        torch.manual_seed(0)
+        """Built from a seed. Vectors (biases, norms, gates) are moved away from values that would hide a mistake, and
+        change signs, which keeps a tied output projection from choosing its own input again and again."""
+        torch.manual_seed(self.seed)
         module = self.build().eval()
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.dim() < 2:
                     parameter += 0.3 * torch.randn_like(parameter)
+                    parameter *= torch.randint_like(parameter, 2) * 2 - 1
         return module
 
     @property

@@ -430,7 +430,7 @@ class YuHsiang(nn.Module):
         return self.trg_word_prj(y) * self.x_logit_scale
 
 
-# -- attention weights kept on the module, -1e9 filled in place, residuals that normalise (a YouTube tutorial's) ------------
+# -- attention weights kept on the module, -1e9 filled in place, residuals that normalise (a video tutorial) -----------
 
 
 class JamilAttention(nn.Module):
