@@ -663,7 +663,7 @@ def visible(src, tgt):
 
 
 CASES = [
-    Case("annotated", Annotated, PAIR, full=True, fails="torch.export cannot trace Tensor.data"),
+    Case("annotated", Annotated, PAIR, full=True, seed=1, fails="torch.export cannot trace Tensor.data"),
     Case("annotated-in-2018", AnnotatedIn2018, PAIR, refused="the model's code fixes a batch or time axis"),
     Case(
         "annotated-with-masks",
@@ -674,16 +674,17 @@ CASES = [
             "tgt_mask": (causal("tgt"), lambda src, tgt: subsequent_mask(tgt.size(1))[0]),
         },
     ),
-    Case("bentrevett", Trevett, ("src", "trg"), full=True),
+    Case("bentrevett", Trevett, ("src", "trg"), full=True, seed=1),
     Case(
         "yu-hsiang",
         YuHsiang,
         ("src_seq", "trg_seq"),
         full=True,
-        fails="a mask over heads and batch merged, heads first",
+        seed=24,
+        fails="the padding mask is the same for all sources looked at, so the order of heads and batch is not seen",
     ),
     Case("jamil", Jamil, ("encoder_input", "decoder_input")),
-    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True),
+    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True, seed=22),
     Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True),
     Case("torch-pair-post-relu", lambda: TorchPair(False, "relu"), PAIR),
     Case(

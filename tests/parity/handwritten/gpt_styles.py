@@ -628,13 +628,8 @@ CASES = [
     Case(
         "former", GTransformer, inputs=("x",), refused="the model's code fixes a batch or time axis"
     ),  # triu_indices takes no free size
-    Case(
-        "former-adding",
-        lambda: GTransformer(FormerAttentionAdding),
-        inputs=("x",),
-        fails="keys are changed after heads and batch were merged",
-    ),
+    Case("former-adding", lambda: GTransformer(FormerAttentionAdding), inputs=("x",)),
     Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), full=True),
     Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",)),
-    Case("llama-complex", ComplexLlama, inputs=("tokens",), full=True, fails="torch.onnx has no complex numbers"),
+    Case("llama-complex", ComplexLlama, inputs=("tokens",), full=True),
 ]

@@ -459,7 +459,7 @@ CASES = [
     Case("alibi", lm(Alibi, layers=2), full=True),
     Case("alibi-buffer", lm(AlibiBuffer)),
     Case("t5-bias", lm(T5Bias)),
-    Case("shaw", lm(Shaw, layers=2), full=True, fails="einsum over a table, whose rows differ in a batch"),
+    Case("shaw", lm(Shaw, layers=2), full=True, seed=8, fails="einsum over a table, whose rows differ in a batch"),
     Case("shaw-matmul", lm(ShawMatmul), fails="a product with a table, whose rows differ in a batch"),
     Case("music-transformer", lm(MusicTransformer), fails="pad, reshape and slice keep positions apart only together"),
     Case("transformer-xl", lm(TransformerXL), fails="cat, view and slice keep positions apart only together"),

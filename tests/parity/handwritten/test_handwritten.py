@@ -17,7 +17,7 @@ from catalogue import BLOCK, END, PAD, SPECIAL, VOCABULARY, Case
 from staged import Staged
 
 from tformer_export import export
-from tformer_runtime import Model, UnsupportedModelError
+from tformer_runtime import Model, TformerError, UnsupportedModelError
 from tformer_runtime.engine import Engine
 
 STYLES = (gpt_styles, attention_styles, position_styles, block_styles, encoder_decoder_styles, xtransformers_styles)
@@ -67,12 +67,13 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
-def marked(cases: list[Case]) -> list:
+def marked(cases: list[Case], raises: type[Exception] = TformerError) -> list:
     """One parameter for each case; strict, so that a model that begins to work turns the suite red."""
-    return [
-        pytest.param(case, id=case.name, marks=pytest.mark.xfail(strict=True, reason=case.fails) if case.fails else ())
-        for case in cases
-    ]
+
+    def mark(case: Case) -> tuple:
+        return (pytest.mark.xfail(strict=True, raises=raises, reason=case.fails),) if case.fails else ()
+
+    return [pytest.param(case, id=case.name, marks=mark(case)) for case in cases]
 
 
 @pytest.mark.parametrize("case", marked([case for case in CASES if not case.full and not case.refused]))
@@ -90,7 +91,7 @@ def test_exported_file(case: Case, tmp_path) -> None:
     """The gate, every logit of a ragged batch, rows moved as beams are, greedy tokens."""
     path = tmp_path / "model.onnx"
     report = export(case.module, path, **case.arguments, special=SPECIAL, max_length=BLOCK)
-    assert report.tokens_equal == report.parity.tokens
+    assert report.tokens_equal
     engine = Engine(path, device="cpu", threads=1)
     sources, requests, rows = drawn(case)
     state = engine.start(requests, len(rows))
@@ -108,7 +109,7 @@ def test_exported_file(case: Case, tmp_path) -> None:
     expected = [case.greedy(row, NEW_TOKENS) for row in prompts]
     results = Model(engine).generate_batch(prompts, max_new_tokens=NEW_TOKENS)
     assert [list(result.token_ids) for result in results] == expected
-    assert len({token for row in expected for token in row}) >= 5  # not one token for ever
+    assert len({token for row in expected for token in row}) >= 5  # worth comparing: not one token for ever
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.refused])
