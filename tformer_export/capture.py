@@ -8,6 +8,7 @@ computations are merged, so that later stages see only what the model does.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
+from tformer_export.quiet import quiet
 from tformer_runtime.errors import UnsupportedModelError
 
 aten = torch.ops.aten
@@ -34,6 +37,7 @@ ID_MOVES = {  # what may be done to ids on their way without changing which they
     aten.transpose.int,
     aten.permute.default,
 }
+FEW, MANY = 17, 2**20  # sizes at which expressions are looked at
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
@@ -41,7 +45,9 @@ BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so
 class Captured:
     """The traced graph. `constants` maps a placeholder's name to its tensor; the other placeholders are inputs.
 
-    time: the symbol of the step input's time axis, None for a model that is run once. `inputs` keeps forward's order.
+    undecided: what to say of branches that may depend on data, where there are some; the graph then holds assertions
+    of what they took for granted. time: the symbol of the step input's time axis, None for a model that is run once.
+    `inputs` keeps forward's order.
     """
 
     graph: Graph
@@ -53,6 +59,7 @@ class Captured:
     limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+    undecided: str | None = None
 
     @property
     def time_limit(self) -> int | None:
@@ -82,10 +89,15 @@ def capture(
     sized = distinct_sizes(example, free, step)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
-            program = program.run_decompositions({})
+        program, undecided = _trace(module, sized, shapes), None
+    except GuardOnDataDependentSymNode as error:  # the answer may still be known from sizes
+        undecided = _explain(error)
+        try:
+            following = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
+            with following, quiet("torch.fx.experimental.symbolic_shapes"):
+                program = _trace(module, sized, shapes)
+        except Exception:
+            raise UnsupportedModelError(undecided) from error
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(_explain(error)) from error
     signature = program.graph_signature
@@ -96,9 +108,10 @@ def capture(
         elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
-    graph = _clean(program)
+    graph = _clean(program, assertions=undecided is None)
     output = next(n for n in graph.nodes if n.op == "output")
-    (first, *_) = output.args[0]
+    kinds = [spec.kind.name for spec in signature.output_specs]  # what forward assigns to buffers comes before
+    first = output.args[0][kinds.index("USER_OUTPUT")]
     output.args = ((first,),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
@@ -112,7 +125,28 @@ def capture(
         for symbol, bounds in program.range_constraints.items()
         if bounds.upper.is_finite and bounds.upper < 2**31
     }
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized)
+    for symbol, limit in _limits_of_sizes(graph):
+        limits[symbol] = min(limits.get(symbol, limit), limit)
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided)
+
+
+def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
+    """Up to which length sizes are what they are taken for."""
+    for node in graph.nodes:
+        values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
+        for size in (s for v in values if isinstance(v, torch.Tensor) for s in v.shape if isinstance(s, torch.SymInt)):
+            limit = plain(size.node.expr)[1]
+            if limit is not None:
+                yield next(iter(size.node.expr.free_symbols)), limit
+
+
+def _trace(
+    module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
+) -> torch.export.ExportedProgram:
+    with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
+        return program.run_decompositions({})
 
 
 @contextmanager
@@ -195,12 +229,35 @@ def meta(node: Any) -> Any:
 
 
 def expression(size: Any) -> sympy.Expr:
-    """A size as an expression of the trace's symbols."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    """A size as an expression of the trace's symbols; one that is always a symbol's own value is that symbol."""
+    return plain(size.node.expr)[0] if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
 def symbols(size: Any) -> frozenset[sympy.Symbol]:
-    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+    return frozenset(expression(size).free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+@functools.lru_cache(maxsize=4096)
+def plain(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
+    """An expression of one symbol, such as 96 − max(0, 96 − n), as n or as a number, where it is that for n = 1, 2 …,
+    and the greatest n for which it is, where there is one."""
+    if expr.is_Symbol or len(expr.free_symbols) != 1 or not expr.has(Max, Min, CeilToInt, FloatTrueDiv):
+        return expr, None
+    (symbol,) = expr.free_symbols
+
+    def at(n: int) -> int:
+        return int(expr.subs(symbol, n))
+
+    for same in (symbol, sympy.Integer(at(1))):
+        if all(at(n) == same.subs(symbol, n) for n in range(1, FEW)):
+            low, high = FEW - 1, MANY
+            if at(high) == same.subs(symbol, high):
+                return same, None
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if at(middle) == same.subs(symbol, middle) else (low, middle)
+            return same, low
+    return expr, None
 
 
 def is_counted(node: Any) -> bool:
@@ -236,7 +293,15 @@ _SAME = {
 }
 
 
-def _clean(program: torch.export.ExportedProgram) -> Graph:
+def drop_assertions(captured: Captured) -> None:
+    for node in captured.nodes:
+        if node.target in _NOTHING:
+            captured.graph.erase_node(node)
+    captured.graph.eliminate_dead_code()
+
+
+def _clean(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
+    """assertions: whether they are removed too."""
     graph: Graph = program.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -246,7 +311,8 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
         elif node.target in _NOTHING:
-            graph.erase_node(node)
+            if assertions:
+                graph.erase_node(node)
         elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
             node.replace_all_uses_with(arguments(node)[0])
             graph.erase_node(node)

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
+from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
 from tformer_export.describe import describe
 from tformer_export.inputs import About, about_inputs
@@ -56,6 +57,7 @@ def compile_source(
     chosen = TARGETS[target]
     with stage("capture"):
         captured = capture(source.module, source.example, source.step, source.dynamic)
+        limit_by_branches(captured)
     with stage("staging"):
         attentions = recognise(captured)
         inputs = about_inputs(captured, source)
@@ -111,7 +113,7 @@ def _stage(
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
-    decode = DecodeEmitter(captured, level, values, views, plan, tables).emit(contexts, names)
+    decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names)
     encode_program = None
     if contexts:
         encoded = [name + ENCODED for name in names]
