@@ -292,7 +292,7 @@ class TrevettStack(nn.Module):
     def __init__(self, cross):
         super().__init__()
         self.tok_embedding, self.pos_embedding = nn.Embedding(VOCABULARY, D), nn.Embedding(BLOCK, D)
-        self.layers = nn.ModuleList([TrevettLayer(cross) for _ in range(2)])
+        self.layers = nn.ModuleList([TrevettLayer(cross) for _ in range(1)])
         self.scale = torch.sqrt(torch.FloatTensor([D]))
 
     def forward(self, ids, *masks_and_memory):
@@ -541,7 +541,7 @@ class TimeFirstPositions(nn.Module):
 class Seq2SeqTransformer(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.transformer = nn.Transformer(D, H, 2, 2, 48, 0.1, **options)
+        self.transformer = nn.Transformer(D, H, 1, 1, 48, 0.1, **options)
         self.generator = nn.Linear(D, VOCABULARY)
         self.src_tok_emb, self.tgt_tok_emb = Embeddings(D, VOCABULARY), Embeddings(D, VOCABULARY)
         self.positional_encoding = TimeFirstPositions()
@@ -564,9 +564,9 @@ class TorchPair(nn.Module):
         options = dict(activation=activation, batch_first=True, norm_first=norm_first)
         self.emb, self.pos = nn.Embedding(VOCABULARY, D), nn.Embedding(BLOCK, D)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(D, H, 48, 0.1, **options), 2, nn.LayerNorm(D), enable_nested_tensor=False
+            nn.TransformerEncoderLayer(D, H, 48, 0.1, **options), 1, nn.LayerNorm(D), enable_nested_tensor=False
         )
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 48, 0.1, **options), 2, nn.LayerNorm(D))
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 48, 0.1, **options), 1, nn.LayerNorm(D))
         self.out = nn.Linear(D, VOCABULARY)
 
     def embed(self, ids):
@@ -674,7 +674,7 @@ CASES = [
             "tgt_mask": (causal("tgt"), lambda src, tgt: subsequent_mask(tgt.size(1))[0]),
         },
     ),
-    Case("bentrevett", Trevett, ("src", "trg"), full=True, seed=1),
+    Case("bentrevett", Trevett, ("src", "trg"), full=True, seed=3),
     Case(
         "yu-hsiang",
         YuHsiang,
@@ -684,8 +684,8 @@ CASES = [
         fails="the padding mask is the same for all sources looked at, so the order of heads and batch is not seen",
     ),
     Case("jamil", Jamil, ("encoder_input", "decoder_input")),
-    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True, seed=22),
-    Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True),
+    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True, seed=3),
+    Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True, seed=6),
     Case("torch-pair-post-relu", lambda: TorchPair(False, "relu"), PAIR),
     Case(
         "tied-einsum-with-masks",
