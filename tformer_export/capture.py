@@ -23,7 +23,7 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
 from tformer_export.quiet import quiet
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
 
@@ -60,6 +60,16 @@ class Captured:
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
     undecided: str | None = None
+    extra_names: tuple[str, ...] = ()
+
+    @property
+    def extras(self) -> dict[str, Node]:
+        """What the graph gives beside its output, by name."""
+        return dict(zip(self.extra_names, _returned(self.graph)[1:], strict=True))
+
+    def add_extra(self, name: str, node: Node) -> None:
+        _end(self.graph).args = ((*_returned(self.graph), node),)
+        self.extra_names = (*self.extra_names, name)
 
     @property
     def time_limit(self) -> int | None:
@@ -79,8 +89,10 @@ def capture(
     example: Mapping[str, torch.Tensor],
     step: str | None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Captured:
     """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
+    `extras` names what forward returns after its first output, if that is wanted.
 
     Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
     example's size.
@@ -98,6 +110,8 @@ def capture(
                 program = _trace(module, sized, shapes)
         except Exception:
             raise UnsupportedModelError(undecided) from error
+    except TformerError:
+        raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(_explain(error)) from error
     signature = program.graph_signature
@@ -109,10 +123,9 @@ def capture(
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
     graph = _clean(program, assertions=undecided is None)
-    output = next(n for n in graph.nodes if n.op == "output")
     kinds = [spec.kind.name for spec in signature.output_specs]  # what forward assigns to buffers comes before
-    first = output.args[0][kinds.index("USER_OUTPUT")]
-    output.args = ((first,),)  # what else forward returns is not exported
+    first, *others = [n for kind, n in zip(kinds, _returned(graph), strict=True) if kind == "USER_OUTPUT"]
+    _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
     inputs = dict(zip(sized, placeholders, strict=True))
@@ -127,15 +140,16 @@ def capture(
     }
     for symbol, limit in _limits_of_sizes(graph):
         limits[symbol] = min(limits.get(symbol, limit), limit)
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided)
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, extras)
 
 
 def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
     """Up to which length sizes are what they are taken for."""
     for node in graph.nodes:
         values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
-        for size in (s for v in values if isinstance(v, torch.Tensor) for s in v.shape if isinstance(s, torch.SymInt)):
-            limit = plain(size.node.expr)[1]
+        sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        for size in sizes:
+            limit = plain(size.node.expr)[1] if isinstance(size, torch.SymInt) else None
             if limit is not None:
                 yield next(iter(size.node.expr.free_symbols)), limit
 
@@ -146,7 +160,8 @@ def _trace(
     with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        return program.run_decompositions({})
+        traced: torch.export.ExportedProgram = program.run_decompositions({})
+        return traced
 
 
 @contextmanager
@@ -332,7 +347,16 @@ def merge_equal(captured: Captured) -> None:
     by_name = {node.name: node for node in graph.nodes}
     captured.graph = graph
     captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
-    (captured.output,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    captured.output = _returned(graph)[0]
+
+
+def _end(graph: Graph) -> Node:
+    end: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return end
+
+
+def _returned(graph: Graph) -> tuple[Node, ...]:
+    return tuple(_end(graph).args[0])  # type: ignore[arg-type]
 
 
 def _fill_by_size(graph: Graph, node: Node) -> None:

@@ -79,9 +79,10 @@ def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
     merge_equal(captured)
     level = binding_times(captured)
     generator = torch.Generator().manual_seed(0)
-    values = run(captured, {"tgt": torch.randint(0, VOCABULARY, (2, 6), generator=generator)})
+    ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
+    values, others = (run(captured, {"tgt": ids[[0, second]]}) for second in (1, 2))
     constants = Constants(captured, level)
-    views = Views(captured, level, values, constants)
+    views = Views(captured, level, values, others, constants)
     plan = make_plan(captured, level, views, lambda attention: fuses)
     return SimpleNamespace(
         captured=captured,
