@@ -548,7 +548,7 @@ def lm(attention, block=PreNorm, **options):
 CASES = [
     Case("soft-capped", lm(SoftCapped, cap=10.0, norm=RMSNorm)),
     Case("cosine", lm(QKNorm, block=lambda a: PreNorm(a, norm=ScaleNorm))),
-    Case("sink", lm(Sink, block=SandwichNorm, layers=2), full=True),
+    Case("sink", lm(Sink, block=SandwichNorm), full=True, seed=2),
     Case("softmax-one", lm(SoftmaxOne)),
     Case("null-key-value", lm(NullKeyValue), fails="keys and values put in front of the step's own"),
     Case("null-at-the-end", lm(NullAtTheEnd), fails="keys and values put behind the step's own"),
@@ -557,7 +557,7 @@ CASES = [
     Case("talking-heads", lm(TalkingHeads, block=Parallel)),
     Case("sigmoid", lm(Sigmoid)),
     Case("differential", lm(Differential)),
-    Case("multi-latent", lm(MultiLatent, layers=2), full=True),
+    Case("multi-latent", lm(MultiLatent), full=True, seed=4),
     Case("retention", lm(Retention)),
     Case("head-of-five", lm(lambda: Attention(head=5), block=lambda a: PreNorm(a, norm=AnnotatedNorm))),
     Case("values-of-another-size", lm(lambda: Attention(head=8, value=12))),

@@ -453,7 +453,7 @@ CASES = [
     Case("positions-repeated", lm(Plain, ModuloTable)),
     Case("rotary-half", lm(HalfRotary)),
     Case("rotary-stack", lm(InterleavedStack)),
-    Case("rotary-slices-qk-norm", lm(InterleavedSlices, layers=2), full=True),
+    Case("rotary-slices-qk-norm", lm(InterleavedSlices), full=True),
     Case("rotary-time-first", lm(LabmlRotary)),
     Case("xpos", lm(XPos)),
     Case("alibi", lm(Alibi, layers=2), full=True),

@@ -58,7 +58,7 @@ def x(name: str, wrapping: Mapping[str, Any] | None = None, depth: int = 1, **op
 
 
 CASES = [
-    x("default", depth=2, full=True),
+    x("default", depth=2),
     x("rotary-glu-kv-heads-flash", depth=2, full=True, rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True,
       ff_swish=True, attn_kv_heads=1, attn_flash=True),
     x("rotary", rotary_pos_emb=True, attn_one_kv_head=True),
