@@ -1,0 +1,143 @@
+"""The staged programs of a model, run in PyTorch: all that the compiler does but the translation to ONNX, which is what
+takes its time.
+
+The operations that stand for an operator of onnxruntime's are done here as its documentation and the manifest have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from catalogue import BLOCK, SPECIAL, Case
+
+from tformer_export import operators, pipeline
+from tformer_export.source.base import special_tokens
+from tformer_export.source.module import from_module
+from tformer_export.staging.emitter import Program
+from tformer_runtime import manifest as names
+from tformer_runtime.requests import request_arrays
+
+
+class Staged:
+    """encode and decode of a case. found: what the stages recognised."""
+
+    def __init__(self, case: Case) -> None:
+        source = from_module(case.module, **case.arguments, special=special_tokens(SPECIAL))
+        programs: list[Program] = []
+        with (
+            mock.patch.object(pipeline, "to_onnx", lambda program, *_: programs.append(program)),
+            mock.patch.object(pipeline, "assemble"),
+            mock.patch.object(pipeline, "run_passes", return_value={}),
+        ):
+            compiled = pipeline.compile_source(source, "cpu", BLOCK)
+        self.manifest, self.found = compiled.manifest, compiled.found
+        self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
+
+    def start(self, requests: Mapping[str, list[np.ndarray]] | None, rows: int) -> State:
+        """requests: for each request input `rows` arrays of ids, of any lengths."""
+        assert self.decode is not None
+        context = {}
+        if self.encode is not None:
+            assert self.manifest.encode is not None
+            assert self.manifest.decode is not None
+            arrays = request_arrays(self.manifest.encode.inputs, requests or {}, rows)
+            values = _run(self.encode, {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()})
+            context = dict(zip(self.manifest.decode.context, values.values(), strict=True))
+        sizes = {names.BATCH: rows, names.SLOT: BLOCK}
+        ports = {port.name: port for port in self.decode.inputs}
+        caches = {
+            cache.past: torch.zeros([sizes.get(a, a) for a in ports[cache.past].shape], dtype=ports[cache.past].dtype)  # type: ignore[call-overload]
+            for cache in self.decode.caches
+        }
+        return State(self, context, caches, torch.zeros(rows, dtype=torch.int64))
+
+
+class State:
+    def __init__(
+        self, staged: Staged, context: dict[str, torch.Tensor], caches: dict[str, torch.Tensor], lengths: torch.Tensor
+    ) -> None:
+        self.staged, self.context, self.caches, self.lengths = staged, context, caches, lengths
+
+    def step(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Logits (rows, new, vocabulary) for new tokens (rows, new), of which `counts` are valid in each row."""
+        new, decode = tokens.shape[1], self.staged.decode
+        ahead, own = torch.arange(new), torch.from_numpy(counts)
+        total = int(self.lengths.max()) + new
+        given = {
+            decode.inputs[0].name: torch.from_numpy(tokens),
+            names.POSITIONS: (self.lengths[:, None] + ahead).clamp(max=BLOCK - 1),
+            names.LAST: (self.lengths + own - 1).to(torch.int32),
+            names.TOTAL: torch.tensor(total, dtype=torch.int32),
+            names.START: self.lengths.clone(),
+            names.SLOTS: torch.arange(total),
+            names.SELECT: ahead.expand(len(tokens), new),
+            **self.context,
+            **self.caches,
+        }
+        found = _run(decode, given)
+        self.caches = {cache.past: found[cache.present] for cache in decode.caches}
+        self.lengths = self.lengths + own
+        return next(iter(found.values())).numpy()
+
+
+def _run(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The program's outputs by name."""
+    with torch.no_grad():
+        values = _Eager(program.module).run(*(given[port.name] for port in program.inputs))
+    for port, value in zip(program.outputs, values, strict=True):
+        assert value.dtype == port.dtype, port
+        assert value.dim() == len(port.shape), port
+        assert all(have == want for have, want in zip(value.shape, port.shape, strict=True) if isinstance(want, int))
+    return {port.name: value for port, value in zip(program.outputs, values, strict=True)}
+
+
+class _Eager(torch.fx.Interpreter):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_EAGER.get(target, target), args, kwargs)
+
+
+def _write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis: int) -> torch.Tensor:
+    present = past.clone()
+    for row, first in enumerate(start.tolist()):
+        room = min(new.shape[axis], past.shape[axis] - first)  # what is beyond is padding of a shorter row
+        present[row].narrow(axis - 1, first, room).copy_(new[row].narrow(axis - 1, 0, room))
+    return present
+
+
+def _take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: int) -> torch.Tensor:
+    rows = value.movedim((batch, time), (0, 1))
+    return torch.stack([row[at] for row, at in zip(rows, select, strict=True)]).movedim((0, 1), (batch, time))
+
+
+def _grouped_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    last: torch.Tensor,
+    total: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    new, slots = query.shape[2], torch.arange(int(total))
+    first = torch.zeros_like(last) if int(total) == new else last + 1 - new
+    keys, values = _write_slots(past_key, key, first, 2), _write_slots(past_value, value, first, 2)
+    seen = slots <= (first[:, None] + torch.arange(new))[..., None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None]
+    if bias is not None:
+        mask = mask + operators._additive(bias)
+    present = keys.narrow(2, 0, len(slots)), values.narrow(2, 0, len(slots))
+    return operators.plain_attention(query, *present, mask.expand(-1, query.shape[1], -1, -1), scale), keys, values
+
+
+_EAGER = {
+    operators.write_slots: _write_slots,
+    operators.take_positions: _take_positions,
+    operators.grouped_query_attention: _grouped_query_attention,
+    operators.multi_head_attention: operators.plain_attention,
+}
