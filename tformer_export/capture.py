@@ -108,6 +108,8 @@ def capture(
             following = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
             with following, quiet("torch.fx.experimental.symbolic_shapes"):
                 program = _trace(module, sized, shapes)
+        except TformerError:
+            raise
         except Exception:
             raise UnsupportedModelError(undecided) from error
     except TformerError:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.source.adapter import Adapter
+from tformer_export.source.adapter import Adapter, EncodeDecode
 from tformer_export.source.derived import Mask
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import SpecialTokens
@@ -49,7 +49,10 @@ class Source:
     @property
     def owner(self) -> nn.Module:
         """The user's own module, whose submodules' names users know."""
-        return self.module.module if isinstance(self.module, Adapter) else self.module
+        module = self.module
+        while isinstance(module, (Adapter, EncodeDecode)):
+            module = module.module
+        return module
 
     @contextmanager
     def ready(self) -> Iterator[None]:

@@ -180,6 +180,24 @@ def test_submodules_that_cannot_be_given(name, message):
     assert message in refusal(layouts, name)
 
 
+class WithoutForward(Modules):
+    """Its stages are called one by one, so what is traced is a module around it."""
+
+    forward = nn.Module.forward
+
+    def encode(self, src):
+        return self.source(src)
+
+    def decode(self, tgt, memory):
+        return self.out(self.several(self.target(tgt))["first"] + memory.mean(1, keepdim=True))
+
+
+def test_names_are_those_of_the_users_own_module():
+    source = from_module(WithoutForward().eval(), BOTH, "tgt")
+    captured = _capture(source, ["several"])
+    assert list(captured.extras) == ["hidden.several"]
+
+
 def test_the_module_is_left_as_it_was():
     module = Modules().eval()
     source = from_module(module, BOTH, "tgt")
