@@ -183,9 +183,8 @@ def build(name: str) -> Any:
     more = PARTICULAR.get(make.model_type, {}) | more
     if set(make.sub_configs) & NOT_TEXT:
         raise NotCounted("not a text architecture")
-    default = make(
-        **{part: more[part] for part in ("encoder", "decoder") if part in more and base == "encoder-decoder"}
-    )
+    composed = {part: more[part] for part in ("encoder", "decoder") if part in more}
+    default = make(**composed) if transformers.AutoConfig in make.sub_configs.values() else make()
     parts = {
         part: fields_for(form(), {}) | more.pop(part, {})
         for part, form in make.sub_configs.items()
