@@ -8,10 +8,13 @@ computations are merged, so that later stages see only what the model does.
 
 from __future__ import annotations
 
+import itertools
+import os
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -19,10 +22,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_export.explain import explain_trace, is_users, sizes_watched, users_line
+from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
 
+_LAYERS = os.path.join("torch", "nn", "modules", "")
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
 ID_MOVES = {  # what may be done to ids on their way without changing which they are
     aten.reshape.default,
@@ -52,6 +57,7 @@ class Captured:
     limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+    bounded: dict[sympy.Symbol, str] = field(default_factory=dict)  # the user's line that set a limit
 
     @property
     def time_limit(self) -> int | None:
@@ -81,12 +87,14 @@ def capture(
     sized = distinct_sizes(example, free, step)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
+        with torch.no_grad(), warnings.catch_warnings(), _masks_unread(), sizes_watched(sized) as watch:
             warnings.simplefilter("ignore")
             program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
             program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many types, with no common base
-        raise UnsupportedModelError(_explain(error)) from error
+        if isinstance(error, TformerError):
+            raise
+        raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
     signature = program.graph_signature
     constants: dict[str, torch.Tensor] = {}
     for spec in signature.input_specs:
@@ -97,7 +105,7 @@ def capture(
             constants[spec.arg.name] = held[spec.target]
     graph = _clean(program)
     output = next(n for n in graph.nodes if n.op == "output")
-    (first, *_) = output.args[0]
+    first = _first_output(program, list(output.args[0]), constants)
     output.args = ((first,),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
@@ -111,7 +119,44 @@ def capture(
         for symbol, bounds in program.range_constraints.items()
         if bounds.upper.is_finite and bounds.upper < 2**31
     }
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized)
+    bounded = {
+        expression(meta(inputs[name]).shape[axis]): line
+        for (name, axis), line in watch.bounded.items()
+        if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
+    }
+    for symbol in batch & set(limits):
+        raise UnsupportedModelError(
+            f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
+            "The file has to run for any number of rows: take it from x.shape[0]"
+        )
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, bounded)
+
+
+def _first_output(program: torch.export.ExportedProgram, outputs: list[Node], constants: Mapping[str, Any]) -> Node:
+    """What forward returns first. UnsupportedModelError if it depends on a weight or buffer that forward changes."""
+    held = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    named = {target: name for name, target in held.items()}
+    specs = list(zip(program.graph_signature.output_specs, outputs, strict=True))
+    first = next(node for spec, node in specs if spec.kind.name == "USER_OUTPUT")
+    needed: set[Node] = set()
+    todo = [first]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Node) and node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    read = {node.name for node in needed}
+    for spec, node in specs:
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION") and named.get(spec.target) in read:
+            target = str(spec.target).removeprefix("module.")
+            raise UnsupportedModelError(
+                f"forward changes {target}, at {source_line(node)}, and so keeps something from one call to the next, "
+                "which a file does not. Let forward take the whole sequence and compute from it alone: a cache is made "
+                "by the export itself"
+            )
+    if not isinstance(first, Node) or not isinstance(meta(first), torch.Tensor):
+        raise UnsupportedModelError("forward returns a constant: there is nothing to export")
+    return first
 
 
 @contextmanager
@@ -169,18 +214,22 @@ def vocabulary(captured: Captured, name: str) -> int | None:
 
 
 def source_line(node: Node) -> str:
-    """Where the user's code made this node: `file:line: code`, of the innermost frame outside torch if there is one."""
-    trace = node.meta.get("stack_trace") or ""
+    """Where the user's code made this node: `file:line: code`, of their innermost frame, and in which of torch.nn's
+    modules if that line calls one that is made of others; without a frame of theirs, the module alone."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
     frames = []
-    lines = trace.splitlines()
     for at, line in enumerate(lines):
-        line = line.strip()
-        if line.startswith("File "):
-            file, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
+        if line.strip().startswith("File "):
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            frames.append((file, f"{file}:{number}: {code}"))
-    own = [text for file, text in frames if "/torch/" not in file]
-    return (own or [text for _, text in frames] or ["(no source line in the trace)"])[-1]
+            number = int(line.split("line ")[-1].split(",")[0])
+            frames.append(traceback.FrameSummary(line.split('"')[1], number, "", line=code))
+    inner = list(itertools.takewhile(lambda f: not is_users(f.filename), reversed(frames)))
+    layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
+    path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
+    path = path.replace("L['self'].", "").removeprefix("module.")
+    if len(inner) == len(frames):
+        return f"`{path}`" if path else users_line(frames)
+    return users_line(frames) + (f" (in its `{path}`)" if len(layers) > 1 and path else "")
 
 
 def arguments(node: Node) -> list[Any]:
@@ -312,16 +361,3 @@ def _is_same_cast(node: Node) -> bool:
 
 def _is_no_dropout(node: Node) -> bool:
     return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)
-
-
-def _explain(error: Exception) -> str:
-    """One sentence out of torch.export's report."""
-    text = str(error)
-    if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__ or "specialized" in text:
-        line = next((row.strip(" -") for row in text.splitlines() if "L[" in row or "speciali" in row), "")
-        return (
-            "the model's code fixes a batch or time axis to the example's size, so it cannot run at other sizes: "
-            f"{line or text.splitlines()[0]}"
-        )
-    first = next((row for row in text.splitlines() if row.strip()), type(error).__name__)
-    return f"torch.export cannot trace the model: {first.strip()}"

@@ -12,12 +12,22 @@ from torch.fx import Node
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
-from tformer_export.capture import Captured, capture, expression, merge_equal, meta
+from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
 from tformer_export.describe import describe
+from tformer_export.explain import said
 from tformer_export.inputs import About, about_inputs
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
+from tformer_export.soundness import (
+    check_devices,
+    failing_line,
+    refuse_mixed_rows,
+    refuse_not_finite,
+    refuse_random,
+    rehearse,
+    unchanged,
+)
 from tformer_export.source import Source
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.emitter import Program
@@ -25,6 +35,7 @@ from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
+from tformer_export.staging.refusal import refuse_numbers
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
@@ -54,14 +65,16 @@ def compile_source(
     """
     chosen = TARGETS[target]
     with stage("capture"):
-        captured = capture(source.module, source.example, source.step, source.dynamic)
+        captured = _capture(source)
     with stage("staging"):
         attentions = recognise(captured)
         inputs = about_inputs(captured, source)
         pad = source.special.pad
         fold_padding_tests(captured, None if pad in source.special.start else pad)
         merge_equal(captured)
-        encode, decode, contexts, length, found = _stage(captured, inputs, chosen, max_length, source.max_length)
+        encode, decode, contexts, length, found = _stage(
+            captured, source.module, inputs, chosen, max_length, source.max_length
+        )
     with stage("lowering"):
         models = []
         for program in (encode, decode):
@@ -78,25 +91,45 @@ def compile_source(
     return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes})
 
 
+def _capture(source: Source) -> Captured:
+    """The captured graph of a module that answers the same whenever it is asked the same."""
+    check_devices(source)
+    try:
+        with unchanged(source.module):
+            captured = capture(source.module, source.example, source.step, source.dynamic)
+    except UnsupportedModelError:
+        rehearse(source)  # if forward fails by itself, that is what to say
+        raise
+    refuse_random(captured, rehearse(source))
+    return captured
+
+
 def _stage(
-    captured: Captured, inputs: Mapping[str, About], target: Target, wanted: int | None, preferred: int | None
+    captured: Captured,
+    module: torch.nn.Module,
+    inputs: Mapping[str, About],
+    target: Target,
+    wanted: int | None,
+    preferred: int | None,
 ) -> tuple[Program | None, Program | None, tuple[Node, ...], int, dict[str, int]]:
     level = binding_times(captured)
+    probe = _probe(captured, inputs)
     try:
-        values = run(captured, _probe(captured, inputs))
+        values = run(captured, probe)
     except (RuntimeError, IndexError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"the traced model fails at a length of {LENGTH}: {reason}") from error
+        where = failing_line(captured, probe)
+        raise UnsupportedModelError(
+            f"the traced model fails at a length of {LENGTH}{where}: {said(error)}. The file has to run at any size"
+        ) from error
     constants = Constants(captured, level)
     if captured.step is None:
         outputs = [(captured.output, False)]
         encode = EncodeEmitter(captured, level, values).emit(outputs, ["output"])
         return encode, None, (), 0, {}
     _check_output(captured)
-    if not values[captured.output].isfinite().any():
-        raise UnsupportedModelError(
-            "the model's logits are not finite for random ids: there is nothing to compare with"
-        )
+    refuse_not_finite(captured, values, module)
+    refuse_numbers(captured, level)
+    refuse_mixed_rows(captured, values, probe)
     views = Views(captured, level, values, constants)
     try:
         plan: Plan = make_plan(captured, level, views, target.fuses)
@@ -146,10 +179,17 @@ def _asked(captured: Captured, name: str) -> list[int]:
 def _check_output(captured: Captured) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
-    fixed = [size for size in shape if isinstance(size, int)]
     timed = [size for size in shape if expression(size) == captured.time]
-    if len(shape) != 3 or len(timed) != 1 or not isinstance(shape[2], int) or not fixed:
-        raise UnsupportedModelError(
-            f"forward returns {tuple(str(d) for d in shape)} first; to be stepped over {captured.step_name!r} it must "
-            "return logits for every position of it, (batch, time, vocabulary)"
-        )
+    if len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int):
+        return
+    names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
+    sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
+    if not timed:
+        what = "which has no row for each position of it: it is pooled, or one position is taken out"
+    else:
+        what = "which is not (batch, time, vocabulary)"
+    raise UnsupportedModelError(
+        f"forward returns ({sizes}) first, at {source_line(captured.output)}, {what}. To be stepped over "
+        f"{captured.step_name!r} it must return logits for every position, (batch, time, vocabulary); a model that "
+        "gives one answer for its input is exported without a step input (step=None)"
+    )

@@ -106,7 +106,7 @@ class DecodeEmitter(Emitter):
                 for leaf, choice in zip(leaves, solution.choices, strict=True)
             ]
             args, kwargs = pytree.tree_unflatten(operands, spec)
-            self.made[node, roles] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            self.made[node, roles] = self.copied(node, args, kwargs)
 
     def _operand(self, user: Node, leaf: Node, choice: Choice) -> Any:
         if isinstance(meta(leaf), torch.SymInt):

@@ -35,7 +35,7 @@ class EncodeEmitter(Emitter):
         for node in captured.nodes:
             if node in needed and node not in self.made:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
-                self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+                self.made[node] = self.copied(node, args, kwargs)
         self.graph.output(tuple(self.made[node] for node, _ in wanted))
         outputs = [
             Port(name, meta(node).dtype, context_shape(captured, node, one))

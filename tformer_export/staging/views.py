@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from tformer_export.capture import Captured, expression, meta, source_line, symbols
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
+from tformer_export.staging.refusal import shifted, why_not
 from tformer_runtime.errors import UnsupportedModelError
 
 NEW, ALL = "new", "all"
@@ -121,11 +122,7 @@ class Views:
                 stride = self.inner.get(node, {}).get(axis, 1)
                 if tensor.shape[axis] % (LENGTH * stride):
                     size = meta(node).shape[axis] if isinstance(meta(node), torch.Tensor) else "another length"
-                    raise UnsupportedModelError(
-                        f"`{node.target}` at {source_line(node)} has {size} rows where the step input has "
-                        f"{self.time}: positions are put in front, dropped or shifted inside the model; do that to "
-                        "its inputs instead"
-                    )
+                    raise UnsupportedModelError(shifted(self, node, size))
                 start, size = (first, count) if role == NEW else (0, first + count)
                 split = tensor.unflatten(axis, (-1, LENGTH, stride)).narrow(axis + 1, start, size)
                 tensor = split.flatten(axis, axis + 2)
@@ -140,7 +137,8 @@ class Views:
         if key not in self.solutions:
             found = self._search(node, roles, (NEW, ALL))
             if found is None:
-                raise UnsupportedModelError(self._why_not(node, roles))
+                ahead = all(role == NEW for _, role in roles) and self._looks_ahead(node, roles)
+                raise UnsupportedModelError(why_not(self, node, ahead))
             self.solutions[key] = found
         return self.solutions[key]
 
@@ -228,18 +226,6 @@ class Views:
             except (RuntimeError, IndexError) as error:
                 raise RuntimeError("cannot be computed at this size") from error
         return self._fresh[key]
-
-    def _why_not(self, node: Node, roles: Roles) -> str:
-        where = f"`{node.target}` at {source_line(node)}"
-        if all(role == NEW for _, role in roles) and self._looks_ahead(node, roles):
-            return (
-                f"{where} looks ahead: its value at a position depends on later positions of the step input, so it "
-                "cannot be decoded step by step; if this is attention, give it a causal mask"
-            )
-        return (
-            f"{where} mixes different positions of the step input outside attention, so it cannot be decoded step by "
-            "step with a key-value cache; export the model without a step input to run it once per input"
-        )
 
     def _looks_ahead(self, node: Node, roles: Roles) -> bool:
         """Whether it commutes at least at the window that ends with the last position."""

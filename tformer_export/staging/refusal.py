@@ -1,0 +1,174 @@
+"""Why an operation cannot be decoded step by step, in words: what it does to positions is found by disturbing one.
+
+Each operation is run again with one position of its operands changed. If a result before that position moves, it looks
+ahead; if only later ones do, it carries something from position to position in a way that is not attention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from tformer_export.attention import ATTENTION
+from tformer_export.capture import Captured, aten, meta, source_line
+from tformer_export.staging.evaluate import call
+from tformer_export.staging.levels import Level
+from tformer_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from tformer_export.staging.views import Views
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+RUN_ONCE = "export the model without a step input (step=None) to run it once per input"
+LONGEST_WAY = 12  # operations between a value with other rows and one with the positions' rows again
+
+
+def named(node: Node) -> str:
+    """The operation and its line in the user's code."""
+    return f"{'the attention' if node.target is ATTENTION else f'`{node.target}`'} at {source_line(node)}"
+
+
+def refuse_numbers(captured: Captured, level: Mapping[Node, Level]) -> None:
+    """Refuse a number that is read out of the step input's data: it would be of all positions, later ones too."""
+    for node in captured.nodes:
+        read = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor) and level[a] == Level.STEP]
+        if isinstance(meta(node), NUMBERS) and read and node.target is not aten.sym_size.int:
+            raise UnsupportedModelError(
+                f"forward reads a number out of the step input's data into Python, at {source_line(node)}. It follows "
+                "from all positions at once, while a step knows only those so far: compute it for each position, as a "
+                "tensor"
+            )
+
+
+def why_not(views: Views, node: Node, looks_ahead: bool) -> str:
+    """One sentence or two for an operation that keeps positions apart in no way. looks_ahead: what else says so."""
+    value = meta(node)
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    if isinstance(first, torch.Tensor) and any(free_unbacked_symbols(size) for size in first.shape):
+        return (
+            f"{named(node)} makes a tensor whose size depends on the data, so its rows no longer belong to positions. "
+            "Keep a row for every position and hide what is not wanted, by torch.where, masked_fill or a mask"
+        )
+    moves = _moves(views, node, node) or ({"ahead"} if looks_ahead else set())
+    if "ahead" in moves or (looks_ahead and node.target is ATTENTION):
+        what = f"{named(node)} looks ahead: its value at a position depends on later positions of the step input"
+        if node.target is ATTENTION:
+            return (
+                f"{what}, so it cannot be decoded step by step. Give it a causal mask; if it is an encoder, {RUN_ONCE}"
+            )
+        return (
+            f"{what}, so it cannot be decoded step by step; if this is attention, give it a causal mask. Positions may "
+            f"meet in causal attention alone: otherwise, {RUN_ONCE}"
+        )
+    if "back" in moves:
+        return f"{named(node)} {_CARRIES} its value at a position is made from earlier positions. {_ONLY_ATTENTION}"
+    return (
+        f"{named(node)} mixes different positions of the step input outside attention, so it cannot be decoded step by "
+        f"step with a key-value cache; {RUN_ONCE}"
+    )
+
+
+_CARRIES = "carries state from position to position outside attention:"
+_ONLY_ATTENTION = (
+    "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + RUN_ONCE
+)
+
+
+def shifted(views: Views, node: Node, rows: Any) -> str:
+    """For a value that has other rows than positions: what becomes of it where it has a row for each again."""
+    what = f"{named(node)} has {rows} rows where the step input has {views.time}"
+    above, below = _nearest(views, node, up=True), _nearest(views, node, up=False)
+    moves = _moves(views, above, below) if above is not None and below is not None else set()
+    if moves == {"back"} and below is not None:
+        return (
+            f"{what}: {named(below)} then {_CARRIES} its value at a position is made from a few earlier ones, as in a "
+            f"convolution over time. {_ONLY_ATTENTION}"
+        )
+    if "ahead" in moves and below is not None:
+        return f"{what}: {named(below)} then looks ahead, to later positions of the step input, so it cannot be decoded"
+    return f"{what}: positions are put in front, dropped or shifted inside the model; do that to its inputs instead"
+
+
+def _nearest(views: Views, node: Node, up: bool) -> Node | None:
+    """The nearest value of the step, above or below, that has one axis of exactly the positions."""
+    todo = [node]
+    for _ in range(LONGEST_WAY):
+        todo = [n for here in todo for n in (here.all_input_nodes if up else here.users)]
+        for found in todo:
+            axes = views.time_axes(found) if isinstance(meta(found), torch.Tensor) else []
+            if views.level[found] == Level.STEP and len(axes) == 1 and views.is_exact(found, axes[0]):
+                return found
+    return None
+
+
+def _moves(views: Views, source: Node, result: Node) -> set[str]:
+    """Whether values of `result` move "ahead" of (before) a disturbed position, or "back" (after it).
+
+    Disturbed are the operands of `source` if it is the result itself, else the value `source`. Empty if it cannot be
+    told: the operands have no single time axis, or the operations fail on other values.
+    """
+    disturbed = [
+        n
+        for n in (source.all_input_nodes if source is result else [source])
+        if isinstance(meta(n), torch.Tensor) and views.level[n] == Level.STEP and len(views.time_axes(n)) == 1
+    ]
+    axes = views.time_axes(result)
+    if not disturbed or len(axes) != 1 or not isinstance(views.values[result], torch.Tensor):
+        return set()
+    between = _between(views, disturbed, result)
+    found = set()
+    try:
+        before = _by_position(views, result, axes[0], views.values[result])
+        for position in range(1, before.shape[0] - 1):
+            values = {n: _disturb(views, n, position) for n in disturbed}
+            with torch.no_grad():
+                for node in between:
+                    values[node] = call(node, lambda n, known=values: known.get(n, views.values.get(n)))  # type: ignore[misc]
+            after = _by_position(views, result, axes[0], values[result])
+            moved = [
+                i
+                for i in range(len(before))
+                if not torch.allclose(before[i].double(), after[i].double(), 1e-4, 1e-5, True)
+            ]
+            found |= {"ahead" for i in moved if i < position} | {"back" for i in moved if i > position}
+    except (RuntimeError, IndexError, TypeError):
+        return set()
+    return found
+
+
+def _between(views: Views, sources: list[Node], result: Node) -> list[Node]:
+    """What has to be computed anew, in order, if the sources change."""
+    changed = set(sources)
+    order = []
+    for node in views.captured.nodes:
+        if node not in changed and node.op == "call_function" and any(a in changed for a in node.all_input_nodes):
+            changed.add(node)
+            order.append(node)
+        if node is result:
+            break
+    return order
+
+
+def _by_position(views: Views, node: Node, axis: int, value: torch.Tensor) -> torch.Tensor:
+    """(positions, everything else) of a value whose axis may hold positions at a stride; shares its memory if it can."""
+    length = views.sizes[views.time]
+    stride = views.inner.get(node, {}).get(axis, 1)
+    size = value.shape[axis] // (length * stride)
+    before, after = value.shape[:axis], value.shape[axis + 1 :]
+    return value.reshape(*before, size, length, stride, *after).movedim(axis + 1, 0)
+
+
+def _disturb(views: Views, node: Node, position: int) -> torch.Tensor:
+    """The node's value with one position replaced: by other numbers, or by another position's ids or answers."""
+    value: torch.Tensor = views.values[node].clone(memory_format=torch.contiguous_format)
+    rows = _by_position(views, node, views.time_axes(node)[0], value)
+    if value.is_floating_point():
+        generator = torch.Generator().manual_seed(position)
+        rows[position] += torch.randn(rows[position].shape, generator=generator).to(value.dtype)
+    else:
+        rows[position] = ~rows[position] if value.dtype == torch.bool else rows[position - 1].clone()
+    return value
