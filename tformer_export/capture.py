@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import sympy
@@ -211,6 +212,18 @@ def vocabulary(captured: Captured, name: str) -> int | None:
             if user.target in ID_MOVES:
                 todo.append(user)
     return None
+
+
+def operation(node: Node) -> str:
+    """The operation's name; of a part of its results, that of the operation."""
+    while node.target is getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return "the attention" if str(node.target) == "tformer.attention.default" else f"`{node.target}`"
+
+
+def named(node: Node) -> str:
+    """The operation and its line in the user's code."""
+    return f"{operation(node)} at {source_line(node)}"
 
 
 def source_line(node: Node) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
+from types import FrameType, NoneType
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,24 @@ def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '').strip()}"
 
 
+def place(walked: Iterable[tuple[FrameType, int]]) -> str:
+    """The user's innermost line among frames that are given outermost first; for a model that has no line of theirs,
+    the innermost module that was running."""
+    walked = list(walked)
+    summary = traceback.StackSummary.extract(iter(walked))
+    if any(is_users(f.filename) for f in summary):
+        return users_line(summary)
+    running = [m for frame, _ in walked if isinstance(m := frame.f_locals.get("self"), torch.nn.Module)]
+    if not running:
+        return users_line(summary)
+    path = {part: name for name, part in running[0].named_modules()}.get(running[-1], "")
+    path = path.removeprefix("_export_root.").removeprefix("module.")  # the wrappers are torch.export's and ours
+    return f"`{path}` ({type(running[-1]).__name__})" if path else type(running[-1]).__name__
+
+
 def line_of_error(error: BaseException) -> str:
     """Where the user's code was when the error arose."""
-    return users_line(traceback.extract_tb(error.__traceback__))
+    return place(traceback.walk_tb(error.__traceback__))
 
 
 def said(error: BaseException) -> str:
@@ -95,10 +111,11 @@ def sizes_watched(names: Iterable[str]) -> Iterator[SizeWatch]:
     replace, bound = ShapeEnv._set_replacement, ShapeEnv._update_var_to_range
 
     def line() -> str:
-        frames = traceback.extract_stack()
-        here = next(i for i, frame in enumerate(frames) if frame.filename == __file__)
-        caller = max((i for i, frame in enumerate(frames[:here]) if frame.filename.startswith(_OURS)), default=-1)
-        return users_line(frames[caller + 1 : here])  # beyond it is who called the export
+        walked = list(traceback.walk_stack(sys._getframe()))[::-1]
+        files = [frame.f_code.co_filename for frame, _ in walked]
+        here = files.index(__file__)
+        caller = max((i for i, file in enumerate(files[:here]) if file.startswith(_OURS)), default=-1)
+        return place(walked[caller + 1 : here])  # beyond it is who called the export
 
     def axes(env: Any, symbol: Any) -> list[Axis]:
         return watch.axes(" ".join(str(getattr(s, "name", s)) for s in env.var_to_sources.get(symbol, [])))
@@ -198,7 +215,7 @@ def _explain_fixed(
 def _growth(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-    """(operations, longest chain of them, numbers read out of tensors) of the trace, at two lengths of the step input."""
+    """(operations, longest chain of them, numbers read out of tensors), of traces at two lengths of the step input."""
     found = []
     for length in (3, 6):
         value = example[step]

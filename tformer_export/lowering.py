@@ -37,7 +37,7 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"), _translated_errors(program):
+    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"), _translated_errors():
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program.module,
@@ -62,7 +62,7 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
 
 
 @contextmanager
-def _translated_errors(program: Program) -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     """torch.onnx's errors, of many types and pages, as one sentence."""
     try:
         yield
@@ -73,24 +73,20 @@ def _translated_errors(program: Program) -> Iterator[None]:
         lines = [line for e in causes for line in re.sub(r"\x1b\[[0-9;]*m", "", str(e)).splitlines() if line.strip()]
         missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", "\n".join(lines))
         reason = f"it has no form of {missing[1]}" if missing else (lines or [type(error).__name__])[-1].strip()
-        where = _user_line(program, causes)
+        where = _users_line(causes)
         raise UnsupportedModelError(
-            f"torch.onnx cannot translate the model{f', at {where}' if where else ''}: {reason}. Write it there with other "
-            "operations"
+            f"torch.onnx cannot translate the model{f', at {where}' if where else ''}: {reason}. Write it there "
+            "with other operations"
         ) from error
 
 
-def _user_line(program: Program, causes: list[Exception]) -> str | None:
-    """The user's line of the operation that torch.onnx was at: its node stands in the frames of the errors, and says from
-    which line of the program's code it was traced, which is an operation that was copied from the captured graph."""
-    by_name = {node.name: node for node in program.module.graph.nodes}
+def _users_line(causes: list[Exception]) -> str | None:
+    """The user's line of the operation that torch.onnx was at, whose node stands in the frames of its errors."""
     for error in reversed(causes):
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             for held in frame.f_locals.values():
-                if isinstance(held, torch.fx.Node) and held.op == "call_function":
-                    made = re.findall(r"^\s*(\w+) = ", held.meta.get("stack_trace") or "", re.MULTILINE)
-                    origin = next((by_name[name] for name in reversed(made) if name in by_name), None)
-                    return source_line(origin) if origin is not None and "stack_trace" in origin.meta else None
+                if isinstance(held, torch.fx.Node) and held.op == "call_function" and "stack_trace" in held.meta:
+                    return source_line(held)
     return None
 
 

@@ -126,6 +126,7 @@ def _stage(
         outputs = [(captured.output, False)]
         encode = EncodeEmitter(captured, level, values).emit(outputs, ["output"])
         return encode, None, (), 0, {}
+    _check_step(captured, inputs)
     _check_output(captured)
     refuse_not_finite(captured, values, module)
     refuse_numbers(captured, level)
@@ -176,6 +177,16 @@ def _asked(captured: Captured, name: str) -> list[int]:
     return sorted({t.padding for t in padding_tests(captured, name) if t.padding is not None})
 
 
+def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
+    """Decoding appends a token to the step input."""
+    assert captured.step_name is not None
+    if inputs[captured.step_name].ids is None:
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds {captured.example[captured.step_name].dtype}, not token ids: "
+            "let forward take the ids (int64) and look them up itself, or export it without a step input (step=None)"
+        )
+
+
 def _check_output(captured: Captured) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
@@ -184,7 +195,7 @@ def _check_output(captured: Captured) -> None:
         return
     names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
     sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
-    if not timed:
+    if not any(captured.time in expression(size).free_symbols for size in shape):
         what = "which has no row for each position of it: it is pooled, or one position is taken out"
     else:
         what = "which is not (batch, time, vocabulary)"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from tformer_export.capture import Captured, distinct_sizes, expression, meta, source_line
+from tformer_export.capture import Captured, distinct_sizes, expression, meta, named
 from tformer_export.explain import line_of_error, said
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import call, run
@@ -64,7 +64,7 @@ def refuse_random(captured: Captured, rehearsal: Rehearsal) -> None:
     if not _same(first[captured.output], second[captured.output]):
         node = next(n for n in captured.nodes if n in first and not _same(first[n], second[n]))
         raise UnsupportedModelError(
-            f"`{node.target}` at {source_line(node)} gives something else each time it runs, and the output with it, "
+            f"{named(node)} gives something else each time it runs, and the output with it, "
             "so no file could be compared with the model. Switch it off outside training (training=self.training), or "
             "draw its numbers once in __init__ and keep them as a buffer"
         )
@@ -97,12 +97,15 @@ def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn
             "with; load a checkpoint that holds numbers"
         )
     lost = _has_nan if output.isnan().any() else _all_infinite
-    node = next(n for n in captured.nodes if lost(values.get(n)) and n.op == "call_function")
+    node = next(n for n in captured.nodes if n.op == "call_function" and lost(values[n]))
     what = "NaN" if lost is _has_nan else "infinite"
+    overflow = next((n for n in captured.nodes if n.op == "call_function" and _has_infinity(values[n])), node)
+    if captured.nodes.index(overflow) < captured.nodes.index(node):
+        node, what = overflow, "infinite"
     raise UnsupportedModelError(
-        f"the model's logits are not finite for random ids: the values first become {what} in `{node.target}` at "
-        f"{source_line(node)}, so there is nothing to compare with. Keep them finite there: a row of attention whose "
-        "keys are all masked, a logarithm or root of a negative number and a division by zero are the usual causes"
+        f"the model's logits are not finite for random ids: the values first become {what} in {named(node)}, so "
+        "there is nothing to compare with. Keep them finite there: a row of attention whose keys are all masked, an "
+        "overflow, a division by zero and a logarithm or root of a negative number are the usual causes"
     )
 
 
@@ -120,7 +123,7 @@ def refuse_mixed_rows(captured: Captured, values: Mapping[Node, Any], inputs: Ma
         return
     node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, after))
     raise UnsupportedModelError(
-        f"`{node.target}` at {source_line(node)} lets the rows of a batch change each other, so that a request would "
+        f"{named(node)} lets the rows of a batch change each other, so that a request would "
         "be answered differently beside others. Compute each row from itself alone: a batch normalisation, for one, by "
         "its running statistics"
     )
@@ -137,7 +140,7 @@ def failing_line(captured: Captured, inputs: Mapping[str, torch.Tensor]) -> str:
             try:
                 values[node] = call(node, lambda n: values[n])
             except (RuntimeError, IndexError):
-                return f" in `{node.target}` at {source_line(node)}"
+                return f" in {named(node)}"
     return ""
 
 
@@ -196,7 +199,7 @@ def _ids_out_of_range(source: Source, error: Exception) -> str | None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Sets weights, buffers and attributes back afterwards; then the list that is given names those that had changed."""
+    """Sets weights, buffers and attributes back afterwards; the list that is given then names those that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
     tensors = (*module.named_parameters(), *module.named_buffers())
     numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors}
@@ -249,6 +252,11 @@ def _first_row_differs(captured: Captured, node: Node, before: Mapping[Node, Any
 
 def _has_nan(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+def _has_infinity(value: Any) -> bool:
+    """+inf: −inf is how masks are made."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool((value == torch.inf).any())
 
 
 def _all_infinite(value: Any) -> bool:

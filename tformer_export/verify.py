@@ -92,8 +92,8 @@ class Reference:
         except Exception as error:  # whatever the user's code raises
             sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
             raise UnsupportedModelError(
-                f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: {said(error)}. "
-                "The file has to run at any size up to the maximum length: lower it, or let forward take any size"
+                f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
+                f"{said(error)}. The file has to run at any size up to the maximum length: let forward do so too"
             ) from error
         if not np.isfinite(logits).any():
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")

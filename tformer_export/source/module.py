@@ -63,7 +63,10 @@ def from_module(
                 raise SourceError(f"the padding mask {name!r} must be boolean or integer; additive ones are not read")
             given[name] = mask
             example[name] = build_mask(mask, example[mask.of])
-    adapter = Adapter(as_float32(module), list(example), built=built, layouts=layouts, step=step)
+    adapted = as_float32(module)
+    if adapted is not module:
+        example = {name: value.float() if value.is_floating_point() else value for name, value in example.items()}
+    adapter = Adapter(adapted, list(example), built=built, layouts=layouts, step=step)
     decoding = "text2text-generation" if len(example) - len(given) > 1 else "text-generation"
     return Source(
         module=adapter,

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured, aten, meta, source_line
+from tformer_export.capture import Captured, aten, meta, named, operation, source_line
 from tformer_export.staging.evaluate import call
 from tformer_export.staging.levels import Level
 from tformer_runtime.errors import UnsupportedModelError
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 RUN_ONCE = "export the model without a step input (step=None) to run it once per input"
 LONGEST_WAY = 12  # operations between a value with other rows and one with the positions' rows again
-
-
-def named(node: Node) -> str:
-    """The operation and its line in the user's code."""
-    return f"{'the attention' if node.target is ATTENTION else f'`{node.target}`'} at {source_line(node)}"
 
 
 def refuse_numbers(captured: Captured, level: Mapping[Node, Level]) -> None:
@@ -53,19 +48,21 @@ def why_not(views: Views, node: Node, looks_ahead: bool) -> str:
             f"{named(node)} makes a tensor whose size depends on the data, so its rows no longer belong to positions. "
             "Keep a row for every position and hide what is not wanted, by torch.where, masked_fill or a mask"
         )
+    if not _alike(call(node, lambda n: views.values[n]), views.values[node]):
+        return (
+            f"{named(node)} gives something else each time it runs, so it cannot be decoded step by step. Leave it out "
+            "outside training, or draw its numbers once in __init__ and keep them as a buffer"
+        )
     moves = _moves(views, node, node) or ({"ahead"} if looks_ahead else set())
     if "ahead" in moves or (looks_ahead and node.target is ATTENTION):
-        what = f"{named(node)} looks ahead: its value at a position depends on later positions of the step input"
-        if node.target is ATTENTION:
-            return (
-                f"{what}, so it cannot be decoded step by step. Give it a causal mask; if it is an encoder, {RUN_ONCE}"
-            )
+        hint = "Give it" if node.target is ATTENTION else "If this is attention, give it"
         return (
-            f"{what}, so it cannot be decoded step by step; if this is attention, give it a causal mask. Positions may "
-            f"meet in causal attention alone: otherwise, {RUN_ONCE}"
+            f"{named(node)} looks ahead: its value at a position depends on later positions of the step input, so it "
+            f"cannot be decoded step by step. {hint} a causal mask; if the model is to see the whole sequence, "
+            f"{RUN_ONCE}"
         )
     if "back" in moves:
-        return f"{named(node)} {_CARRIES} its value at a position is made from earlier positions. {_ONLY_ATTENTION}"
+        return f"{named(node)} {_CARRIES} its value at a position is made from earlier ones. {_ONLY_ATTENTION}"
     return (
         f"{named(node)} mixes different positions of the step input outside attention, so it cannot be decoded step by "
         f"step with a key-value cache; {RUN_ONCE}"
@@ -80,16 +77,22 @@ _ONLY_ATTENTION = (
 
 def shifted(views: Views, node: Node, rows: Any) -> str:
     """For a value that has other rows than positions: what becomes of it where it has a row for each again."""
-    what = f"{named(node)} has {rows} rows where the step input has {views.time}"
+    size = str(rows).replace(str(views.time), "time")
+    what = f"{named(node)} has {size} rows where the step input has time"
     above, below = _nearest(views, node, up=True), _nearest(views, node, up=False)
-    moves = _moves(views, above, below) if above is not None and below is not None else set()
-    if moves == {"back"} and below is not None:
-        return (
-            f"{what}: {named(below)} then {_CARRIES} its value at a position is made from a few earlier ones, as in a "
-            f"convolution over time. {_ONLY_ATTENTION}"
-        )
-    if "ahead" in moves and below is not None:
-        return f"{what}: {named(below)} then looks ahead, to later positions of the step input, so it cannot be decoded"
+    if above is not None and below is not None:
+        moves = _moves(views, above, below)
+        then = named(below) if source_line(below) != source_line(node) else operation(below)
+        if moves == {"back"}:
+            return (
+                f"{what}, and {then} {_CARRIES} its value at a position is made from a few earlier ones, as in a "
+                f"convolution over time. {_ONLY_ATTENTION}"
+            )
+        if moves:
+            return (
+                f"{what}, and {then} looks ahead: its value at a position depends on later positions of the step "
+                f"input, so it cannot be decoded step by step; {RUN_ONCE}"
+            )
     return f"{what}: positions are put in front, dropped or shifted inside the model; do that to its inputs instead"
 
 
@@ -154,7 +157,7 @@ def _between(views: Views, sources: list[Node], result: Node) -> list[Node]:
 
 
 def _by_position(views: Views, node: Node, axis: int, value: torch.Tensor) -> torch.Tensor:
-    """(positions, everything else) of a value whose axis may hold positions at a stride; shares its memory if it can."""
+    """(positions, …): the value by its axis of positions, which may be strided; shares memory if it is contiguous."""
     length = views.sizes[views.time]
     stride = views.inner.get(node, {}).get(axis, 1)
     size = value.shape[axis] // (length * stride)
@@ -172,3 +175,13 @@ def _disturb(views: Views, node: Node, position: int) -> torch.Tensor:
     else:
         rows[position] = ~rows[position] if value.dtype == torch.bool else rows[position - 1].clone()
     return value
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether an operation gave the same twice; what is not a tensor is not asked."""
+    pairs = zip(one, other, strict=True) if isinstance(one, (list, tuple)) else [(one, other)]
+    return all(
+        a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-5, True)
+        for a, b in pairs
+        if isinstance(a, torch.Tensor)
+    )

@@ -40,7 +40,7 @@ Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of
 Choice = Roles | str | None
 
 LENGTH = 6
-WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3))  # (first position, how many) at that length
+WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3), (0, 1), (0, 2))  # (first position, how many) at that length
 RELATIVE = 1e-4  # kernels of different shapes round differently by about 1e-6; a missing position changes whole digits
 MOST_AXES = 12  # choices beyond 2 ** this are not searched
 
@@ -119,6 +119,8 @@ class Views:
         restricted = []
         for tensor in tensors:
             for axis, role in roles:
+                if axis >= tensor.dim():  # what an operation returns beside its result, such as statistics
+                    continue
                 stride = self.inner.get(node, {}).get(axis, 1)
                 if tensor.shape[axis] % (LENGTH * stride):
                     size = meta(node).shape[axis] if isinstance(meta(node), torch.Tensor) else "another length"
