@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -221,7 +222,8 @@ def _growth(
         value = example[step]
         sized = {**example, step: value.index_select(1, torch.arange(length) % value.shape[1])}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 program = torch.export.export(module, tuple(sized.values()), strict=False).run_decompositions()
         except Exception:  # then there is less to say
             return None

@@ -130,7 +130,6 @@ def _stage(
     _check_output(captured)
     refuse_not_finite(captured, values, module)
     refuse_numbers(captured, level)
-    refuse_mixed_rows(captured, values, probe)
     views = Views(captured, level, values, constants)
     try:
         plan: Plan = make_plan(captured, level, views, target.fuses)
@@ -142,6 +141,7 @@ def _stage(
             f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
             "declare it (special={'pad': …}), and it must not be a token that decoding starts with"
         ) from error
+    refuse_mixed_rows(captured, values, probe)
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = list(plan.contexts)
     names = [f"context.{i}" for i in range(len(contexts))]

@@ -124,7 +124,7 @@ def refuse_mixed_rows(captured: Captured, values: Mapping[Node, Any], inputs: Ma
     node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, after))
     raise UnsupportedModelError(
         f"{named(node)} lets the rows of a batch change each other, so that a request would "
-        "be answered differently beside others. Compute each row from itself alone: a batch normalisation, for one, by "
+        "be answered differently beside others. Compute each row from itself alone: batch normalisation, for one, by "
         "its running statistics"
     )
 
