@@ -238,6 +238,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
+    one, other = one.detach(), other.detach()
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=SAME, atol=SAME * scale, equal_nan=True)
