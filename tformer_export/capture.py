@@ -21,6 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.explain import explain_trace, is_users, sizes_watched, users_line
@@ -262,6 +263,13 @@ def expression(size: Any) -> sympy.Expr:
 
 def symbols(size: Any) -> frozenset[sympy.Symbol]:
     return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+def is_counted(node: Any) -> bool:
+    """Whether a node is a number that was read out of data, such as how many rows an expert gets, and not out of the
+    shape of an input."""
+    value = meta(node)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and any(free_unbacked_symbols(value))
 
 
 _NOTHING = {

@@ -142,6 +142,28 @@ def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Te
     return present.narrow(axis, 0, slots.shape[0])
 
 
+def grouped_product(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Each group of rows times its own matrix: rows (S, I) in the order of their groups, ends (E,) the row at which
+    each group ends, E weights (I, O) → (S, O).
+
+    A group without rows costs its operators' calls and reads no weights. torch.onnx is told that each group has S rows,
+    for it wants a number; the shapes of intermediate values are not written.
+    """
+    ends = ends.to(torch.int64)
+    sizes = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
+    groups = onnx_ops.symbolic_multi_out(
+        "Split",
+        [rows, sizes],
+        {"axis": 0},
+        dtypes=[rows.dtype] * len(weights),
+        shapes=[rows.shape] * len(weights),
+        version=18,
+    )
+    products = [torch.matmul(group, weight) for group, weight in zip(groups, weights, strict=True)]
+    shape = (rows.shape[0], weights[0].shape[1])
+    return onnx_ops.symbolic("Concat", products, {"axis": 0}, dtype=rows.dtype, shape=shape, version=13)
+
+
 def _additive(bias: torch.Tensor) -> torch.Tensor:
     if bias.dtype != torch.bool:
         return bias

@@ -35,7 +35,6 @@ from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
-from tformer_export.staging.refusal import refuse_numbers
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
@@ -129,7 +128,6 @@ def _stage(
     _check_step(captured, inputs)
     _check_output(captured)
     refuse_not_finite(captured, values, module)
-    refuse_numbers(captured, level)
     views = Views(captured, level, values, constants)
     try:
         plan: Plan = make_plan(captured, level, views, target.fuses)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from tformer_export import operators
 from tformer_export.attention import ATTENTION
@@ -40,11 +40,14 @@ class Target:
         return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
 
     def lower(self, module: GraphModule) -> None:
-        """Replace the attention nodes that are left, in place, by this target's operator."""
+        """Replace the attention nodes that are left, and products by group, in place, by this target's operators."""
         operator = self._given_attention()
         for node in module.graph.nodes:
             if node.target is ATTENTION:
                 node.target = operator
+            elif is_grouped_product(node):
+                _split_groups(module, node)
+        module.graph.eliminate_dead_code()
         module.recompile()
 
     def check(self, model: ir.Model) -> None:
@@ -58,6 +61,28 @@ class Target:
 
     def _given_attention(self) -> Callable[..., torch.Tensor]:
         return operators.multi_head_attention if self.name == "cpu" else operators.plain_attention
+
+
+def is_grouped_product(node: Node) -> bool:
+    """Whether a node multiplies groups of rows with a matrix each: aten's operation, or a library's stand-in for it."""
+    return isinstance(node.target, torch._ops.OpOverload) and "grouped_mm" in node.target.name()
+
+
+def _split_groups(module: GraphModule, node: Node) -> None:
+    """Give each group a weight of its own, so that a step reads those of the groups that have rows."""
+    rows, weights, ends = (*node.args, *node.kwargs.values())[:3]
+    if not isinstance(weights, Node) or weights.op != "get_attr":
+        raise UnsupportedModelError(f"`{node.target}` multiplies groups of rows with matrices that are not weights")
+    held = module.get_buffer(str(weights.target))
+    parts = []
+    with module.graph.inserting_before(node):
+        for i, weight in enumerate(held):
+            name = f"{weights.target}_{i}"
+            if not hasattr(module, name):
+                module.register_buffer(name, weight)
+            parts.append(module.graph.get_attr(name))
+    node.args, node.kwargs = (rows, ends, *parts), {}
+    node.target = operators.grouped_product
 
 
 TARGETS = {name: Target(name, opset) for name, opset in (("cpu", 24), ("cuda", 24), ("portable", 24))}

@@ -99,14 +99,16 @@ class DecodeEmitter(Emitter):
         elif node in self.plan.fused and all(role == NEW for _, role in roles):
             self.made[node, roles] = self._fused(self.plan.fused[node])
         else:
-            leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-            solution = views.solve(node, roles)
-            operands = [
-                self._operand(node, leaf, choice) if isinstance(leaf, Node) else leaf
-                for leaf, choice in zip(leaves, solution.choices, strict=True)
-            ]
-            args, kwargs = pytree.tree_unflatten(operands, spec)
-            self.made[node, roles] = self.copied(node, args, kwargs)
+            inside: dict[Any, Node] = {}  # of a region
+            for part, choices in views.solve(node, roles).parts:
+                leaves, spec = pytree.tree_flatten((part.args, part.kwargs))
+                operands = [
+                    inside.get(leaf) or self._operand(part, leaf, choice) if isinstance(leaf, Node) else leaf
+                    for leaf, choice in zip(leaves, choices, strict=True)
+                ]
+                args, kwargs = pytree.tree_unflatten(operands, spec)
+                inside[part] = self.copied(part, args, kwargs)
+            self.made[node, roles] = inside[node]
 
     def _operand(self, user: Node, leaf: Node, choice: Choice) -> Any:
         if isinstance(meta(leaf), torch.SymInt):
@@ -247,7 +249,7 @@ class DecodeEmitter(Emitter):
             table = self.tables.get(attention.bias)
             if table is None or not table.causal_only:  # the operator itself is causal
                 solution = views.solve(node, views.roles(node))
-                bias = self._operand(node, attention.bias, solution.choices[3])
+                bias = self._operand(node, attention.bias, solution.choices[0][3])
         caches = [self._cache(operand, 0, 2) for operand in (attention.key, attention.value)]
         result = self.call(
             operators.grouped_query_attention,

@@ -1,7 +1,8 @@
 """The binding time of every value: is it known for good, once a request, or once a step?
 
-A size does not inherit the binding time of the tensor that it is read from. A value that follows from the
-step input through "is this padding?" alone is a constant: rows are right-padded, so valid positions hold no padding.
+A size does not inherit the binding time of the tensor that it is read from, unless it was counted from data. A value
+that follows from the step input through "is this padding?" alone is a constant: rows are right-padded, so valid
+positions hold no padding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import ID_MOVES, IDS, Captured, aten, meta, vocabulary
+from tformer_export.capture import ID_MOVES, IDS, Captured, aten, is_counted, meta, vocabulary
 
 
 class Level(IntEnum):
@@ -31,7 +32,7 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
                 level[node] = Level.STEP
             else:
                 level[node] = Level.CONSTANT if node.name in captured.constants else Level.REQUEST
-        elif isinstance(meta(node), (int, torch.SymInt)):
+        elif isinstance(meta(node), (int, torch.SymInt)) and not is_counted(node):
             level[node] = Level.CONSTANT
         else:
             level[node] = max((level[a] for a in node.all_input_nodes), default=Level.CONSTANT)

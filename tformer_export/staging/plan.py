@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import Captured, aten, meta
@@ -74,18 +73,17 @@ def make_plan(captured: Captured, level: Mapping[Node, Level], views: Views, fit
                 demand(node, views.roles(node))
                 continue
             solution = views.solve(node, roles)
-            cached = _cached_attention(views, level, node, solution.choices) if node.target is ATTENTION else None
+            alone = node.target is ATTENTION and len(solution.nodes) == 1
+            cached = _cached_attention(views, level, node, solution.choices[0]) if alone else None
             if cached is not None and fits(cached):
                 plan.fused[node] = cached
                 for operand in (node.args[0], cached.key, cached.value):
                     demand(operand, views.roles(operand))  # type: ignore[arg-type]
                 if cached.bias is not None:
-                    demand(cached.bias, solution.choices[3])
+                    demand(cached.bias, solution.choices[0][3])
                 continue
-            leaves = pytree.tree_leaves((node.args, node.kwargs))
-            for leaf, choice in zip(leaves, solution.choices, strict=True):
-                if isinstance(leaf, Node):
-                    demand(leaf, choice)
+            for operand, choice in solution.operands():
+                demand(operand, choice)
     plan.select = _select(captured, plan, views)
     return plan
 

@@ -6,7 +6,6 @@ ahead; if only later ones do, it carries something from position to position in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,33 +13,31 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured, aten, meta, named, operation, source_line
+from tformer_export.capture import is_counted, meta, named, operation, source_line
 from tformer_export.staging.evaluate import call
 from tformer_export.staging.levels import Level
-from tformer_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from tformer_export.staging.views import Views
 
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 RUN_ONCE = "export the model without a step input (step=None) to run it once per input"
 LONGEST_WAY = 12  # operations between a value with other rows and one with the positions' rows again
 
 
-def refuse_numbers(captured: Captured, level: Mapping[Node, Level]) -> None:
-    """Refuse a number that is read out of the step input's data: it would be of all positions, later ones too."""
-    for node in captured.nodes:
-        read = [a for a in node.all_input_nodes if isinstance(meta(a), torch.Tensor) and level[a] == Level.STEP]
-        if isinstance(meta(node), NUMBERS) and read and node.target is not aten.sym_size.int:
-            raise UnsupportedModelError(
-                f"forward reads a number out of the step input's data into Python, at {source_line(node)}. It follows "
+def why_not(views: Views, node: Node, looks_ahead: bool) -> str:
+    """One sentence or two for an operation that keeps positions apart in no way. looks_ahead: what else says so."""
+    for read in (node, *node.all_input_nodes):
+        if is_counted(read):
+            return (
+                f"forward reads a number out of the step input's data into Python, at {source_line(read)}. It follows "
                 "from all positions at once, while a step knows only those so far: compute it for each position, as a "
                 "tensor"
             )
-
-
-def why_not(views: Views, node: Node, looks_ahead: bool) -> str:
-    """One sentence or two for an operation that keeps positions apart in no way. looks_ahead: what else says so."""
+    misfits = [n for n in node.all_input_nodes if _misfit(views, n)]
+    while above := [n for n in (misfits[0].all_input_nodes if misfits else ()) if _misfit(views, n)]:
+        misfits = above
+    if misfits:
+        return _shifted(views, misfits[0])
     value = meta(node)
     first = value[0] if isinstance(value, (list, tuple)) else value
     if isinstance(first, torch.Tensor) and any(free_unbacked_symbols(size) for size in first.shape):
@@ -75,9 +72,16 @@ _ONLY_ATTENTION = (
 )
 
 
-def shifted(views: Views, node: Node, rows: Any) -> str:
+def _misfit(views: Views, node: Node) -> bool:
+    """Whether an axis has rows that are no multiple of the positions."""
+    return node in views.unknown and any(
+        views.values[node].shape[axis] % views.sizes[views.time] for axis in views.time_axes(node)
+    )
+
+
+def _shifted(views: Views, node: Node) -> str:
     """For a value that has other rows than positions: what becomes of it where it has a row for each again."""
-    size = str(rows).replace(str(views.time), "time")
+    size = str(meta(node).shape[views.time_axes(node)[0]]).replace(str(views.time), "time")
     what = f"{named(node)} has {size} rows where the step input has time"
     above, below = _nearest(views, node, up=True), _nearest(views, node, up=False)
     if above is not None and below is not None:

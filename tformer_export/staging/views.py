@@ -27,10 +27,11 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from tformer_export.capture import Captured, expression, meta, source_line, symbols
+from tformer_export.capture import Captured, expression, is_counted, meta, source_line, symbols
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
-from tformer_export.staging.refusal import shifted, why_not
+from tformer_export.staging.refusal import why_not
+from tformer_export.staging.regions import closing_regions
 from tformer_runtime.errors import UnsupportedModelError
 
 NEW, ALL = "new", "all"
@@ -47,9 +48,25 @@ MOST_AXES = 12  # choices beyond 2 ** this are not searched
 
 @dataclass(frozen=True)
 class Solution:
-    """How an operation is computed for a window: one choice for each leaf of (args, kwargs), in pytree order."""
+    """How a value is computed for a window: by its own operation, or by those of a region, in their order.
 
-    choices: tuple[Choice, ...]
+    choices: for each operation one choice for each leaf of (args, kwargs), in pytree order; None for a leaf that is
+    computed in the region.
+    """
+
+    nodes: tuple[Node, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+
+    @property
+    def parts(self) -> Iterator[tuple[Node, tuple[Choice, ...]]]:
+        return zip(self.nodes, self.choices, strict=True)
+
+    def operands(self) -> Iterator[tuple[Node, Choice]]:
+        """What is read from outside, and how."""
+        for node, choices in self.parts:
+            for leaf, choice in zip(pytree.tree_leaves((node.args, node.kwargs)), choices, strict=True):
+                if isinstance(leaf, Node) and leaf not in self.nodes:
+                    yield leaf, choice
 
 
 class Views:
@@ -61,7 +78,9 @@ class Views:
         assert captured.time is not None
         self.captured, self.level, self.values, self.constants = captured, level, values, constants
         self.time: sympy.Symbol = captured.time
+        self.order = {node: i for i, node in enumerate(captured.nodes)}
         self.inner: dict[Node, dict[int, int]] = {}
+        self.unknown: set[Node] = set()  # values whose positions are not in any order that could be found
         self.solutions: dict[tuple[Node, Roles], Solution] = {}
         self.cuts: dict[Node, int] = {}  # cut node → its time axis
         self._fresh: dict[tuple[Node, int], Any] = {}
@@ -102,14 +121,17 @@ class Views:
                 if isinstance(meta(node), torch.Tensor) and not self.is_exact(node, axis):
                     size = self.values[node].shape[axis] // LENGTH
                     strides = [k for k in range(1, size + 1) if size % k == 0]
-                    self.inner.setdefault(node, {})[axis] = self._first_stride(node, axis, strides)
+                    if not self._find_stride(node, axis, strides):
+                        self.unknown.add(node)
 
-    def _first_stride(self, node: Node, axis: int, strides: list[int]) -> int:
+    def _find_stride(self, node: Node, axis: int, strides: list[int]) -> bool:
+        if self.values[node].shape[axis] % LENGTH:
+            return False
         for stride in strides:
             self.inner.setdefault(node, {})[axis] = stride
-            if self._search(node, self.roles(node), (NEW,)) is not None:
-                return stride
-        return 1
+            if self._search((node,), self.roles(node), (NEW,)) is not None:
+                return True
+        return False
 
     def restrict(self, node: Node, roles: Roles, window: tuple[int, int]) -> Any:
         """The node's value, narrowed on its time axes."""
@@ -122,9 +144,6 @@ class Views:
                 if axis >= tensor.dim():  # what an operation returns beside its result, such as statistics
                     continue
                 stride = self.inner.get(node, {}).get(axis, 1)
-                if tensor.shape[axis] % (LENGTH * stride):
-                    size = meta(node).shape[axis] if isinstance(meta(node), torch.Tensor) else "another length"
-                    raise UnsupportedModelError(shifted(self, node, size))
                 start, size = (first, count) if role == NEW else (0, first + count)
                 split = tensor.unflatten(axis, (-1, LENGTH, stride)).narrow(axis + 1, start, size)
                 tensor = split.flatten(axis, axis + 2)
@@ -134,67 +153,95 @@ class Views:
     # -- search ---------------------------------------------------------------------------------------------------
 
     def solve(self, node: Node, roles: Roles) -> Solution:
-        """The choice of operands that computes `node` in these roles; UnsupportedModelError if there is none."""
+        """The choice of operands that computes `node` in these roles, by itself or, if it cannot be, together with the
+        smallest region before it that can; UnsupportedModelError if there is none."""
         key = node, roles
         if key not in self.solutions:
-            found = self._search(node, roles, (NEW, ALL))
+            found = self._search((node,), roles, (NEW, ALL))
+            for region in closing_regions(node, self.level, self.order, self._is_apart) if found is None else ():
+                found = self._search(region, roles, (NEW, ALL))
+                if found is not None:
+                    break
             if found is None:
                 ahead = all(role == NEW for _, role in roles) and self._looks_ahead(node, roles)
                 raise UnsupportedModelError(why_not(self, node, ahead))
             self.solutions[key] = found
         return self.solutions[key]
 
-    def _search(self, node: Node, roles: Roles, allowed: tuple[str, ...]) -> Solution | None:
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        for choices in self._candidates(leaves, allowed):
-            if all(self._commutes(node, roles, leaves, choices, spec, window) for window in WINDOWS):
-                return Solution(choices)
+    def _is_apart(self, node: Node) -> bool:
+        """Whether a step value has its positions on axes of their own, or in a layout that is known."""
+        return bool(self.time_axes(node)) and node not in self.unknown
+
+    def _search(
+        self,
+        nodes: tuple[Node, ...],
+        roles: Roles,
+        allowed: tuple[str, ...],
+        windows: tuple[tuple[int, int], ...] = WINDOWS,
+    ) -> Solution | None:
+        """The first choice of operands with which the last of `nodes` commutes, those with the fewest ALL first."""
+        leaves = tuple(tuple(pytree.tree_leaves((node.args, node.kwargs))) for node in nodes)
+        inside = frozenset(nodes)
+        options = [[self._options(leaf, allowed, inside) for leaf in part] for part in leaves]
+        if any(choices == [] for part in options for choices in part):
+            return None
+        slots = [(p, i) for p, part in enumerate(options) for i, choices in enumerate(part) if len(choices) > 1]
+        # One value may be read twice, as the new rows and as all of them. In a large region it is read in one way.
+        tied = len(slots) > MOST_AXES and len(nodes) > 1
+        groups: dict[Any, list[tuple[int, int]]] = {}
+        for p, i in slots:
+            groups.setdefault(leaves[p][i] if tied else (p, i), []).append((p, i))
+        free = [options[where[0][0]][where[0][1]] for where in groups.values()]
+        if len(free) > MOST_AXES:
+            free = [[o[0], o[-1]] if at < MOST_AXES else o[:1] for at, o in enumerate(free)]
+
+        def weight(chosen: tuple[Choice, ...]) -> int:
+            return sum(role == ALL for c in chosen if isinstance(c, tuple) for _, role in c)
+
+        choices = [[o[0] for o in part] for part in options]
+        for chosen in sorted(itertools.product(*free), key=weight):
+            for where, choice in zip(groups.values(), chosen, strict=True):
+                for p, i in where:
+                    choices[p][i] = choice
+            solution = Solution(nodes, tuple(map(tuple, choices)))
+            if all(self._commutes(solution, roles, window) for window in windows):
+                return solution
         return None
 
-    def _candidates(self, leaves: list[Any], allowed: tuple[str, ...]) -> Iterator[tuple[Choice, ...]]:
-        """All choices for the leaves, those with the fewest ALL first."""
-        options: list[list[Choice]] = []
-        for leaf in leaves:
-            if self.is_timed_size(leaf):
-                options.append([((0, role),) for role in allowed])
-            elif isinstance(leaf, Node) and (axes := self.time_axes(leaf)):
-                per_axis: list[Choice] = [
-                    tuple(zip(axes, roles, strict=True)) for roles in itertools.product(allowed, repeat=len(axes))
-                ]
-                if self.level[leaf] == Level.CONSTANT:
-                    exact = all(self.is_exact(leaf, a) for a in axes)
-                    per_axis = [*per_axis, FRESH] if exact else [FRESH]
-                elif self.level[leaf] == Level.REQUEST:
-                    per_axis = [ONE, *per_axis]
-                options.append(per_axis)
-            else:
-                options.append([None])
-        free = sum(len(o) > 1 for o in options)
-        if free > MOST_AXES:
-            options = [[o[0], o[-1]] if len(o) > 1 and i < MOST_AXES else o[:1] for i, o in enumerate(options)]
+    def _options(self, leaf: Any, allowed: tuple[str, ...], inside: frozenset[Node]) -> list[Choice]:
+        """The ways in which an operand can be given; none for a value whose positions cannot be told apart."""
+        if not isinstance(leaf, Node) or leaf in inside:
+            return [None]
+        if leaf in self.unknown or is_counted(leaf):
+            return []
+        if self.is_timed_size(leaf):
+            return [((0, role),) for role in allowed]
+        axes = self.time_axes(leaf)
+        if not axes:
+            return [None]
+        per_axis: list[Choice] = [
+            tuple(zip(axes, roles, strict=True)) for roles in itertools.product(allowed, repeat=len(axes))
+        ]
+        if self.level[leaf] == Level.CONSTANT:
+            return [*per_axis, FRESH] if all(self.is_exact(leaf, a) for a in axes) else [FRESH]
+        return [ONE, *per_axis] if self.level[leaf] == Level.REQUEST else per_axis
 
-        def weight(choices: tuple[Choice, ...]) -> int:
-            return sum(role == ALL for c in choices if isinstance(c, tuple) for _, role in c)
-
-        return iter(sorted(itertools.product(*options), key=weight))
-
-    def _commutes(
-        self,
-        node: Node,
-        roles: Roles,
-        leaves: list[Any],
-        choices: tuple[Choice, ...],
-        spec: Any,
-        window: tuple[int, int],
-    ) -> bool:
-        operands = [self._operand(leaf, choice, window) for leaf, choice in zip(leaves, choices, strict=True)]
-        args, kwargs = pytree.tree_unflatten(operands, spec)
+    def _commutes(self, solution: Solution, roles: Roles, window: tuple[int, int]) -> bool:
+        found: dict[Node, Any] = {}
         try:
             with torch.no_grad():
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
+                for node, choices in solution.parts:
+                    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+                    operands = [
+                        found[leaf] if isinstance(leaf, Node) and leaf in found else self._operand(leaf, choice, window)
+                        for leaf, choice in zip(leaves, choices, strict=True)
+                    ]
+                    args, kwargs = pytree.tree_unflatten(operands, spec)
+                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, IndexError, ValueError):  # sizes that do not fit each other: not these roles
             return False
-        return _alike(result, self.restrict(node, roles, window))
+        exit = solution.nodes[-1]
+        return _alike(found[exit], self.restrict(exit, roles, window))
 
     def _operand(self, leaf: Any, choice: Choice, window: tuple[int, int]) -> Any:
         if not isinstance(leaf, Node):
@@ -230,13 +277,9 @@ class Views:
         return self._fresh[key]
 
     def _looks_ahead(self, node: Node, roles: Roles) -> bool:
-        """Whether it commutes at least at the window that ends with the last position."""
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        last = [w for w in WINDOWS if sum(w) == LENGTH]
-        return any(
-            all(self._commutes(node, roles, leaves, choices, spec, window) for window in last)
-            for choices in self._candidates(leaves, (NEW, ALL))
-        )
+        """Whether it commutes at least at the windows that end with the last position."""
+        last = tuple(w for w in WINDOWS if sum(w) == LENGTH)
+        return self._search((node,), roles, (NEW, ALL), last) is not None
 
     # -- cut points -----------------------------------------------------------------------------------------------
 
