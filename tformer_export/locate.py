@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta, source_line
-from tformer_export.staging.emitter import CachedValue
+from tformer_export.capture import Captured, source_line
+from tformer_export.staging.batch import Rows
+from tformer_export.staging.emitter import CachedValue, Context
 from tformer_export.staging.evaluate import run
 
 CLEAR = 1e-4  # of a value's range; what accumulates by rounding stays below
@@ -25,7 +26,7 @@ class Landmarks:
     """The values of the captured graph that a file's contexts and caches hold, in the file's order."""
 
     captured: Captured
-    contexts: tuple[Node, ...]
+    contexts: tuple[Context, ...]
     caches: tuple[CachedValue, ...]
 
     def first_difference(
@@ -33,15 +34,18 @@ class Landmarks:
     ) -> str:
         """inputs: one row, unpadded, with its batch axis. contexts and caches: that row's, padded, without it."""
         values = run(self.captured, inputs)
-        for node, found in zip(self.contexts, contexts, strict=True):
-            batch = [a for a, d in enumerate(meta(node).shape) if expression(d) in self.captured.batch]
-            expected = values[node].numpy()
-            if batch and _differ(np.take(expected, 0, batch[0]), found):
-                return f"first in what is computed once a request: {_place(node)}"
+        for context, found in zip(self.contexts, contexts, strict=True):
+            if context.rows and _differ(_first_row(values[context.node], context.rows), found):
+                return f"first in what is computed once a request: {_place(context.node)}"
         for cache, found in zip(self.caches, caches, strict=True):
-            if _differ(np.take(values[cache.node].numpy(), 0, cache.batch), found):
+            if _differ(_first_row(values[cache.node], cache.rows), found):
                 return f"first in a cached value: {_place(cache.node)}"
         return "no context and no cached value differs, so it is in the last attention or after it"
+
+
+def _first_row(value: torch.Tensor, rows: Rows) -> np.ndarray:
+    apart: torch.Tensor = rows.split(lambda function, *args: function(*args), value)
+    return apart.select(rows.own_axis, 0).numpy()
 
 
 def _differ(expected: np.ndarray, found: np.ndarray) -> bool:

@@ -73,7 +73,7 @@ def multi_head_attention(
     bias broadcasts to (B, H, N, S); the operator wants its last two axes whole.
     """
     heads = query.shape[1]
-    if key.shape[1] != heads:  # the operator has no grouped heads
+    if key.shape[1] != heads or key.shape[3] != value.shape[3]:  # which the operator does not have
         return plain_attention(query, key, value, bias, scale)
     inputs: list[Any] = [_rows(query), key, value]
     if bias is not None:
@@ -121,8 +121,16 @@ def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: 
 
 def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int) -> torch.Tensor:
     """A table (length, …) at positions (B, N): B becomes axis `batch` and N axis `new` among the others."""
+    if rows.is_complex():  # ONNX has no gather of complex numbers
+        pairs = table_rows(torch.view_as_real(rows), positions, 0, 1)
+        return torch.view_as_complex(pairs).movedim((0, 1), (batch, new))
     flat = torch.nn.functional.embedding(positions, rows.reshape(rows.shape[0], -1))
     return flat.reshape(*positions.shape, *rows.shape[1:]).movedim((0, 1), (batch, new))
+
+
+def repeat_rows(value: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
+    """An axis of size 1 repeated to the size of the batch."""
+    return value.expand(*value.shape[:axis], batch, *value.shape[axis + 1 :])
 
 
 def table_diagonals(

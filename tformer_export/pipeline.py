@@ -29,8 +29,9 @@ from tformer_export.soundness import (
     unchanged,
 )
 from tformer_export.source import Source
+from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.decode import DecodeEmitter
-from tformer_export.staging.emitter import Program
+from tformer_export.staging.emitter import Context, Program
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests, padding_tests
@@ -110,7 +111,7 @@ def _stage(
     target: Target,
     wanted: int | None,
     preferred: int | None,
-) -> tuple[Program | None, Program | None, tuple[Node, ...], int, dict[str, int]]:
+) -> tuple[Program | None, Program | None, tuple[Context, ...], int, dict[str, int]]:
     level = binding_times(captured)
     probe = _probe(captured, inputs)
     try:
@@ -120,15 +121,15 @@ def _stage(
         raise UnsupportedModelError(
             f"the traced model fails at a length of {LENGTH}{where}: {said(error)}. The file has to run at any size"
         ) from error
+    refuse_not_finite(captured, values, module)
     constants = Constants(captured, level)
     if captured.step is None:
-        outputs = [(captured.output, False)]
-        encode = EncodeEmitter(captured, level, values).emit(outputs, ["output"])
+        encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"])
         return encode, None, (), 0, {}
     _check_step(captured, inputs)
     _check_output(captured)
-    refuse_not_finite(captured, values, module)
-    views = Views(captured, level, values, constants)
+    other_row = run(captured, _other_row(captured, inputs))
+    views = Views(captured, level, values, other_row, constants)
     try:
         plan: Plan = make_plan(captured, level, views, target.fuses)
     except UnsupportedModelError as error:
@@ -139,9 +140,9 @@ def _stage(
             f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
             "declare it (special={'pad': …}), and it must not be a token that decoding starts with"
         ) from error
-    refuse_mixed_rows(captured, values, probe)
+    refuse_mixed_rows(captured, values, other_row)
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
-    contexts = list(plan.contexts)
+    contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
     decode = DecodeEmitter(captured, level, values, views, plan, tables).emit(contexts, names)
     encode_program = None
@@ -149,12 +150,12 @@ def _stage(
         encoded = [name + ENCODED for name in names]
         encode_program = EncodeEmitter(captured, level, values).emit(contexts, encoded)
     found = {"fused": len(plan.fused), "caches": len(decode.caches), "context": len(contexts), "tables": len(tables)}
-    return encode_program, decode, tuple(node for node, _ in contexts), length, found
+    return encode_program, decode, tuple(contexts), length, found
 
 
-def _probe(captured: Captured, inputs: Mapping[str, About]) -> dict[str, torch.Tensor]:
+def _probe(captured: Captured, inputs: Mapping[str, About], seed: int = 0) -> dict[str, torch.Tensor]:
     """Inputs for the runs that the analysis looks at: two rows, ids drawn at random so that positions differ."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for name, value in captured.example.items():
         value, ids = value[:2], inputs[name].ids
@@ -168,6 +169,27 @@ def _probe(captured: Captured, inputs: Mapping[str, About]) -> dict[str, torch.T
             value = choice[torch.randint(len(choice), shape, generator=generator)].to(value.dtype)
         drawn[name] = value
     return drawn
+
+
+def _other_row(captured: Captured, inputs: Mapping[str, About]) -> dict[str, torch.Tensor]:
+    """The probe with another second row: what changes with it belongs to that row."""
+    first, second = (_probe(captured, inputs, seed) for seed in (0, 1))
+    for name, value in second.items():
+        if inputs[name].ids is None:  # a mask hides another position; data are other data
+            flipped = value[1:] - 1 if value.is_floating_point() else value[1:] == 0
+            value[1:, ..., -1:] = flipped.to(value.dtype)[..., -1:]
+    return {name: torch.cat([first[name][:1], value[1:]]) for name, value in second.items()}
+
+
+def _context_rows(views: Views, node: Node) -> Rows | None:
+    rows = views.rows(node)
+    merged = [size for size in meta(node).shape if (times_batch(views.captured, size) or 1) > 1]
+    if rows is None and merged:
+        raise UnsupportedModelError(
+            f"`{node.target}` at {source_line(node)} is computed once a request, and its batch axis is merged with "
+            "another in a way that cannot be told apart; keep the batch an axis of its own"
+        )
+    return rows
 
 
 def _asked(captured: Captured, name: str) -> list[int]:

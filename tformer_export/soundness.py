@@ -93,7 +93,7 @@ def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise UnsupportedModelError(
-            f"the model's logits are not finite, for its weight {bad[0]}{more} holds NaN: there is nothing to compare "
+            f"the model's output is not finite, for its weight {bad[0]}{more} holds NaN: there is nothing to compare "
             "with; load a checkpoint that holds numbers"
         )
     lost = _has_nan if output.isnan().any() else _all_infinite
@@ -103,25 +103,20 @@ def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn
     if captured.nodes.index(overflow) < captured.nodes.index(node):
         node, what = overflow, "infinite"
     raise UnsupportedModelError(
-        f"the model's logits are not finite for random ids: the values first become {what} in {named(node)}, so "
+        f"the model's output is not finite for random ids: the values first become {what} in {named(node)}, so "
         "there is nothing to compare with. Keep them finite there: a row of attention whose keys are all masked, an "
         "overflow, a division by zero and a logarithm or root of a negative number are the usual causes"
     )
 
 
-def refuse_mixed_rows(captured: Captured, values: Mapping[Node, Any], inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model in which one row of a batch changes another: a request would depend on who asks beside it."""
-    if captured.step_name is None or captured.step is None:
+def refuse_mixed_rows(captured: Captured, values: Mapping[Node, Any], other: Mapping[Node, Any]) -> None:
+    """Refuse a model in which one row of a batch changes another: a request would depend on who asks beside it.
+
+    other: the values for inputs whose rows after the first are others.
+    """
+    if not _first_row_differs(captured, captured.output, values, other):
         return
-    step = inputs[captured.step_name]
-    if step.shape[0] < 2 or torch.equal(step[1], step[0]):
-        return
-    changed = step.clone()
-    changed[1] = step[0]
-    after = run(captured, {**inputs, captured.step_name: changed})
-    if not _first_row_differs(captured, captured.output, values, after):
-        return
-    node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, after))
+    node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, other))
     raise UnsupportedModelError(
         f"{named(node)} lets the rows of a batch change each other, so that a request would "
         "be answered differently beside others. Compute each row from itself alone: batch normalisation, for one, by "

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from tformer_export import operators
 from tformer_export.capture import Captured, arguments, aten, meta, source_line
-from tformer_export.staging.emitter import CachedValue, Emitter, Port, Program, context_shape
+from tformer_export.staging.batch import Rows, times_batch
+from tformer_export.staging.emitter import CachedValue, Context, Emitter, Port, Program, context_shape
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
-from tformer_export.staging.tables import Table, times_batch
+from tformer_export.staging.tables import Table
 from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
 from tformer_runtime import manifest
 from tformer_runtime.errors import UnsupportedModelError
@@ -51,9 +52,8 @@ class DecodeEmitter(Emitter):
         self.outputs: list[tuple[Port, Node]] = []
         self.cached: list[CachedValue] = []
 
-    def emit(self, contexts: list[tuple[Node, bool]], names: list[str]) -> Program:
-        """contexts: the values that encode gives, and whether for one position, with the names of the inputs they
-        become."""
+    def emit(self, contexts: list[Context], names: list[str]) -> Program:
+        """contexts: the values that encode gives, with the names of the inputs they become."""
         captured, plan = self.captured, self.plan
         assert captured.step is not None
         assert captured.step_name is not None
@@ -62,11 +62,13 @@ class DecodeEmitter(Emitter):
         self.tokens = tokens
         for symbol in captured.batch:
             self.sizes[symbol] = (tokens, 0)
-        for (node, one), name in zip(contexts, names, strict=True):
-            self.context[node, one] = self.input(name, meta(node).dtype, context_shape(captured, node, one))
+        for context, name in zip(contexts, names, strict=True):
+            node, rows = context.node, context.rows or Rows(0)
+            given = self.input(name, meta(node).dtype, context_shape(captured, context))
+            self.context[node, context.one] = rows.merge(self.call, given)
             for axis, size in enumerate(meta(node).shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr != captured.time:
-                    self.sizes.setdefault(size.node.expr, (self.context[node, one], axis))
+                    self.sizes.setdefault(size.node.expr, (given, rows.apart(axis)))
         for node in captured.nodes:
             for roles in plan.demands.get(node, ()):
                 self._value(node, roles)
@@ -181,64 +183,91 @@ class DecodeEmitter(Emitter):
             result = self.constant(leaf.name, table.values)
             for axis in every:
                 result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), axis)
-            return result
+            return self._for_every_row(result, table.batch_rows)
         place = self._batch_place(user, leaf, table)
         key = "table", leaf, roles, place, self.selected
         if key not in self.made:
-            batch, missing, repeat = place
-            axis, name = new[0] + missing, f"{leaf.name}_{missing}_{batch}"
-            if every and new[0] < every[0] and (diagonals := table.diagonals(missing, batch)) is not None:
-                held = self.constant(name + "_diagonals", diagonals)
-                slots = self._control(manifest.SLOTS)
-                where = batch, axis, every[0] + missing
-                result = self.call(operators.table_diagonals, held, self._positions(), slots, *where)
-            else:
-                held = self.constant(name + "_rows", table.rows(missing, batch, axis))
-                result = self.call(operators.table_rows, held, self._positions(), batch, axis)
-                for other in every:
-                    result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), other + missing)
-            if repeat > 1:
-                result = self.call(torch.repeat_interleave, result, repeat, batch)
-            self.made[key] = result
+            self.made[key] = self._rows_of_table(leaf, table, place, new[0], every)
         return self.made[key]
 
-    def _batch_place(self, user: Node, leaf: Node, table: Table) -> tuple[int, int, int]:
-        """(axis that becomes the batch, how many axes of size 1 to put in front first, how often each row is repeated):
-        positions differ from row to row, so a table's rows have a batch axis, which has to meet the batch axis of the
-        operation's result; that may be merged with another, such as the heads."""
-        if table.batch_axis is not None:
-            return table.batch_axis, 0, table.repeat
-        result = meta(user)
-        result = result[0] if isinstance(result, (list, tuple)) else result
-        rank = table.values.dim()
-        for axis, size in enumerate(result.shape):
-            repeat = times_batch(self.captured, size)
-            if repeat is not None:
-                missing = max(0, result.dim() - axis - rank)
-                at = axis - result.dim() + rank + missing
-                if missing or (table.values.shape[at] == 1 and at not in table.time_axes):
-                    return at, missing, repeat
+    def _for_every_row(self, value: Node, rows: Rows | None) -> Node:
+        """A table of one row's entries, for all rows where it cannot broadcast because the batch's axis is merged."""
+        if rows is None or rows.times == 1:
+            return value
+        batch = self._size(next(iter(self.captured.batch)), self._time(NEW))
+        apart = self.call(torch.unsqueeze, value, rows.own_axis)
+        repeated = self.call(operators.repeat_rows, apart, batch, rows.own_axis)
+        return rows.merge(self.call, repeated)
+
+    def _rows_of_table(self, leaf: Node, table: Table, place: _TablePlace, new: int, every: list[int]) -> Node:
+        rows, missing = place.rows, place.missing
+        name = f"{leaf.name}_{missing}_{rows.axis}"
+        own = rows.times > 1 and place.repeat == 1  # the table has several entries for each row
+
+        def at(axis: int) -> int:
+            return rows.apart(axis + missing) if own else axis + missing
+
+        batch = rows.own_axis if own else rows.axis
+        diagonals = table.diagonals(missing, rows.axis, own) if every and new < every[0] else None
+        slots = self._control(manifest.SLOTS) if every else None
+        if diagonals is not None:
+            held = self.constant(name + "_diagonals", diagonals)
+            where = batch, at(new), at(every[0])
+            result = self.call(operators.table_diagonals, held, self._positions(), slots, *where)
+        else:
+            held = self.constant(f"{name}_{new}_rows", table.rows(missing, rows.axis, new + missing, own))
+            result = self.call(operators.table_rows, held, self._positions(), batch, at(new))
+            for other in every:
+                result = self.call(operators.slot_view, result, slots, at(other))
+        if own:
+            return rows.merge(self.call, result)
+        if place.repeat == 1:
+            return result
+        if rows.outer:
+            return self.call(torch.repeat_interleave, result, place.repeat, rows.axis)
+        return self.call(torch.cat, [result] * place.repeat, rows.axis)
+
+    def _batch_place(self, user: Node, leaf: Node, table: Table) -> _TablePlace:
+        """Positions differ from row to row, so a table's rows have a batch axis, which has to meet that of the
+        operation's result; it may be merged with another, such as the heads."""
+        if table.batch_rows is not None:
+            return _TablePlace(table.batch_rows)
+        rows, rank = self._result_rows(user), table.values.dim()
+        if rows is not None:
+            missing = max(0, meta(user).dim() - rows.axis - rank)
+            at = rows.axis - meta(user).dim() + rank + missing
+            if missing or (table.values.shape[at] == 1 and at not in table.time_axes):
+                return _TablePlace(Rows(at, rows.times, rows.outer), missing, rows.times)
         raise UnsupportedModelError(
             f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
             "rows of a batch, whose positions differ"
         )
+
+    def _result_rows(self, user: Node) -> Rows | None:
+        result = meta(user)
+        if isinstance(result, torch.Tensor):
+            return self.views.rows(user)
+        found = (times_batch(self.captured, size) for size in result[0].shape)
+        return next((Rows(axis) for axis, times in enumerate(found) if times == 1), None)
 
     # -- caches ---------------------------------------------------------------------------------------------------
 
     def _cached(self, node: Node) -> Node:
         """The ALL view of a cut: its new rows written into its cache, and the cache as far as it may be read."""
         views = self.views
-        new = self.made[node, views.roles(node)]
-        batch, axis = views.batch_axis(node), views.cuts[node]
-        assert batch is not None
-        if batch != 0:
-            new = self.call(torch.movedim, new, batch, 0)
-        cache = self._cache(node, batch, axis)
+        rows, axis = views.rows(node), views.cuts[node]
+        assert rows is not None
+        new = rows.split(self.call, self.made[node, views.roles(node)])
+        if rows.own_axis != 0:
+            new = self.call(torch.movedim, new, rows.own_axis, 0)
+        cache = self._cache(node, rows, rows.apart(axis))
         slot = cache.shape.index(manifest.SLOT)
         present = self.call(operators.write_slots, cache.input, new, self._control(manifest.START), slot)
         self._extended(cache, present)
         view = self.call(operators.slot_view, present, self._control(manifest.SLOTS), slot)
-        return view if batch == 0 else self.call(torch.movedim, view, 0, batch)
+        if rows.own_axis != 0:
+            view = self.call(torch.movedim, view, 0, rows.own_axis)
+        return rows.merge(self.call, view)
 
     def _fused(self, attention: CachedAttention) -> Node:
         node, views = attention.node, self.views
@@ -250,7 +279,7 @@ class DecodeEmitter(Emitter):
             if table is None or not table.causal_only:  # the operator itself is causal
                 solution = views.solve(node, views.roles(node))
                 bias = self._operand(node, attention.bias, solution.choices[0][3])
-        caches = [self._cache(operand, 0, 2) for operand in (attention.key, attention.value)]
+        caches = [self._cache(operand, Rows(0), 2) for operand in (attention.key, attention.value)]
         result = self.call(
             operators.grouped_query_attention,
             *operands,
@@ -264,19 +293,28 @@ class DecodeEmitter(Emitter):
             self._extended(cache, self.call(operator.getitem, result, 1 + i))
         return self.call(operator.getitem, result, 0)
 
-    def _cache(self, node: Node, batch: int, time: int) -> _Cache:
-        """A new cache for a value's rows: its batch first, its other axes in their order."""
-        order = [batch, *(a for a in range(meta(node).dim()) if a != batch)]
-        shape = tuple(
-            manifest.BATCH if a == batch else manifest.SLOT if a == time else int(meta(node).shape[a]) for a in order
-        )
+    def _cache(self, node: Node, rows: Rows, time: int) -> _Cache:
+        """A new cache for a value's rows: its batch first, its other axes in their order. time: of the value split."""
+        sizes = list(rows.shape(tuple(meta(node).shape), manifest.BATCH))
+        sizes[time] = manifest.SLOT
+        sizes.insert(0, sizes.pop(rows.own_axis))
+        shape = tuple(size if isinstance(size, str) else int(size) for size in sizes)
         index = len(self.cached)
-        self.cached.append(CachedValue(f"past.{index}", f"present.{index}", node, batch))
+        self.cached.append(CachedValue(f"past.{index}", f"present.{index}", node, rows))
         return _Cache(index, shape, self.input(f"past.{index}", meta(node).dtype, shape))
 
     def _extended(self, cache: _Cache, present: Node) -> None:
         held = self.cached[cache.index]
         self.outputs.append((Port(held.present, meta(held.node).dtype, cache.shape), present))
+
+
+@dataclass(frozen=True)
+class _TablePlace:
+    """Where a table's rows meet the batch, after `missing` axes were put in front; each row stands `repeat` times."""
+
+    rows: Rows
+    missing: int = 0
+    repeat: int = 1
 
 
 @dataclass(frozen=True)

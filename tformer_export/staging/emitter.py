@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv
 
 from tformer_export.capture import Captured, aten, expression, meta
+from tformer_export.staging.batch import Rows
 from tformer_export.staging.levels import Level
 from tformer_runtime import manifest
 from tformer_runtime.errors import UnsupportedModelError
@@ -32,14 +33,24 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Context:
+    """A value that encode gives; `one`: for one position of the step input. rows: where it has the batch, if it has
+    one."""
+
+    node: Node
+    one: bool = False
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True)
 class CachedValue:
-    """A value of the captured graph whose past is kept: the ports that take and give it, and its batch axis, which the
-    cache has first."""
+    """A value of the captured graph whose past is kept: the ports that take and give it, and where it has the batch,
+    which the cache has first."""
 
     past: str
     present: str
     node: Node
-    batch: int
+    rows: Rows
 
 
 @dataclass
@@ -177,10 +188,12 @@ def _axis_name(captured: Captured, size: Any) -> int | str:
     return next(owners, str(expr))
 
 
-def context_shape(captured: Captured, node: Node, one: bool) -> tuple[int | str, ...]:
-    return tuple(
+def context_shape(captured: Captured, context: Context) -> tuple[int | str, ...]:
+    """Its axes, the batch's apart from others."""
+    shape = tuple(
         1
-        if one and captured.time is not None and captured.time in expression(size).free_symbols
+        if context.one and captured.time is not None and captured.time in expression(size).free_symbols
         else _axis_name(captured, size)
-        for size in meta(node).shape
+        for size in meta(context.node).shape
     )
+    return context.rows.shape(shape, manifest.BATCH) if context.rows and context.rows.times > 1 else shape

@@ -8,14 +8,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tformer_export.capture import meta
-from tformer_export.staging.emitter import Emitter, Port, Program, axis_names, context_shape
+from tformer_export.staging.batch import Rows
+from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
 from tformer_export.staging.levels import Level
 
 
 class EncodeEmitter(Emitter):
     """Request inputs → context, or → the outputs of a model that is run once."""
 
-    def emit(self, wanted: list[tuple[Node, bool]], names: list[str]) -> Program:
+    def emit(self, wanted: list[Context], names: list[str]) -> Program:
         captured = self.captured
         for name, node in captured.inputs.items():
             if self.level[node] != Level.REQUEST:
@@ -26,7 +27,7 @@ class EncodeEmitter(Emitter):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     self.sizes.setdefault(size.node.expr, (self.made[node], axis))
         needed: set[Node] = set()
-        todo = [node for node, _ in wanted]
+        todo = [context.node for context in wanted]
         while todo:
             node = todo.pop()
             if node not in needed:
@@ -36,10 +37,10 @@ class EncodeEmitter(Emitter):
             if node in needed and node not in self.made:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
                 self.made[node] = self.copied(node, args, kwargs)
-        self.graph.output(tuple(self.made[node] for node, _ in wanted))
+        self.graph.output(tuple((c.rows or Rows(0)).split(self.call, self.made[c.node]) for c in wanted))
         outputs = [
-            Port(name, meta(node).dtype, context_shape(captured, node, one))
-            for (node, one), name in zip(wanted, names, strict=True)
+            Port(name, meta(context.node).dtype, context_shape(captured, context))
+            for context, name in zip(wanted, names, strict=True)
         ]
         return Program(GraphModule(self.root, self.graph), self.inputs, outputs)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
 from tformer_export.capture import Captured, expression, meta, source_line
+from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
 from tformer_export.staging.views import LENGTH, Views
@@ -26,29 +26,31 @@ DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True)
 class Table:
-    """values: the constant at the maximum length, for a batch of one. batch_axis: its batch axis, if it has one, on
-    which each row stands `repeat` times.
+    """values: the constant at the maximum length, without a batch: where it has one, on the axis of `rows`, there are
+    the entries of one row, which are those of every row.
 
-    A form that is kept in the file is asked for with the place of the axis that will be the batch: `missing` axes of
-    size 1 are put in front first, and then axis `batch` has size 1.
+    A form that is kept in the file is asked for with the place of the batch's axis: `missing` axes of size 1 are put in
+    front first, and then axis `batch` is where the rows of a batch will be. With `merged`, that axis is kept beside it.
     """
 
     values: torch.Tensor
     time_axes: tuple[int, ...]
-    batch_axis: int | None
-    repeat: int = 1
+    batch_rows: Rows | None
 
-    def rows(self, missing: int, batch: int, axis: int) -> torch.Tensor:
+    def rows(self, missing: int, batch: int, axis: int, merged: bool = False) -> torch.Tensor:
         """(length, the other axes without the batch's): the table by its time axis `axis`."""
         values = self.values[(None,) * missing]
-        return values.squeeze(batch).movedim(axis - (batch < axis), 0)
+        return values.movedim(axis, 0) if merged else values.squeeze(batch).movedim(axis - (batch < axis), 0)
 
-    def diagonals(self, missing: int, batch: int) -> torch.Tensor | None:
+    def diagonals(self, missing: int, batch: int, merged: bool = False) -> torch.Tensor | None:
         """Where the table depends only on (second time axis − first): its values by that difference, (2 · length − 1,
         the other axes without the batch's). Reading them costs what is read, where a row costs the maximum length."""
         values = self.values[(None,) * missing]
-        first, second = (axis + missing - (batch < axis + missing) for axis in self.time_axes)
-        values = values.squeeze(batch).movedim((first, second), (0, 1))
+        first, second = (axis + missing for axis in self.time_axes)
+        if not merged:
+            first, second = first - (batch < first), second - (batch < second)
+            values = values.squeeze(batch)
+        values = values.movedim((first, second), (0, 1))
         length = values.shape[0]
         offset = torch.arange(length).unsqueeze(0) - torch.arange(length).unsqueeze(1) + length - 1
         diagonals = torch.cat([values[1:, 0].flip(0), values[0]])
@@ -180,15 +182,12 @@ def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -
         )
     if not sized:
         return Table(values.contiguous(), axes, None)
-    first = values.narrow(sized[0], 0, 1)
-    if not torch.equal(first.expand_as(values), values):
-        raise UnsupportedModelError(
-            f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
-        )
-    return Table(first.contiguous(), axes, sized[0], repeats[0] or 1)
-
-
-def times_batch(captured: Captured, size: Any) -> int | None:
-    """k of a size that is k · batch, such as batch and heads merged."""
-    ratios = (expression(size) / batch for batch in captured.batch)
-    return next((int(ratio) for ratio in ratios if ratio.is_Integer), None)
+    axis, times = sized[0], repeats[0] or 1
+    for outer in (True, False):
+        apart = Rows(axis, times, outer).split(lambda function, *args: function(*args), values) if times > 1 else values
+        first, second = apart.unbind(Rows(axis, times, outer).own_axis)
+        if torch.equal(first, second):
+            return Table(first.unsqueeze(axis) if times == 1 else first, axes, Rows(axis, times, outer))
+    raise UnsupportedModelError(
+        f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
+    )

@@ -28,6 +28,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.capture import Captured, expression, is_counted, meta, source_line, symbols
+from tformer_export.staging.batch import Rows, find_rows
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
 from tformer_export.staging.refusal import why_not
@@ -73,10 +74,17 @@ class Views:
     """Demand-driven search for roles. Cost: at most a few dozen runs of each operation at sizes of about 6."""
 
     def __init__(
-        self, captured: Captured, level: Mapping[Node, Level], values: Mapping[Node, Any], constants: Constants
+        self,
+        captured: Captured,
+        level: Mapping[Node, Level],
+        values: Mapping[Node, Any],
+        others: Mapping[Node, Any],
+        constants: Constants,
     ) -> None:
+        """values: of every node, for two rows of inputs; others: the same with another second row."""
         assert captured.time is not None
         self.captured, self.level, self.values, self.constants = captured, level, values, constants
+        self.others = others
         self.time: sympy.Symbol = captured.time
         self.order = {node: i for i, node in enumerate(captured.nodes)}
         self.inner: dict[Node, dict[int, int]] = {}
@@ -84,6 +92,7 @@ class Views:
         self.solutions: dict[tuple[Node, Roles], Solution] = {}
         self.cuts: dict[Node, int] = {}  # cut node → its time axis
         self._fresh: dict[tuple[Node, int], Any] = {}
+        self._rows: dict[Node, Rows | None] = {}
         self.sizes = {  # of each symbol in the values
             size.node.expr: values[node].shape[axis]
             for node in captured.inputs.values()
@@ -295,15 +304,23 @@ class Views:
                 best = here
         if not self._can_hold(best):
             raise UnsupportedModelError(
-                f"`{node.target}` at {source_line(node)} needs the past of a value whose batch and time axes are "
-                "merged, which cannot be cached; keep batch and time as axes of their own"
+                f"`{node.target}` at {source_line(node)} needs the past of a value whose batch or time axis is "
+                "merged with another in a way that cannot be told apart; keep batch and time as axes of their own"
             )
         self.cuts[best] = self.time_axes(best)[0]
         return best
 
     def _can_hold(self, node: Node) -> bool:
         axes = self.time_axes(node)
-        return len(axes) == 1 and self.is_exact(node, axes[0]) and self.batch_axis(node) is not None
+        return len(axes) == 1 and self.is_exact(node, axes[0]) and self.rows(node) is not None
+
+    def rows(self, node: Node) -> Rows | None:
+        """Where the value has the rows of the batch, if that can be told."""
+        if node not in self._rows:
+            value = self.values[node]
+            found = isinstance(value, torch.Tensor) and find_rows(self.captured, node, value, self.others[node])
+            self._rows[node] = found or None
+        return self._rows[node]
 
     def batch_axis(self, node: Node) -> int | None:
         """The axis whose size is the batch's, if there is just one."""

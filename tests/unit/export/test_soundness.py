@@ -118,7 +118,7 @@ class AllMasked(Mixer):
 )
 def test_where_values_stop_being_finite(mixer, what, tmp_path):
     assert refusal(mixer, tmp_path) == (
-        f"the model's logits are not finite for random ids: the values first become {what} at {here(mixer.forward)}, "
+        f"the model's output is not finite for random ids: the values first become {what} at {here(mixer.forward)}, "
         f"so {FINITE}"
     )
 
@@ -134,7 +134,7 @@ class WeightOfNan(Mixer):
 
 def test_a_weight_that_holds_nan(tmp_path):
     assert refusal(WeightOfNan, tmp_path) == (
-        "the model's logits are not finite, for its weight mix.scale holds NaN: there is nothing to compare with; load "
+        "the model's output is not finite, for its weight mix.scale holds NaN: there is nothing to compare with; load "
         "a checkpoint that holds numbers"
     )
 
