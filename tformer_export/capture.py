@@ -8,6 +8,7 @@ computations are merged, so that later stages see only what the model does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import traceback
@@ -23,6 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
 from tformer_export.explain import explain_trace, is_users, sizes_watched, users_line
 from tformer_runtime.errors import TformerError, UnsupportedModelError
@@ -40,6 +42,7 @@ ID_MOVES = {  # what may be done to ids on their way without changing which they
     aten.transpose.int,
     aten.permute.default,
 }
+FEW, MANY = 17, 2**20  # sizes at which expressions are looked at
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
@@ -126,6 +129,8 @@ def capture(
         for (name, axis), line in watch.bounded.items()
         if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
     }
+    for symbol, limit in _limits_of_sizes(graph):
+        limits[symbol] = min(limits.get(symbol, limit), limit)
     for symbol in batch & set(limits):
         raise UnsupportedModelError(
             f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
@@ -159,6 +164,16 @@ def _first_output(program: torch.export.ExportedProgram, outputs: list[Node], co
     if not isinstance(first, Node) or not isinstance(meta(first), torch.Tensor):
         raise UnsupportedModelError("forward returns a constant: there is nothing to export")
     return first
+
+
+def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
+    """Up to which length sizes are what they are taken for."""
+    for node in graph.nodes:
+        values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
+        for size in (s for v in values if isinstance(v, torch.Tensor) for s in v.shape if isinstance(s, torch.SymInt)):
+            limit = plain(size.node.expr)[1]
+            if limit is not None:
+                yield next(iter(size.node.expr.free_symbols)), limit
 
 
 @contextmanager
@@ -257,12 +272,35 @@ def meta(node: Any) -> Any:
 
 
 def expression(size: Any) -> sympy.Expr:
-    """A size as an expression of the trace's symbols."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    """A size as an expression of the trace's symbols; one that is always a symbol's own value is that symbol."""
+    return plain(size.node.expr)[0] if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
 
 
 def symbols(size: Any) -> frozenset[sympy.Symbol]:
-    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+    return frozenset(expression(size).free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+@functools.lru_cache(maxsize=4096)
+def plain(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
+    """An expression of one symbol, such as 96 − max(0, 96 − n), as n or as a number, where it is that for n = 1, 2, 3 …,
+    and the greatest n for which it is, where there is one."""
+    if expr.is_Symbol or len(expr.free_symbols) != 1 or not expr.has(Max, Min, CeilToInt, FloatTrueDiv):
+        return expr, None
+    (symbol,) = expr.free_symbols
+
+    def at(n: int) -> int:
+        return int(expr.subs(symbol, n))
+
+    for same in (symbol, sympy.Integer(at(1))):
+        if all(at(n) == same.subs(symbol, n) for n in range(1, FEW)):
+            low, high = FEW - 1, MANY
+            if at(high) == same.subs(symbol, high):
+                return same, None
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if at(middle) == same.subs(symbol, middle) else (low, middle)
+            return same, low
+    return expr, None
 
 
 def is_counted(node: Any) -> bool:

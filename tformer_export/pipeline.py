@@ -144,7 +144,7 @@ def _stage(
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
-    decode = DecodeEmitter(captured, level, values, views, plan, tables).emit(contexts, names)
+    decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names)
     encode_program = None
     if contexts:
         encoded = [name + ENCODED for name in names]

@@ -43,8 +43,11 @@ class DecodeEmitter(Emitter):
         views: Views,
         plan: Plan,
         tables: Mapping[Node, Table],
+        longest: int,
     ) -> None:
+        """longest: the maximum length, for which the tables are."""
         super().__init__(captured, level, values)
+        self.longest = longest
         self.views, self.plan, self.tables = views, plan, tables
         self.context: dict[tuple[Node, bool], Node] = {}
         self.controls: dict[str, Node] = {}

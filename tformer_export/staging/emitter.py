@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from tformer_export.capture import Captured, aten, expression, meta
 from tformer_export.staging.batch import Rows
@@ -70,6 +70,7 @@ class Emitter:
     def __init__(self, captured: Captured, level: Mapping[Node, Level], values: Mapping[Node, Any]) -> None:
         """values: of every node, at any sizes; only those of constants that are sized by nothing are used."""
         self.captured, self.level, self.values = captured, level, values
+        self.longest: int | None = None  # of the step input, where the program knows it
         self.graph, self.root = Graph(), nn.Module()
         self.sizes: dict[sympy.Symbol, tuple[Node, int]] = {}  # symbol → where the new graph reads it
         self.made: dict[Any, Node] = {}
@@ -116,10 +117,14 @@ class Emitter:
             if key not in self.made:
                 self.made[key] = self.call(aten.sym_size.int, *self.sizes[expr])
             return self.made[key]
-        folds = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
+        folds = {
+            sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
+            Mod: operator.mod, PythonMod: operator.mod, Min: torch.sym_min, Max: torch.sym_max,
+        }  # fmt: skip
         for kind, fold in folds.items():
             if isinstance(expr, kind):
-                first, *rest = (self._size(a, time) for a in expr.args)
+                parts = [a for a in expr.args if not (kind is Min and self._is_never_less(a))]
+                first, *rest = (self._size(a, time) for a in parts or expr.args)
                 for other in rest:
                     both = isinstance(first, int) and isinstance(other, int)
                     first = fold(first, other) if both else self.call(fold, first, other)
@@ -127,6 +132,10 @@ class Emitter:
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and int(expr.exp) > 0:
             return self._size(sympy.Mul(*[expr.base] * int(expr.exp), evaluate=False), time)
         raise UnsupportedModelError(f"a size of the model is an expression that cannot be exported: {expr}")
+
+    def _is_never_less(self, expr: sympy.Expr) -> bool:
+        """Whether a number is so large that no length is larger."""
+        return self.longest is not None and bool(expr.is_Integer) and int(expr) >= self.longest
 
     def constant_value(self, node: Node, time: Any) -> Node:
         """A constant for `time` positions: folded if it is sized by nothing, else computed where it is used."""

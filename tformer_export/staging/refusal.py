@@ -38,8 +38,7 @@ def why_not(views: Views, node: Node, looks_ahead: bool) -> str:
         misfits = above
     if misfits:
         return _shifted(views, misfits[0])
-    value = meta(node)
-    first = value[0] if isinstance(value, (list, tuple)) else value
+    first = _first(meta(node))
     if isinstance(first, torch.Tensor) and any(free_unbacked_symbols(size) for size in first.shape):
         return (
             f"{named(node)} makes a tensor whose size depends on the data, so its rows no longer belong to positions. "
@@ -72,16 +71,20 @@ _ONLY_ATTENTION = (
 )
 
 
+def _first(value: Any) -> Any:
+    """Of several tensors, the first."""
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
 def _misfit(views: Views, node: Node) -> bool:
     """Whether an axis has rows that are no multiple of the positions."""
-    return node in views.unknown and any(
-        views.values[node].shape[axis] % views.sizes[views.time] for axis in views.time_axes(node)
-    )
+    value = _first(views.values[node])
+    return node in views.unknown and any(value.shape[axis] % views.sizes[views.time] for axis in views.time_axes(node))
 
 
 def _shifted(views: Views, node: Node) -> str:
     """For a value that has other rows than positions: what becomes of it where it has a row for each again."""
-    size = str(meta(node).shape[views.time_axes(node)[0]]).replace(str(views.time), "time")
+    size = str(_first(meta(node)).shape[views.time_axes(node)[0]]).replace(str(views.time), "time")
     what = f"{named(node)} has {size} rows where the step input has time"
     above, below = _nearest(views, node, up=True), _nearest(views, node, up=False)
     if above is not None and below is not None:

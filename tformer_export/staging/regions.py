@@ -22,14 +22,14 @@ def closing_regions(
 ) -> Iterator[tuple[Node, ...]]:
     """The regions that end at `exit` and whose operands from outside all keep positions apart, the smallest first.
 
-    A region grows by the latest of the step values that it reads, so that it holds whole every way from its operands to
-    its exit. Cost: linear in the nodes that it takes in, plus one trial for each region given out.
+    A region grows by the latest of the step values that it reads and that do not keep positions apart, or of all that it
+    reads, if they do. Cost: linear in the nodes that it takes in, plus one trial for each region given out.
     """
     inside = {exit}
     outside = _operands(exit, level)
     trials = 0
     while outside and len(inside) < MOST_NODES and trials < MOST_TRIALS:
-        latest = max(outside, key=order.__getitem__)
+        latest = max([n for n in outside if not is_apart(n)] or outside, key=order.__getitem__)
         if latest.op != "call_function":
             return
         outside.discard(latest)

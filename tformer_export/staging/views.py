@@ -18,6 +18,7 @@ past has to come from somewhere: that is a *cut point*, and becomes a cache.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ LENGTH = 6
 WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3), (0, 1), (0, 2))  # (first position, how many) at that length
 RELATIVE = 1e-4  # kernels of different shapes round differently by about 1e-6; a missing position changes whole digits
 MOST_AXES = 12  # choices beyond 2 ** this are not searched
+MOST_OF_REGION = 64  # choices for a region; a larger one is tried with new rows alone
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,7 @@ class Views:
 
     def time_axes(self, node: Node) -> list[int]:
         """Axes whose size mentions the time symbol; of a list-valued node, those of its first tensor."""
-        value = meta(node)
-        value = value[0] if isinstance(value, (list, tuple)) else value
+        value = _first(meta(node))
         if not isinstance(value, torch.Tensor):
             return []
         return [axis for axis, size in enumerate(value.shape) if self.time in symbols(size)]
@@ -118,7 +119,7 @@ class Views:
         return tuple((axis, role) for axis in self.time_axes(node))
 
     def is_exact(self, node: Node, axis: int) -> bool:
-        return bool(expression(meta(node).shape[axis]) == self.time)
+        return bool(expression(_first(meta(node)).shape[axis]) == self.time)
 
     def _find_layouts(self) -> None:
         """An axis of size k·time (batch and time flattened, say) holds time at some stride: find which, operation by
@@ -127,14 +128,14 @@ class Views:
             if self.level[node] == Level.CONSTANT or node.op != "call_function":
                 continue
             for axis in self.time_axes(node):
-                if isinstance(meta(node), torch.Tensor) and not self.is_exact(node, axis):
-                    size = self.values[node].shape[axis] // LENGTH
+                if not self.is_exact(node, axis):
+                    size = _first(self.values[node]).shape[axis] // LENGTH
                     strides = [k for k in range(1, size + 1) if size % k == 0]
                     if not self._find_stride(node, axis, strides):
                         self.unknown.add(node)
 
     def _find_stride(self, node: Node, axis: int, strides: list[int]) -> bool:
-        if self.values[node].shape[axis] % LENGTH:
+        if _first(self.values[node]).shape[axis] % LENGTH:
             return False
         for stride in strides:
             self.inner.setdefault(node, {})[axis] = stride
@@ -203,12 +204,15 @@ class Views:
         free = [options[where[0][0]][where[0][1]] for where in groups.values()]
         if len(free) > MOST_AXES:
             free = [[o[0], o[-1]] if at < MOST_AXES else o[:1] for at, o in enumerate(free)]
+        combinations = itertools.product(*free)
+        if len(nodes) > 1 and math.prod(map(len, free)) > MOST_OF_REGION:
+            combinations = iter([tuple(o[0] for o in free), tuple(o[-1] if FRESH in o else o[0] for o in free)])
 
         def weight(chosen: tuple[Choice, ...]) -> int:
             return sum(role == ALL for c in chosen if isinstance(c, tuple) for _, role in c)
 
         choices = [[o[0] for o in part] for part in options]
-        for chosen in sorted(itertools.product(*free), key=weight):
+        for chosen in sorted(combinations, key=weight):
             for where, choice in zip(groups.values(), chosen, strict=True):
                 for p, i in where:
                     choices[p][i] = choice
@@ -346,6 +350,11 @@ class Views:
             return None
         same = moved.dtype == marked.dtype and torch.isin(moved, marked).all() and torch.isin(marked, moved).all()
         return tensors[0] if same else None
+
+
+def _first(value: Any) -> Any:
+    """Of what is a list of tensors, the first."""
+    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 def _alike(result: Any, expected: Any) -> bool:

@@ -103,9 +103,10 @@ def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
     merge_equal(captured)
     level = binding_times(captured)
     generator = torch.Generator().manual_seed(0)
-    values = run(captured, {"tgt": torch.randint(0, VOCABULARY, (2, 6), generator=generator)})
+    ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
+    values, other_row = (run(captured, {"tgt": rows}) for rows in (ids[:2], ids[[0, 2]]))
     constants = Constants(captured, level)
-    views = Views(captured, level, values, constants)
+    views = Views(captured, level, values, other_row, constants)
     plan = make_plan(captured, level, views, lambda attention: fuses)
     return SimpleNamespace(
         captured=captured,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from small_models import LENGTH, Mixer, Small, causal, joined, staged
 
 from tformer_export import operators
+from tformer_export.staging.batch import Rows
 from tformer_export.staging.tables import Table, make_tables
 from tformer_runtime import UnsupportedModelError
 
@@ -58,7 +59,7 @@ def expected_at(values, positions):
 
 def test_a_table_of_one_axis():
     values = torch.randn(1, 8, 5)
-    rows = Table(values, (1,), 0).rows(0, 0, 1)
+    rows = Table(values, (1,), Rows(0)).rows(0, 0, 1)
     torch.testing.assert_close(operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
 
 
