@@ -10,16 +10,27 @@ if TYPE_CHECKING:
     from tformer_export.api import export
     from tformer_export.checkpoint import load_checkpoint, save_checkpoint
     from tformer_export.report import ExportReport
-    from tformer_export.source import causal, padding
+    from tformer_export.source import causal, lengths, padding, positions
 
-__all__ = ["ExportReport", "causal", "export", "load_checkpoint", "padding", "save_checkpoint"]
+__all__ = [
+    "ExportReport",
+    "causal",
+    "export",
+    "lengths",
+    "load_checkpoint",
+    "padding",
+    "positions",
+    "save_checkpoint",
+]
 
 _HOMES = {
     "ExportReport": "report",
     "causal": "source",
     "export": "api",
+    "lengths": "source",
     "load_checkpoint": "checkpoint",
     "padding": "source",
+    "positions": "source",
     "save_checkpoint": "checkpoint",
 }
 

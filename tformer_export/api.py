@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_transformers, is_transformers_model
 from tformer_export.source.module import from_module
+from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
 from tformer_export.verify import Gate, ParityReport
 from tformer_runtime.engine import Engine
@@ -35,7 +36,7 @@ LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
 
 
 def export(
-    model: torch.nn.Module | Source,
+    model: torch.nn.Module | torch.export.ExportedProgram | Source,
     path: str | os.PathLike[str],
     example: Mapping[str, torch.Tensor] | None = None,
     step: str | None = None,
@@ -44,7 +45,9 @@ def export(
     target: str = "cpu",
     max_length: int | None = None,
     masks: Mapping[str, Mask] | None = None,
-    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    dynamic: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    output: str | int | None = None,
     tokenizer: str | Mapping[str, str] | None = None,
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
@@ -55,13 +58,17 @@ def export(
 ) -> ExportReport:
     """Export a model to one ONNX file that decodes incrementally, verified against the model, and report on it.
 
-    model: any module, a transformers model (which needs no example), or a Source.
+    model: any module, a transformers model or a program of torch.export (which need no example), or a Source. A module
+    without forward is taken as decode(memory, …) after encode(…), bound by their parameters' names.
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
     quantize: "none" or "int8". target: "cpu", "cuda" or "portable" (standard operators only).
     max_length: of a sequence; by default the most that the model allows, up to 512.
-    masks: inputs that are masks, described by `padding(…)` or `causal(…)`; they are not in the example.
-    dynamic: the free axes of an input, where they are not (0, 1).
+    masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
+    `positions(…)`; they are not in the example.
+    dynamic: the batch and time axis of an input, where they are not (0, 1). The logits are in the step input's layout.
+    constants: arguments that are always the same, such as {"use_cache": False}.
+    output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
     max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
 
@@ -74,7 +81,8 @@ def export(
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
     out = Path(path)
     check_writable(out, force)
-    source = _source(model, example, step, masks, dynamic, tokenizer, task, special, defaults)
+    call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
+    source = _source(model, example, step, call, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, size = _make(
@@ -156,26 +164,31 @@ def check_writable(out: Path, force: bool) -> None:
 
 
 def _source(
-    model: torch.nn.Module | Source,
+    model: torch.nn.Module | torch.export.ExportedProgram | Source,
     example: Mapping[str, torch.Tensor] | None,
     step: str | None,
-    masks: Mapping[str, Mask] | None,
-    dynamic: Mapping[str, tuple[int, ...]] | None,
+    call: Mapping[str, Any],
     tokenizer: str | Mapping[str, str] | None,
     task: str | None,
     special: SpecialTokens | Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
 ) -> Source:
+    """`call`: how forward is called, as `from_module` takes it."""
     if isinstance(special, Mapping):
         special = special_tokens(special)
+    unread = [name for name, value in {**call, "step": step}.items() if value is not None]
     if isinstance(model, Source):
         source = model
+    elif isinstance(model, torch.export.ExportedProgram):
+        source, unread = from_program(model, step, example=example, **call), []
     elif example is None and is_transformers_model(model):
         source = from_transformers(model)
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
-        source = from_module(model, example, step, masks=masks, dynamic=dynamic)
+        source, unread = from_module(model, example, step, **call), []
+    if unread:
+        raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     names = [n for n in source.example if n not in source.masks]
     given: dict[str, Any] = {
         "tokenizers": dict.fromkeys(names, tokenizer) if isinstance(tokenizer, str) else tokenizer,

@@ -22,11 +22,12 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
-from tformer_export.explain import explain_trace, is_users, sizes_watched, users_line
+from tformer_export.explain import explain_trace, is_branch, is_users, sizes_watched, users_line
+from tformer_export.quiet import quiet
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
@@ -50,7 +51,9 @@ BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so
 class Captured:
     """The traced graph. `constants` maps a placeholder's name to its tensor; the other placeholders are inputs.
 
-    time: the symbol of the step input's time axis, None for a model that is run once. `inputs` keeps forward's order.
+    undecided: what to say of branches that may depend on data, where there are some; the graph then holds assertions
+    of what they took for granted. time: the symbol of the step input's time axis, None for a model that is run once.
+    `inputs` keeps forward's order.
     """
 
     graph: Graph
@@ -62,6 +65,7 @@ class Captured:
     limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
+    undecided: str | None = None
     bounded: dict[sympy.Symbol, str] = field(default_factory=dict)  # the user's line that set a limit
 
     @property
@@ -92,10 +96,18 @@ def capture(
     sized = distinct_sizes(example, free, step)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
-        with torch.no_grad(), warnings.catch_warnings(), _masks_unread(), sizes_watched(sized) as watch:
-            warnings.simplefilter("ignore")
-            program = torch.export.export(module, tuple(sized.values()), dynamic_shapes=(shapes,), strict=False)
-            program = program.run_decompositions({})
+        with sizes_watched(sized) as watch:
+            program, undecided = _trace(module, sized, shapes), None
+    except GuardOnDataDependentSymNode as error:  # the answer may still be known from sizes
+        undecided = explain_trace(error, module, sized, step, watch)
+        if not is_branch(error):  # a number that Python takes would be the example's
+            raise UnsupportedModelError(undecided) from error
+        try:
+            following = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
+            with following, quiet("torch.fx.experimental.symbolic_shapes"), sizes_watched(sized) as watch:
+                program = _trace(module, sized, shapes)
+        except Exception:
+            raise UnsupportedModelError(undecided) from error
     except Exception as error:  # torch.export raises many types, with no common base
         if isinstance(error, TformerError):
             raise
@@ -108,7 +120,7 @@ def capture(
         elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
-    graph = _clean(program)
+    graph = _clean(program, assertions=undecided is None)
     output = next(n for n in graph.nodes if n.op == "output")
     first = _first_output(program, list(output.args[0]), constants)
     output.args = ((first,),)  # what else forward returns is not exported
@@ -136,7 +148,7 @@ def capture(
             f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
             "The file has to run for any number of rows: take it from x.shape[0]"
         )
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, bounded)
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, bounded)
 
 
 def _first_output(program: torch.export.ExportedProgram, outputs: list[Node], constants: Mapping[str, Any]) -> Node:
@@ -174,6 +186,15 @@ def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
             limit = plain(size.node.expr)[1]
             if limit is not None:
                 yield next(iter(size.node.expr.free_symbols)), limit
+
+
+def _trace(
+    module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
+) -> torch.export.ExportedProgram:
+    with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
+        return program.run_decompositions({})
 
 
 @contextmanager
@@ -282,7 +303,7 @@ def symbols(size: Any) -> frozenset[sympy.Symbol]:
 
 @functools.lru_cache(maxsize=4096)
 def plain(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
-    """An expression of one symbol, such as 96 − max(0, 96 − n), as n or as a number, where it is that for n = 1, 2, 3 …,
+    """An expression of one symbol, such as 96 − max(0, 96 − n), as n or as a number, where it is that for n = 1, 2 …,
     and the greatest n for which it is, where there is one."""
     if expr.is_Symbol or len(expr.free_symbols) != 1 or not expr.has(Max, Min, CeilToInt, FloatTrueDiv):
         return expr, None
@@ -336,7 +357,15 @@ _SAME = {
 }
 
 
-def _clean(program: torch.export.ExportedProgram) -> Graph:
+def drop_assertions(captured: Captured) -> None:
+    for node in captured.nodes:
+        if node.target in _NOTHING:
+            captured.graph.erase_node(node)
+    captured.graph.eliminate_dead_code()
+
+
+def _clean(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
+    """assertions: whether they are removed too."""
     graph: Graph = program.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -346,7 +375,8 @@ def _clean(program: torch.export.ExportedProgram) -> Graph:
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
         elif node.target in _NOTHING:
-            graph.erase_node(node)
+            if assertions:
+                graph.erase_node(node)
         elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
             node.replace_all_uses_with(arguments(node)[0])
             graph.erase_node(node)

@@ -23,6 +23,7 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.argument("source")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
 @click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
+@click.option("--config", type=click.Path(path_type=Path), help="A JSON file with the factory's keyword arguments.")
 @click.option("--quantize", type=click.Choice(["none", "int8"]), default="none", show_default=True)
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
@@ -36,7 +37,8 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 def command(source: str, output: Path | None, report: Path | None, **options: Any) -> None:
     """Turn SOURCE, a trained PyTorch Transformer, into one ONNX file that decodes incrementally, or refuse.
 
-    SOURCE is a checkpoint of save_checkpoint, a Hugging Face folder, or package.module:factory.
+    SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with --step),
+    a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -87,6 +89,7 @@ def _export(
     progress: Callable[[str], None],
     *,
     factory: str | None,
+    config: Path | None,
     tokenizer: Path | None,
     step: str | None,
     trust_pickle: bool,
@@ -97,8 +100,10 @@ def _export(
     from tformer_export.source import load_source
 
     check_writable(output, options["force"])
-    loaded = load_source(source, step=step, factory=factory, trust_pickle=trust_pickle)
     text = _read(tokenizer) if tokenizer is not None else None
+    loaded = load_source(
+        source, step=step, factory=factory, config=config, trust_pickle=trust_pickle, tokenizer=tokenizer is None
+    )
     return export(loaded, output, tokenizer=text, task=task, progress=progress, **options)
 
 

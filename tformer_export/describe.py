@@ -35,6 +35,7 @@ def describe(
         tokenizers=tuple(texts),
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
         defaults=dict(source.defaults),
+        chat_template=source.chat_template,
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},

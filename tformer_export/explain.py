@@ -150,13 +150,18 @@ def axis_named(axis: Axis) -> str:
 # -- torch.export's errors --------------------------------------------------------------------------------------------
 
 
+def is_branch(error: GuardOnDataDependentSymNode) -> bool:
+    """Whether code asked "is it so?" of data, and not "how many?"."""
+    return "Could not guard" in str(error)
+
+
 def explain_trace(
     error: Exception, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
     """One or two sentences for what torch.export raised on a module whose forward runs by itself."""
     text = str(error)
     if isinstance(error, GuardOnDataDependentSymNode):
-        if "Could not guard" in text:
+        if is_branch(error):
             return (
                 f"forward lets the values of its data decide which code runs, at {line_of_error(error)}. A file takes "
                 "the same course for all inputs: choose with torch.where or a mask, or remove the check"

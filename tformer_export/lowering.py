@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 import warnings
@@ -14,6 +13,7 @@ import onnx_ir as ir
 import torch
 
 from tformer_export.capture import source_line
+from tformer_export.quiet import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -37,7 +37,7 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    with warnings.catch_warnings(), torch.no_grad(), _Quiet("torch.onnx", "onnxscript"), _translated_errors():
+    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program.module,
@@ -101,19 +101,3 @@ def _example(port: Port, sizes: Mapping[str, int]) -> torch.Tensor:
     if not shape:
         return torch.tensor(sizes["total"], dtype=port.dtype)
     return torch.ones(shape, dtype=port.dtype)
-
-
-class _Quiet:
-    """Silences loggers for a while: torch.onnx reports its progress on them."""
-
-    def __init__(self, *names: str) -> None:
-        self.loggers = [logging.getLogger(n) for n in names]
-
-    def __enter__(self) -> None:
-        self.levels = [logger.level for logger in self.loggers]
-        for logger in self.loggers:
-            logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self.loggers, self.levels, strict=True):
-            logger.setLevel(level)

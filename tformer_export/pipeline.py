@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
+from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
 from tformer_export.describe import describe
 from tformer_export.explain import said
@@ -97,6 +98,7 @@ def _capture(source: Source) -> Captured:
     try:
         with unchanged(source.module):
             captured = capture(source.module, source.example, source.step, source.dynamic)
+            limit_by_branches(captured)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, that is what to say
         raise

@@ -31,6 +31,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "quantization": m.quantization,
         "target": m.target,
         "tokenizers": len(m.tokenizers),
+        "chat_template": "yes" if m.chat_template else None,
         "defaults": dict(m.defaults),
         "versions": dict(m.producer),
         "source_digest": m.source_digest,

@@ -66,7 +66,7 @@ class Inputs:
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids")
             # An empty text is empty, whatever the tokenizer would put around it.
-            ids = np.array(codec.encode(value, special) if value else (), np.int64)
+            ids = np.array(codec.encode(value, special, self._vocabulary(name)) if value else (), np.int64)
         else:
             ids = np.asarray(value)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

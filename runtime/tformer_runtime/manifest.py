@@ -130,6 +130,7 @@ class Manifest:
     """See the module's docstring.
 
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
+    `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it.
     `parity`, `quantization` and `producer` are for people: they are shown, not interpreted.
     """
 
@@ -146,6 +147,7 @@ class Manifest:
     source_digest: str = ""
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     version: int = VERSION
 
     @property

@@ -41,15 +41,16 @@ class Codec:
         """How many ids there are."""
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        """Ids of a text. special: with the tokens that the tokenizer puts around a text. InputError names unknowns."""
+    def encode(self, text: str, special: bool, known: int | None = None) -> list[int]:
+        """Ids of a text. special: with the tokens that the tokenizer puts around a text. known: how many ids the model
+        has, if the tokenizer may have more. InputError names unknowns."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # a tokenizer without an unknown token may refuse instead
             raise self._refused(text) from error
         covered = bytearray(len(text))
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id_ == self._unknown and end > start:
+            if (id_ == self._unknown or (known is not None and id_ >= known)) and end > start:
                 raise _outside(text[start:end], start)
             covered[start:end] = b"\1" * (end - start)
         if 0 in covered:  # where is not told: offsets after a dropped character are too low

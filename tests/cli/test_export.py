@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tformer_export import save_checkpoint
-from tformer_export.cli import main
 from tformer_export.quantize import Degradation
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model
@@ -108,45 +107,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in ("factories", "packaged", "packaged.factories"):
         sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command; (exit status, standard error). Standard output is for results, of which there are none."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["tformer-export", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        out, err = capsys.readouterr()
-        assert out == ""
-        return status, err
-
-    return call
-
-
-@pytest.fixture
-def refused(run):
-    """Run what has to fail: exit status 1, one sentence and no traceback, and no file that was not there before."""
-
-    def call(*arguments):
-        before = files()
-        status, err = run(*arguments)
-        assert status == 1, err
-        (line,) = err.splitlines()
-        assert line.startswith("tformer-export: ")
-        assert files() == before
-        return line.removeprefix("tformer-export: ")
-
-    return call
-
-
-def files():
-    return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if "__pycache__" not in str(path)}
 
 
 def test_a_checkpoint(checkpoint, folder, run):

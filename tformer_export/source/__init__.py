@@ -1,11 +1,15 @@
 """What can be exported, brought into one form: a `Source`.
 
-source.module        any nn.Module with an example of its inputs
+source.load          SOURCE of the command line → one of these:
 source.checkpoint    a `model.pt` of save_checkpoint
-source.hugging_face  a transformers model, in memory or in a folder
+source.factory       a function that makes a module, alone or with a state dict; a pickled module
+source.program       a `.pt2` of torch.export
+source.hugging_face  a transformers model, in memory or in a folder, with its tokenizers
+source.module        any nn.Module with an example of its inputs
 """
 
-from tformer_export.source.base import Mask, Source, causal, padding
+from tformer_export.source.base import Source
+from tformer_export.source.derived import Mask, causal, lengths, padding, positions
 from tformer_export.source.load import load_source
 
-__all__ = ["Mask", "Source", "causal", "load_source", "padding"]
+__all__ = ["Mask", "Source", "causal", "lengths", "load_source", "padding", "positions"]

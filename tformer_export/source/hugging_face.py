@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tformer_export.source.base import Adapter, Source, as_float32, padding
+from tformer_export.source.adapter import Adapter
+from tformer_export.source.base import Source, as_float32
+from tformer_export.source.derived import padding
+from tformer_export.source.tokenizer import has_tokenizer, read_chat_template, read_tokenizers
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -22,29 +28,73 @@ def is_transformers_model(module: Any) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(module, "main_input_name")
 
 
-def from_folder(path: str | os.PathLike[str]) -> Source:
-    """A folder with config.json, weights and, if there is one, tokenizer.json."""
+def from_folder(path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True) -> Source:
+    """A folder with config.json, weights and, if there are, a tokenizer and a chat template.
+
+    step: for whoever names the step input all the same. tokenizer: whether the folder's own is wanted. SourceError if
+    something is missing, and for any weight that is missing, unexpected or misshapen: all are listed at once.
+    """
+    folder = Path(path)
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
+    with _quiet_transformers():
+        module = _load(folder)
+        source = from_transformers(module, name=folder.resolve().name)
+        if step not in (None, source.step):
+            raise SourceError(f"{folder} is stepped over {source.step!r}, not {step!r}: leave --step (step=) out")
+        if tokenizer and has_tokenizer(folder):
+            request = next((n for n in source.example if n != source.step and n not in source.masks), None)
+            source.tokenizers = read_tokenizers(folder, request, source.step or "")
+    source.chat_template = read_chat_template(folder)
+    return source
+
+
+def _load(folder: Path) -> Any:
+    """The model with its weights; transformers itself would only warn of one that is missing, and draw it at random."""
+    import transformers
+
+    if not (folder / "config.json").exists():
+        raise SourceError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+    given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'"
-        ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, **given)
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-        module = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        module, info = kind.from_pretrained(
+            folder, **given, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # transformers, safetensors and torch raise many types
+        if "trust_remote_code" in str(error):
+            raise SourceError(
+                f"{folder} needs Python code that it brings along, which is not run: load the model in Python, with "
+                "trust_remote_code=True if you trust it, and pass it to export()"
+            ) from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SourceError(f"{folder} is not a Hugging Face folder that transformers can load: {reason}") from error
+    misshapen = [f"{n} is {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    parts = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "misshapen": misshapen}
+    listed = [f"{label}: {', '.join(sorted(names))}" for label, names in parts.items() if names]
+    if listed or info.get("error_msgs"):
+        listed += [" ".join(text.split()) for text in info.get("error_msgs", ())]
         raise SourceError(
-            f"{os.fspath(path)} is not a Hugging Face folder that transformers can load: {reason}"
-        ) from error
-    tokenizers: dict[str, str] = {}
-    file = os.path.join(path, "tokenizer.json")
-    if os.path.exists(file):
-        with open(file, encoding="utf-8") as text:
-            tokenizers = dict.fromkeys(("input_ids", "decoder_input_ids"), text.read())
-    return from_transformers(module, tokenizers, name=os.path.basename(os.path.abspath(path)))
+            f"{folder}'s weights do not fit the {type(module).__name__} that its config describes: {'; '.join(listed)}"
+        )
+    return module
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and hints for a while: what matters is raised."""
+    from transformers.utils import logging as its
+
+    level, bars = its.get_verbosity(), its.is_progress_bar_enabled()
+    its.set_verbosity(logging.CRITICAL)
+    its.disable_progress_bar()
+    try:
+        yield
+    finally:
+        its.set_verbosity(level)
+        if bars:
+            its.enable_progress_bar()
 
 
 def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, name: str | None = None) -> Source:
@@ -65,7 +115,7 @@ def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, 
     limits = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
     return Source(
-        module=Adapter(as_float32(module), list(example), constant={"use_cache": False}),
+        module=Adapter(as_float32(module), list(example), constants={"use_cache": False}),
         example=example,
         step=step,
         name=name or type(module).__name__,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from tformer_export.source.base import Adapter, Mask, Source, as_float32, build_mask
+from tformer_export.source.adapter import Adapter, callable_module, parameters_of, required
+from tformer_export.source.base import Source, as_float32, build_mask
+from tformer_export.source.derived import Mask, padding
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -20,7 +22,9 @@ def from_module(
     step: str | None,
     *,
     masks: Mapping[str, Mask] | None = None,
-    dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    dynamic: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    output: str | int | None = None,
     task: str | None = None,
     special: SpecialTokens | None = None,
     tokenizers: Mapping[str, str] | None = None,
@@ -28,49 +32,27 @@ def from_module(
     max_length: int | None = None,
 ) -> Source:
     """See `tformer_export.export` for the arguments. SourceError if they do not fit forward's parameters."""
-    parameters = inspect.signature(module.forward).parameters
-    free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name in [*example, *(masks or {})]:
-        if name not in parameters and not free:
-            raise SourceError(f"forward has no parameter {name!r}: it takes {', '.join(parameters) or 'none'}")
-    for name, value in example.items():
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            raise SourceError(
-                f"the example of {name!r} must be a tensor of shape (batch, time, …); from lengths, make a mask"
-            )
-    example, layouts, free_axes = dict(example), {}, {}
-    for name, axes in (dynamic or {}).items():
-        if name not in example or len(axes) not in (1, 2) or not all(0 <= a < example[name].dim() for a in axes):
-            raise SourceError(
-                f"dynamic={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
-            )
-        free_axes[name] = (0, 1)[: len(axes)]
-        if len(axes) == 2 and tuple(axes) != (0, 1):
-            layouts[name] = (axes[0], axes[1])
-            example[name] = example[name].movedim(layouts[name], (0, 1))
-        elif len(axes) == 1 and axes[0] != 0:
-            raise SourceError(
-                f"dynamic={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
-            )
-    given, built = {}, {}
-    for name, mask in (masks or {}).items():
-        if mask.of not in example:
-            raise SourceError(f"the mask {name!r} speaks of {mask.of!r}, which is not in the example")
-        if mask.kind == "causal" or mask.of == step:  # rows of the step input hold no padding
-            built[name] = mask
-        else:
-            if mask.keep == "additive":
-                raise SourceError(f"the padding mask {name!r} must be boolean or integer; additive ones are not read")
-            given[name] = mask
-            example[name] = build_mask(mask, example[mask.of])
-    adapted = as_float32(module)
-    if adapted is not module:
-        example = {name: value.float() if value.is_floating_point() else value for name, value in example.items()}
-    adapter = Adapter(adapted, list(example), built=built, layouts=layouts, step=step)
-    decoding = "text2text-generation" if len(example) - len(given) > 1 else "text-generation"
+    described, fixed = dict(masks or {}), dict(constants or {})
+    called = callable_module(module, {*example, *described, *fixed})
+    _check_arguments(called, example, described, fixed)
+    inputs, layouts, free_axes = _batch_first(example, dynamic or {})
+    for name, mask in described.items():
+        for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
+            if of not in inputs:
+                raise SourceError(f"the mask {name!r} speaks of {of!r}, which is not in the example")
+    # Of each request input whose padding something tells, the runtime makes one keep-mask.
+    padded = {mask.of: padding(mask.of) for mask in described.values() if mask.of != step and mask.tells_padding}
+    keeps = {of: f"{of}.keep" for of in padded}
+    given = {keeps[of]: mask for of, mask in padded.items()}
+    inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in given.items()}
+    adapted = as_float32(called)
+    if adapted is not called:
+        inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+    adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
+    decoding = "text2text-generation" if len(example) > 1 else "text-generation"
     return Source(
         module=adapter,
-        example=example,
+        example=inputs,
         step=step,
         name=type(module).__name__,
         task=task or (decoding if step else "feature-extraction"),
@@ -81,3 +63,80 @@ def from_module(
         defaults=dict(defaults or {}),
         max_length=max_length,
     )
+
+
+def ids_for(module: nn.Module) -> dict[str, torch.Tensor]:
+    """An example for a module of which nothing is known: what forward requires is token ids, (batch, time) each."""
+    return {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in required(module)}
+
+
+def _check_arguments(
+    module: nn.Module, example: Mapping[str, Any], masks: Mapping[str, Any], constants: Mapping[str, Any]
+) -> None:
+    parameters = parameters_of(module)
+    free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    places: dict[str, str] = {}
+    for place, names in (("the example", example), ("masks", masks), ("constants", constants)):
+        for name in names:
+            if name not in parameters and not free:
+                raise SourceError(f"forward has no parameter {name!r}: it takes {', '.join(parameters) or 'none'}")
+            if name in places:
+                raise SourceError(f"{name!r} is in {places[name]} and in {place}: leave it in one of them")
+            places[name] = place
+    for name, value in example.items():
+        check_example(name, value)
+    lacking = [name for name in required(module) if name not in places]
+    if lacking:
+        raise SourceError(
+            f"forward needs {', '.join(lacking)} too: an input belongs into the example, a mask, lengths or positions "
+            "are described in masks={…}, and what is always the same goes into constants={…}"
+        )
+
+
+def check_example(name: str, value: Any) -> None:
+    """SourceError for what is no input: above all for what follows from another input's lengths."""
+    if not isinstance(value, torch.Tensor):
+        raise SourceError(
+            f"the example of {name!r} must be a tensor, (batch, time, …), not {type(value).__name__}: what is always "
+            f"the same goes into constants={{{name!r}: …}}"
+        )
+    instead = None
+    if value.dim() == 1:
+        instead = "positions" if "pos" in name else "lengths"
+    elif value.dtype == torch.bool or ("mask" in name and value.dim() > 1 and _is_two_valued(value)):
+        square = value.dim() > 1 and value.shape[-1] == value.shape[-2] > 1
+        instead = "causal" if square and (value[..., 0, -1] != value[..., -1, 0]).all() else "padding"
+    if instead is not None:
+        kind = "a mask" if instead in ("causal", "padding") else instead
+        raise SourceError(
+            f"the example of {name!r} looks like {kind}, which must fit inputs of any length: leave it out of the "
+            f"example and describe it, masks={{{name!r}: {instead}(…)}}"
+        )
+    if value.dim() == 0:
+        raise SourceError(f"the example of {name!r} is a single number: it goes into constants={{{name!r}: …}}")
+
+
+def _is_two_valued(value: torch.Tensor) -> bool:
+    """Whether a tensor holds what masks hold: ones and zeros, or zeros and something hugely negative."""
+    return bool(((value == 0) | (value == 1) | (value < -1e3)).all())
+
+
+def _batch_first(
+    example: Mapping[str, torch.Tensor], dynamic: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
+    """The example with batch and time in front; where they are in the module, if elsewhere; the free axes in front."""
+    inputs, layouts, free_axes = dict(example), {}, {}
+    for name, axes in dynamic.items():
+        if name not in inputs or len(axes) not in (1, 2) or not all(0 <= a < inputs[name].dim() for a in axes):
+            raise SourceError(
+                f"dynamic={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
+            )
+        free_axes[name] = (0, 1)[: len(axes)]
+        if len(axes) == 2 and tuple(axes) != (0, 1):
+            layouts[name] = (axes[0], axes[1])
+            inputs[name] = inputs[name].movedim(layouts[name], (0, 1))
+        elif len(axes) == 1 and axes[0] != 0:
+            raise SourceError(
+                f"dynamic={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
+            )
+    return inputs, layouts, free_axes

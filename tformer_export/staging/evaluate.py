@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured, expression, is_counted, meta
 from tformer_export.staging.levels import Level
 
 
@@ -71,13 +71,13 @@ class Constants:
             if node in seen or self.level[node] != Level.CONSTANT:
                 continue
             seen.add(node)
-            if not isinstance(meta(node), torch.SymInt):
+            if not isinstance(meta(node), torch.SymInt) or is_counted(node):
                 todo.extend(node.all_input_nodes)
         return seen
 
     def _value(self, node: Node, known: Mapping[Node, Any], sizes: Mapping[sympy.Symbol, int]) -> Any:
         value = meta(node)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, torch.SymInt) and not is_counted(node):
             return size_of(value, sizes)
         if node.op == "placeholder":
             return self.captured.constants[node.name]

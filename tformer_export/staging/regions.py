@@ -22,8 +22,8 @@ def closing_regions(
 ) -> Iterator[tuple[Node, ...]]:
     """The regions that end at `exit` and whose operands from outside all keep positions apart, the smallest first.
 
-    A region grows by the latest of the step values that it reads and that do not keep positions apart, or of all that it
-    reads, if they do. Cost: linear in the nodes that it takes in, plus one trial for each region given out.
+    A region grows by the latest of the step values that it reads and that do not keep positions apart, or of all that
+    it reads, if they do. Cost: linear in the nodes that it takes in, plus one trial for each region given out.
     """
     inside = {exit}
     outside = _operands(exit, level)

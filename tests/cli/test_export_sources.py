@@ -1,0 +1,190 @@
+"""tformer-export SOURCE, for each kind of source: what it takes, and the one sentence where it is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tformer_export.checkpoint import load_weights
+from tformer_runtime import Model, SourceError
+
+MODULE = '''
+import torch
+from torch import nn
+
+from tformer_export import padding
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+
+
+class Plain(nn.Module):
+    """A language model without attention."""
+
+    def __init__(self, width, vocabulary=11, *, scale=1.0):
+        super().__init__()
+        self.embed, self.out, self.scale = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary), scale
+
+    def forward(self, ids):
+        return self.out(self.embed(ids) * self.scale)
+
+
+class Averaged(Plain):
+    """Two inputs: each token beside the mean of the source, whose padding a mask tells."""
+
+    def forward(self, src, tgt, mask):
+        mean = (self.embed(src) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        return self.out(self.embed(tgt) + mean.unsqueeze(1))
+
+
+def averaged(width):
+    options = {"step": "tgt", "masks": {"mask": padding("src", dtype=torch.float32)}, "special": {"start": 1, "end": 2}}
+    return Averaged(width), {"src": IDS, "tgt": IDS}, options
+
+
+def unknown_options():
+    return Plain(4), {"ids": IDS}, {"beam": 4}
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The current folder, with `mine.py` in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODULE)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+@pytest.fixture
+def user(mine, monkeypatch):
+    """That module, imported."""
+    monkeypatch.syspath_prepend(mine)
+    return importlib.import_module("mine")
+
+
+def plain(width=8, vocabulary=11):
+    """The state dict of `Plain`, and what it decodes after 3, 4, 5."""
+    torch.manual_seed(0)
+    embed, out = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+    state = {f"embed.{n}": v for n, v in embed.state_dict().items()}
+    return state | {f"out.{n}": v for n, v in out.state_dict().items()}, lambda ids, scale: out(embed(ids) * scale)
+
+
+def test_a_state_dict_with_a_class_and_its_arguments(mine, run):
+    state, forward = plain()
+    torch.save(state, "weights.pt")
+    Path("config.json").write_text(json.dumps({"width": 8, "scale": -3.0}))
+    command = ("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step", "ids")
+    status, err = run(*command, "-o", "out.onnx")
+    assert status == 0, err
+    ids = [3, 4, 5]
+    with torch.no_grad():
+        for _ in range(5):
+            ids.append(int(forward(torch.tensor([ids]), -3.0)[0, -1].argmax()))
+    assert list(Model.load("out.onnx", "cpu").generate([3, 4, 5], max_new_tokens=5).token_ids) == ids[3:]
+
+
+def test_a_factory_that_describes_its_masks(mine, run):
+    Path("config.json").write_text('{"width": 8}')
+    status, err = run("mine:averaged", "--config", "config.json")
+    assert status == 0, err
+    manifest = Model.load("averaged.onnx", "cpu").manifest
+    assert [(i.name, i.role) for i in manifest.encode.inputs] == [("src", "ids"), ("src.keep", "mask")]
+    assert (manifest.decode.step.name, manifest.special.start, manifest.special.end) == ("tgt", (1,), (2,))
+
+
+def test_a_program_of_torch_export(user, run, refused):
+    torch.manual_seed(0)
+    module = user.Plain(8)
+    free = {"ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    torch.export.save(torch.export.export(module, (user.IDS,), dynamic_shapes=free), "model.pt2")
+    torch.export.save(torch.export.export(module, (user.IDS,)), "static.pt2")
+    os.remove("mine.py")
+    assert run("model.pt2", "--step", "ids")[0] == 0
+    with torch.no_grad():
+        best = int(module(torch.tensor([[3]]))[0, -1].argmax())
+    assert list(Model.load("model.onnx", "cpu").generate([3], max_new_tokens=1).token_ids) == [best]
+    message = refused("static.pt2", "--step", "ids", "-o", "out.onnx")
+    assert "static.pt2 was exported with a fixed batch of ids, 2" in message
+    assert 'dynamic_shapes={"ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}' in message
+    assert "no input 'tgt'" in refused("model.pt2", "--step", "tgt", "-o", "out.onnx")
+    assert "makes the module for a state dict" in refused("model.pt2", "--factory", "mine:Plain", "-o", "out.onnx")
+
+
+def test_a_folder_whose_weights_do_not_fit(mine, refused):
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained("folder")
+    weights = load_file("folder/model.safetensors")
+    del weights["transformer.h.0.ln_1.weight"], weights["transformer.h.0.ln_1.bias"]
+    save_file(weights, "folder/model.safetensors", metadata={"format": "pt"})
+    message = refused("folder", "-o", "out.onnx")
+    assert message == (
+        "folder's weights do not fit the GPT2LMHeadModel that its config describes: missing: "
+        "transformer.h.0.ln_1.bias, transformer.h.0.ln_1.weight"
+    )
+    os.remove("folder/model.safetensors")
+    assert "no file named model.safetensors" in refused("folder", "-o", "out.onnx")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"width": 8', "--config config.json is not JSON: "),
+        ("[8]", "--config config.json must hold a JSON object, the factory's keyword arguments by name, not list"),
+        ("{}", "the factory mine:Plain cannot be called with no arguments: missing a required argument: 'width'"),
+        (
+            '{"width": 8, "heads": 2}',
+            "the factory mine:Plain cannot be called with width, heads: got an unexpected keyword argument 'heads'",
+        ),
+        ('{"width": "eight"}', "the factory mine:Plain failed: "),
+        (None, "--config config.json cannot be read: "),
+    ],
+)
+def test_a_config_that_does_not_fit(content, message, mine, refused):
+    torch.save(plain()[0], "weights.pt")
+    if content is not None:
+        Path("config.json").write_text(content)
+    assert refused(
+        "weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step", "ids", "-o", "out.onnx"
+    ).startswith(message)
+
+
+def test_a_config_without_a_factory(mine, refused):
+    torch.save(plain()[0], "weights.pt")
+    Path("config.json").write_text("{}")
+    assert "name one with --factory" in refused("weights.pt", "--config", "config.json", "-o", "out.onnx")
+
+
+def test_options_that_no_factory_may_give(mine, refused):
+    assert "mine:unknown_options returned the options beam: it may say" in refused("mine:unknown_options")
+
+
+def test_a_file_that_holds_more_than_a_state_dict(mine, refused):
+    torch.save({"model": plain()[0], "step": 3}, "weights.pt")
+    Path("config.json").write_text('{"width": 8}')
+    message = refused("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "-o", "out.onnx")
+    held = "model, step in it are no tensors"
+    assert message == f"weights.pt does not hold a state dict: {held}; save model.state_dict(), or use save_checkpoint"
+
+
+def test_every_weight_that_does_not_fit_is_listed(user):
+    state = plain(width=4)[0]
+    del state["out.bias"]
+    state |= {"more.weight": torch.zeros(1), "more.bias": torch.zeros(1)}
+    with pytest.raises(SourceError) as caught:
+        load_weights(user.Plain(8), state, "weights.pt", "mine:Plain")
+    assert str(caught.value) == (
+        "weights.pt's weights do not fit the module that mine:Plain makes: missing: out.bias; unexpected: more.weight, "
+        "more.bias; misshapen: embed.weight is (11, 4), not (11, 8), out.weight is (11, 4), not (11, 8)"
+    )

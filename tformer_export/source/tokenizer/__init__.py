@@ -1,0 +1,9 @@
+"""The tokenizer of a Hugging Face folder → tokenizers' JSON, checked: it reads and writes what the original does.
+
+Nobody asks what kind of tokenizer it is: several forms are proposed (`forms`), and the first that agrees with the
+original (`original`) on texts and ids (`check`) is taken.
+"""
+
+from tformer_export.source.tokenizer.read import has_tokenizer, read_chat_template, read_tokenizers
+
+__all__ = ["has_tokenizer", "read_chat_template", "read_tokenizers"]

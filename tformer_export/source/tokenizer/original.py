@@ -1,0 +1,113 @@
+"""What a transformers tokenizer does, for texts of the source or of the target language, and forms of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Form(NamedTuple):
+    """A tokenizer to be checked. unknowns: ids that it may read where the original reads something unknown."""
+
+    tokenizer: Tokenizer
+    unknowns: frozenset[int] = frozenset()
+
+
+class Original:
+    """target: whether it reads texts of the target language, which some tokenizers read differently."""
+
+    def __init__(self, tokenizer: Any, target: bool = False) -> None:
+        self.tokenizer, self.target = tokenizer, target
+        self.kind = type(tokenizer).__name__
+        self.unknown: int | None = tokenizer.unk_token_id
+        self.special = set(tokenizer.all_special_ids)
+
+    @functools.cached_property
+    def models(self) -> list[Any]:
+        """The SentencePiece models (ModelProto) among its attributes, each once."""
+        try:
+            from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+        except ImportError:
+            return []
+        values = vars(self.tokenizer).values()
+        held = {v.serialized_model_proto() for v in values if isinstance(v, SentencePieceProcessor)}
+        return [sentencepiece_model_pb2.ModelProto.FromString(text) for text in sorted(held)]
+
+    @functools.cached_property
+    def size(self) -> int:
+        """How many ids there are: more than its length, where sources and targets have vocabularies of their own."""
+        pieces = [p.piece for model in self.models for p in model.pieces]
+        around = self.encode("a") if self.can_read else []  # codes of languages may be beyond the rest
+        with self.mode() as tokenizer:
+            known = [int(tokenizer.convert_tokens_to_ids(piece)) for piece in pieces]
+        return max(len(self.tokenizer), *(i + 1 for i in (*known, *around)))
+
+    def token(self, id_: int) -> str | None:
+        """What an id stands for; None if it stands for nothing."""
+        try:
+            token = self.tokenizer.convert_ids_to_tokens(id_)
+        except Exception:  # whatever a tokenizer does with an id that it does not have
+            return None
+        return None if token is None else str(token)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text, with the tokens that belong around it."""
+        given = {"text_target": text} if self.target else {"text": text}
+        return list(self.tokenizer(**given, add_special_tokens=special)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of ids, special tokens left out; None if some are not of the language that it writes."""
+        try:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        except Exception:  # whatever a tokenizer does with ids that it does not have
+            return None
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """Ids of which texts are made: no special token, no single byte, and none that is read at the beginning of a
+        text alone, as the code of a language may be."""
+        special = {None, *map(str, self.tokenizer.all_special_tokens)}
+        tokens = {i: str(token) for i in range(self.size) if (token := self.token(i)) not in special}
+        if self.models:
+            pieces = {p.piece for model in self.models for p in model.pieces}
+            others = {t for t in tokens.values() if t not in pieces}
+            with self.mode() as tokenizer:
+                parts = {t: (tokenizer.tokenize(t), tokenizer.tokenize("a" + t)) for t in others}
+            openers = {t for t, (alone, after) in parts.items() if alone == [t] and t not in after}
+            tokens = {i: t for i, t in tokens.items() if t not in openers and not _BYTE.fullmatch(t)}
+        return sorted(tokens)
+
+    def around(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids that it puts before and after a text."""
+        whole, inner = self.encode(text), self.encode(text, special=False)
+        at = next(i for i in range(len(whole) + 1) if whole[i : i + len(inner)] == inner)
+        return whole[:at], whole[at + len(inner) :]
+
+    @property
+    def can_read(self) -> bool:
+        """Some must be told of a target language before they read any."""
+        try:
+            self.encode("a")
+        except Exception:  # whatever such a tokenizer stumbles over
+            return False
+        return True
+
+    @contextmanager
+    def mode(self) -> Iterator[Any]:
+        """The tokenizer while it reads such texts; a call of it ends that."""
+        switch = getattr(self.tokenizer, "_switch_to_target_mode", None)
+        if not self.target or switch is None or not self.can_read:
+            yield self.tokenizer
+            return
+        switch()
+        try:
+            yield self.tokenizer
+        finally:
+            self.tokenizer._switch_to_input_mode()
