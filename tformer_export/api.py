@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from tokenizers import Tokenizer
 
+from tformer_export.alignments import Wanted
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import Degradation, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
@@ -53,6 +54,8 @@ def export(
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     max_degradation: float | None = None,
+    alignments: Wanted | None = None,
+    hidden: str | Sequence[str] = (),
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportReport:
@@ -71,6 +74,11 @@ def export(
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
     max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
+    alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
+        heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
+        0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
+        each step from then on, whether asked for or not; alignments cost about as much as the scores of those layers'
+        attention.
 
     Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
     number of operations, and memory of about four times the weights.
@@ -79,6 +87,7 @@ def export(
         raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    hidden = [hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden))
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
@@ -86,7 +95,7 @@ def export(
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, size = _make(
-            source, out, quantize, target, max_length, max_degradation, clock
+            source, out, quantize, target, max_length, max_degradation, clock, alignments, hidden
         )
     return ExportReport(
         path=str(out),
@@ -111,12 +120,14 @@ def _make(
     max_length: int | None,
     max_degradation: float | None,
     clock: _Clock,
+    alignments: Wanted | None,
+    hidden: Sequence[str],
 ) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if quantize != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
-        compiled = compile_source(source, target, max_length, clock.stage)
+        compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None

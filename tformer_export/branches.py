@@ -22,8 +22,8 @@ def limit_by_branches(captured: Captured) -> None:
     """
     if captured.undecided is None:
         return
-    asserted = [n.args[0] for n in captured.nodes if n.target is aten._assert_scalar.default]
-    asserted = [n for n in asserted if isinstance(n, Node) and meta(n) is not True and str(meta(n)) != "True"]
+    every_one = [n.args[0] for n in captured.nodes if n.target is aten._assert_scalar.default]
+    asserted = [n for n in every_one if isinstance(n, Node) and str(meta(n)) != "True"]
     level = binding_times(captured)
     if captured.time is None or any(level[n] != Level.CONSTANT for n in asserted):
         raise UnsupportedModelError(captured.undecided)
@@ -32,7 +32,7 @@ def limit_by_branches(captured: Captured) -> None:
 
     def hold(length: int) -> bool:
         sizes = {**dict.fromkeys(every, 2), captured.time: length}
-        return all(constants.at(asserted, sizes).values())  # type: ignore[arg-type]
+        return all(constants.at(asserted, sizes).values())
 
     if not all(map(hold, range(2, FEW))):
         raise UnsupportedModelError(captured.undecided)

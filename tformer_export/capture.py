@@ -13,7 +13,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import getitem
@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, f
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
-from tformer_export.explain import explain_trace, is_branch, is_users, sizes_watched, users_line
+from tformer_export.explain import explain_trace, is_branch, is_users, own_name, sizes_watched, users_line
 from tformer_export.quiet import quiet
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
@@ -66,7 +66,17 @@ class Captured:
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
     undecided: str | None = None
+    extra_names: tuple[str, ...] = ()
     bounded: dict[sympy.Symbol, str] = field(default_factory=dict)  # the user's line that set a limit
+
+    @property
+    def extras(self) -> dict[str, Node]:
+        """What the graph gives beside its output, by name."""
+        return dict(zip(self.extra_names, _returned(self.graph)[1:], strict=True))
+
+    def add_extra(self, name: str, node: Node) -> None:
+        _end(self.graph).args = ((*_returned(self.graph), node),)
+        self.extra_names = (*self.extra_names, name)
 
     @property
     def time_limit(self) -> int | None:
@@ -86,8 +96,10 @@ def capture(
     example: Mapping[str, torch.Tensor],
     step: str | None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Captured:
     """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
+    `extras` names what forward returns after its first output, if that is wanted.
 
     Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
     example's size.
@@ -108,9 +120,9 @@ def capture(
                 program = _trace(module, sized, shapes)
         except Exception:
             raise UnsupportedModelError(undecided) from error
+    except TformerError:
+        raise
     except Exception as error:  # torch.export raises many types, with no common base
-        if isinstance(error, TformerError):
-            raise
         raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
     signature = program.graph_signature
     constants: dict[str, torch.Tensor] = {}
@@ -121,9 +133,8 @@ def capture(
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
     graph = _clean(program, assertions=undecided is None)
-    output = next(n for n in graph.nodes if n.op == "output")
-    first = _first_output(program, list(output.args[0]), constants)
-    output.args = ((first,),)  # what else forward returns is not exported
+    first, *others = _outputs(program, _returned(graph))
+    _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
     inputs = dict(zip(sized, placeholders, strict=True))
@@ -148,17 +159,17 @@ def capture(
             f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
             "The file has to run for any number of rows: take it from x.shape[0]"
         )
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, bounded)
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, extras, bounded)
 
 
-def _first_output(program: torch.export.ExportedProgram, outputs: list[Node], constants: Mapping[str, Any]) -> Node:
-    """What forward returns first. UnsupportedModelError if it depends on a weight or buffer that forward changes."""
+def _outputs(program: torch.export.ExportedProgram, outputs: Sequence[Node]) -> list[Node]:
+    """What forward returns. UnsupportedModelError if the first depends on a weight or buffer that forward changes."""
     held = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     named = {target: name for name, target in held.items()}
     specs = list(zip(program.graph_signature.output_specs, outputs, strict=True))
-    first = next(node for spec, node in specs if spec.kind.name == "USER_OUTPUT")
+    returned = [node for spec, node in specs if spec.kind.name == "USER_OUTPUT"]
     needed: set[Node] = set()
-    todo = [first]
+    todo = returned[:1]
     while todo:
         node = todo.pop()
         if isinstance(node, Node) and node not in needed:
@@ -167,23 +178,24 @@ def _first_output(program: torch.export.ExportedProgram, outputs: list[Node], co
     read = {node.name for node in needed}
     for spec, node in specs:
         if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION") and named.get(spec.target) in read:
-            target = str(spec.target).removeprefix("module.")
+            target = own_name(str(spec.target))
             raise UnsupportedModelError(
                 f"forward changes {target}, at {source_line(node)}, and so keeps something from one call to the next, "
                 "which a file does not. Let forward take the whole sequence and compute from it alone: a cache is made "
                 "by the export itself"
             )
-    if not isinstance(first, Node) or not isinstance(meta(first), torch.Tensor):
+    if not isinstance(returned[0], Node) or not isinstance(meta(returned[0]), torch.Tensor):
         raise UnsupportedModelError("forward returns a constant: there is nothing to export")
-    return first
+    return returned
 
 
 def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
     """Up to which length sizes are what they are taken for."""
     for node in graph.nodes:
         values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
-        for size in (s for v in values if isinstance(v, torch.Tensor) for s in v.shape if isinstance(s, torch.SymInt)):
-            limit = plain(size.node.expr)[1]
+        sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        for size in sizes:
+            limit = plain(size.node.expr)[1] if isinstance(size, torch.SymInt) else None
             if limit is not None:
                 yield next(iter(size.node.expr.free_symbols)), limit
 
@@ -194,7 +206,8 @@ def _trace(
     with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        return program.run_decompositions({})
+        traced: torch.export.ExportedProgram = program.run_decompositions({})
+        return traced
 
 
 @contextmanager
@@ -276,7 +289,7 @@ def source_line(node: Node) -> str:
     inner = list(itertools.takewhile(lambda f: not is_users(f.filename), reversed(frames)))
     layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
     path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
-    path = path.replace("L['self'].", "").removeprefix("module.")
+    path = own_name(path.replace("L['self'].", ""))
     if len(inner) == len(frames):
         return f"`{path}`" if path else users_line(frames)
     return users_line(frames) + (f" (in its `{path}`)" if len(layers) > 1 and path else "")
@@ -396,7 +409,16 @@ def merge_equal(captured: Captured) -> None:
     by_name = {node.name: node for node in graph.nodes}
     captured.graph = graph
     captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
-    (captured.output,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    captured.output = _returned(graph)[0]
+
+
+def _end(graph: Graph) -> Node:
+    end: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return end
+
+
+def _returned(graph: Graph) -> tuple[Node, ...]:
+    return tuple(_end(graph).args[0])  # type: ignore[arg-type]
 
 
 def _fill_by_size(graph: Graph, node: Node) -> None:

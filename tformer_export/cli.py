@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,14 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
+@click.option(
+    "--alignments",
+    metavar="[LAYERS]",
+    is_flag=False,
+    flag_value="",
+    help="Give alignments: of all layers, of the last, or of layers and heads such as 2,3:0.",
+)
+@click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
 @click.option("--trust-pickle", is_flag=True, help="Load a pickled module, which runs the code that it names.")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
@@ -94,17 +103,29 @@ def _export(
     step: str | None,
     trust_pickle: bool,
     task: str | None,
+    alignments: str | None,
     **options: Any,
 ) -> Any:
     from tformer_export.api import check_writable, export
     from tformer_export.source import load_source
 
     check_writable(output, options["force"])
+    options["alignments"] = _layers(alignments) if alignments is not None else None
     text = _read(tokenizer) if tokenizer is not None else None
     loaded = load_source(
         source, step=step, factory=factory, config=config, trust_pickle=trust_pickle, tokenizer=tokenizer is None
     )
     return export(loaded, output, tokenizer=text, task=task, progress=progress, **options)
+
+
+def _layers(text: str) -> Any:
+    """Nothing, last, or layers and layer:head with commas between them."""
+    if text in ("", "last"):
+        return text or True
+    pairs = [re.fullmatch(r"(\d+)(?::(\d+))?", part.strip()) for part in text.split(",")]
+    if not all(pairs):
+        raise OptionError(f"--alignments takes last, or layers such as 2,3:0, not {text!r}; put SOURCE before it")
+    return [int(m[1]) if m[2] is None else (int(m[1]), int(m[2])) for m in pairs if m]
 
 
 def _read(tokenizer: Path) -> str:

@@ -12,7 +12,17 @@ from tformer_export.inputs import About
 from tformer_export.source import Source
 from tformer_export.staging.decode import CONTROLS
 from tformer_export.staging.emitter import Port, Program
-from tformer_runtime.manifest import Cache, Decode, Encode, Manifest, RequestInput, TensorSpec
+from tformer_runtime.manifest import (
+    ALIGNMENTS,
+    HIDDEN,
+    Cache,
+    Decode,
+    Encode,
+    Extra,
+    Manifest,
+    RequestInput,
+    TensorSpec,
+)
 
 
 def describe(
@@ -51,7 +61,8 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}
         described.append(RequestInput(**_spec(port), **role))
-    return Encode(tuple(described), tuple(TensorSpec(**_spec(port)) for port in program.outputs))
+    outputs = tuple(TensorSpec(**_spec(port)) for port in program.outputs if port.name not in program.extras)
+    return Encode(tuple(described), outputs, _extras(program))
 
 
 def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
@@ -69,7 +80,13 @@ def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
         context=context,
         vocabulary=inputs[step.name].vocabulary,
         ragged_chunks=program.ragged_chunks,
+        extras=_extras(program),
     )
+
+
+def _extras(program: Program) -> tuple[Extra, ...]:
+    ports = [port for port in program.outputs if port.name in program.extras]
+    return tuple(Extra(**_spec(p), kind=ALIGNMENTS if p.name == ALIGNMENTS else HIDDEN) for p in ports)
 
 
 def _spec(port: Port) -> dict[str, Any]:

@@ -65,8 +65,15 @@ def place(walked: Iterable[tuple[FrameType, int]]) -> str:
     if not running:
         return users_line(summary)
     path = {part: name for name, part in running[0].named_modules()}.get(running[-1], "")
-    path = path.removeprefix("_export_root.").removeprefix("module.")  # the wrappers are torch.export's and ours
+    path = own_name(path.removeprefix("_export_root."))
     return f"`{path}` ({type(running[-1]).__name__})" if path else type(running[-1]).__name__
+
+
+def own_name(name: str) -> str:
+    """A weight's or module's name without the names of what we wrapped the model in."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def line_of_error(error: BaseException) -> str:

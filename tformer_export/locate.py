@@ -17,17 +17,19 @@ from tformer_export.capture import Captured, source_line
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.emitter import CachedValue, Context
 from tformer_export.staging.evaluate import run
+from tformer_export.staging.extras import Extra
 
 CLEAR = 1e-4  # of a value's range; what accumulates by rounding stays below
 
 
 @dataclass(frozen=True)
 class Landmarks:
-    """The values of the captured graph that a file's contexts and caches hold, in the file's order."""
+    """The values of the captured graph that a file's contexts, caches and extras hold, in the file's order."""
 
     captured: Captured
     contexts: tuple[Context, ...]
     caches: tuple[CachedValue, ...]
+    extras: tuple[Extra, ...] = ()
 
     def first_difference(
         self, inputs: Mapping[str, torch.Tensor], contexts: list[np.ndarray], caches: list[np.ndarray]

@@ -33,6 +33,22 @@ def plain_attention(
     return out.flatten(1, 2) if heads != groups else out
 
 
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int]
+) -> torch.Tensor:
+    """What each of the heads gives to each slot, summed: (B, H, N, D), (B, G, S, D) → (B, 1, N, S)."""
+    every, groups = query.shape[1], key.shape[1]
+    if groups == every == len(heads):
+        query, key = query * scale, key.transpose(-2, -1)
+    else:
+        query, key = query[:, heads] * scale, key[:, [h * groups // every for h in heads]].transpose(-2, -1)
+    scores = torch.matmul(query, key)
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]
+        scores = scores + _additive(bias if bias.shape[1] == 1 else bias[:, heads])
+    return torch.softmax(scores, -1).sum(1, keepdim=True)
+
+
 def grouped_query_attention(
     query: torch.Tensor,
     key: torch.Tensor,

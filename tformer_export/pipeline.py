@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -10,12 +10,14 @@ import onnx_ir as ir
 import torch
 from torch.fx import Node
 
+from tformer_export.alignments import Wanted, add_alignments
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
 from tformer_export.describe import describe
 from tformer_export.explain import said
+from tformer_export.hidden import WithHidden, find_modules
 from tformer_export.inputs import About, about_inputs
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
@@ -35,13 +37,14 @@ from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.emitter import Context, Program
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.evaluate import Constants, run
-from tformer_export.staging.levels import binding_times, fold_padding_tests, padding_tests
+from tformer_export.staging.extras import Extra, find_extras
+from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
 from tformer_runtime.errors import UnsupportedModelError
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.manifest import HIDDEN, Manifest
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -58,23 +61,33 @@ class Compiled:
 
 
 def compile_source(
-    source: Source, target: str, max_length: int | None = None, stage: Stage = lambda name: nullcontext()
+    source: Source,
+    target: str,
+    max_length: int | None = None,
+    stage: Stage = lambda name: nullcontext(),
+    alignments: Wanted | None = None,
+    hidden: Sequence[str] = (),
 ) -> Compiled:
     """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be.
 
-    `stage` is entered with the name of each part, for whoever shows progress or takes the time.
+    `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments` and
+    `hidden` as in `export`; OptionError if the model does not have them.
     """
     chosen = TARGETS[target]
     with stage("capture"):
-        captured = _capture(source)
+        captured = _sound(source, hidden)
     with stage("staging"):
         attentions = recognise(captured)
+        if alignments is not None and alignments is not False:
+            add_alignments(captured, alignments)
         inputs = about_inputs(captured, source)
         pad = source.special.pad
         fold_padding_tests(captured, None if pad in source.special.start else pad)
         merge_equal(captured)
+        level = binding_times(captured)
+        extras = find_extras(captured, level)
         encode, decode, contexts, length, found = _stage(
-            captured, source.module, inputs, chosen, max_length, source.max_length
+            captured, level, extras, source.module, inputs, chosen, max_length, source.max_length
         )
     with stage("lowering"):
         models = []
@@ -88,16 +101,16 @@ def compile_source(
         passes = run_passes(model)
         chosen.check(model)
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
-    landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else ())
+    landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else (), (*extras[0], *extras[1]))
     return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes})
 
 
-def _capture(source: Source) -> Captured:
+def _sound(source: Source, hidden: Sequence[str]) -> Captured:
     """The captured graph of a module that answers the same whenever it is asked the same."""
     check_devices(source)
     try:
         with unchanged(source.module):
-            captured = capture(source.module, source.example, source.step, source.dynamic)
+            captured = _capture(source, hidden)
             limit_by_branches(captured)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, that is what to say
@@ -106,15 +119,25 @@ def _capture(source: Source) -> Captured:
     return captured
 
 
+def _capture(source: Source, hidden: Sequence[str]) -> Captured:
+    if not hidden:
+        return capture(source.module, source.example, source.step, source.dynamic)
+    watching = WithHidden(source.module, find_modules(source.owner, hidden))
+    watching.training = False
+    names = tuple(f"{HIDDEN}.{name}" for name in watching.watched)
+    return capture(watching, source.example, source.step, source.dynamic, names)
+
+
 def _stage(
     captured: Captured,
+    level: Mapping[Node, Level],
+    extras: tuple[list[Extra], list[Extra]],
     module: torch.nn.Module,
     inputs: Mapping[str, About],
     target: Target,
     wanted: int | None,
     preferred: int | None,
 ) -> tuple[Program | None, Program | None, tuple[Context, ...], int, dict[str, int]]:
-    level = binding_times(captured)
     probe = _probe(captured, inputs)
     try:
         values = run(captured, probe)
@@ -126,7 +149,7 @@ def _stage(
     refuse_not_finite(captured, values, module)
     constants = Constants(captured, level)
     if captured.step is None:
-        encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"])
+        encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"], extras[0])
         return encode, None, (), 0, {}
     _check_step(captured, inputs)
     _check_output(captured)
@@ -146,11 +169,11 @@ def _stage(
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
-    decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names)
+    decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names, extras[1])
     encode_program = None
-    if contexts:
+    if contexts or extras[0]:
         encoded = [name + ENCODED for name in names]
-        encode_program = EncodeEmitter(captured, level, values).emit(contexts, encoded)
+        encode_program = EncodeEmitter(captured, level, values).emit(contexts, encoded, extras[0])
     found = {"fused": len(plan.fused), "caches": len(decode.caches), "context": len(contexts), "tables": len(tables)}
     return encode_program, decode, tuple(contexts), length, found
 

@@ -68,6 +68,7 @@ class ExportReport:
             ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
             ("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"),
         ]
+        rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.degradation is not None:
             rows += self.degradation.rows()
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.capture import Captured, distinct_sizes, expression, meta, named
-from tformer_export.explain import line_of_error, said
+from tformer_export.explain import line_of_error, own_name, said
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import call, run
 from tformer_runtime.errors import SourceError, TformerError, UnsupportedModelError
@@ -86,7 +86,7 @@ def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn
     if output.isfinite().any() and not output.isnan().any():
         return
     bad = [
-        name.removeprefix("module.")
+        own_name(name)
         for name, weight in (*module.named_parameters(), *module.named_buffers())
         if weight.is_floating_point() and weight.isnan().any()
     ]
@@ -218,7 +218,7 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             changed += [f"{name}.{key}".lstrip(".") for key in new]
             now.clear()
             now.update(held)
-        changed[:] = [name.removeprefix("module.") for name in changed]
+        changed[:] = [own_name(name) for name in changed]
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

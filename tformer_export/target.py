@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tformer_export import operators
+from tformer_export.alignments import WEIGHTS
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import meta
 from tformer_export.staging.plan import CachedAttention
@@ -45,6 +46,8 @@ class Target:
         for node in module.graph.nodes:
             if node.target is ATTENTION:
                 node.target = operator
+            elif node.target is WEIGHTS:
+                node.target = operators.attention_weights
             elif is_grouped_product(node):
                 _split_groups(module, node)
         module.graph.eliminate_dead_code()
@@ -65,7 +68,7 @@ class Target:
 
 def is_grouped_product(node: Node) -> bool:
     """Whether a node multiplies groups of rows with a matrix each: aten's operation, or a library's stand-in for it."""
-    return isinstance(node.target, torch._ops.OpOverload) and "grouped_mm" in node.target.name()
+    return isinstance(node.target, torch._ops.OpOverload) and "grouped_mm" in str(node.target)
 
 
 def _split_groups(module: GraphModule, node: Node) -> None:

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from tformer_export.explain import line_of_error, said
+from tformer_export.hidden import find_modules, watched
 from tformer_export.inputs import About
 from tformer_export.locate import Landmarks
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
+from tformer_export.staging.evaluate import run
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import ParityError, UnsupportedModelError
 
@@ -45,9 +47,13 @@ class Case:
 
 @dataclass
 class ParityReport:
-    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared."""
+    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
+
+    extras: what the file gives beside logits → max |Δ|.
+    """
 
     errors: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, float] = field(default_factory=dict)
     relative_error: float = 0.0
     tokens: int = 0
     tokens_equal: int = 0
@@ -99,6 +105,18 @@ class Reference:
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
         return logits
 
+    def extras(
+        self, landmarks: Landmarks, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        """What the file gives beside logits, for one row: hidden states as the source's own submodules return them,
+        alignments from the traced graph."""
+        inputs, extras = self.inputs(requests, tokens), landmarks.extras
+        modules = find_modules(self.source.owner, [e.module for e in extras if e.module])
+        with torch.no_grad(), watched(modules) as held:
+            self.source.module(*inputs.values())
+        values = run(landmarks.captured, inputs) if len(modules) < len(extras) else {}
+        return {e.name: e.rows(held[e.module] if e.module else values[e.node])[0].numpy() for e in extras}
+
     def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
         """One row's inputs of the module, in forward's order, with their batch axis and the masks."""
         given: dict[str, torch.Tensor] = {
@@ -132,13 +150,14 @@ class Gate:
         for case in cases(engine.manifest.max_length):
             requests = [self.draw_request(n) for n in case.sources]
             sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
-            found, state = run_case(engine, requests, sequences, case.prompts)
+            found, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
                 expected = self.reference.logits(request, tokens)
                 where = functools.partial(self._where, state, row, request, tokens)
                 found_error = self._compare(case.name, row, case.prompts[row], found[row], expected, report, where)
                 error = max(error, found_error)
+                self._compare_extras(case.name, row, extras[row], request, tokens, report)
             report.errors[case.name] = error
         self._greedy(engine, report)
         return report
@@ -148,13 +167,41 @@ class Gate:
         assert engine.manifest.encode is not None
         for rows, length in ((1, 4), (4, 11)):
             requests = [self.draw_request(length) for _ in range(rows)]
-            (found,) = (value.numpy() for value in engine.encode(_by_name(requests) or {}, rows).values())
+            names = [extra.name for extra in engine.manifest.extras]
+            given = engine.encode(_by_name(requests) or {}, rows, names)
+            found, *extras = (value.numpy() for value in given.values())
             case = f"{rows} rows of {length}"
             errors = [
                 self._compare(case, row, length, found[row][None], self.reference.logits(request, None)[None], report)
                 for row, request in enumerate(requests)
             ]
             report.errors[case] = max(errors)
+            for row, request in enumerate(requests):
+                own = {name: value[row] for name, value in zip(names, extras, strict=True)}
+                self._compare_extras(case, row, own, request, None, report)
+
+    def _compare_extras(
+        self,
+        case: str,
+        row: int,
+        found: Mapping[str, np.ndarray],
+        request: Mapping[str, np.ndarray],
+        tokens: np.ndarray | None,
+        report: ParityReport,
+    ) -> None:
+        """What is given beside the logits; found may be padded at the end of its axes."""
+        if not found or self.landmarks is None:
+            return
+        for name, expected in self.reference.extras(self.landmarks, request, tokens).items():
+            own = found[name][tuple(slice(0, size) for size in expected.shape)]
+            span = float(np.ptp(expected)) or 1.0
+            worst = float(np.abs(own - expected).max()) if own.shape == expected.shape else np.inf
+            report.extras[name] = max(report.extras.get(name, 0.0), worst)
+            if not worst <= TOLERANCE * span:
+                raise ParityError(
+                    f"{name} differs from its source in the case '{case}': row {row}, by {worst:.3g} where it spans "
+                    f"{span:.3g} ({TOLERANCE:g} of that is allowed); no file was written"
+                )
 
     def _compare(
         self,
@@ -258,20 +305,26 @@ def run_case(
     requests: list[dict[str, np.ndarray]],
     sequences: list[np.ndarray],
     prompts: tuple[int, ...],
-) -> tuple[list[np.ndarray], State]:
-    """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time."""
-    state = engine.start(_by_name(requests), len(sequences))
+) -> tuple[list[np.ndarray], State, list[dict[str, np.ndarray]]]:
+    """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time; and
+    what the file gives besides, in the same way."""
+    state = engine.start(_by_name(requests), len(sequences), extras=[extra.name for extra in engine.manifest.extras])
     counts = np.array(prompts)
     tokens = np.zeros((len(sequences), int(counts.max())), np.int64)
     for row, sequence in enumerate(sequences):
         tokens[row, : counts[row]] = sequence[: counts[row]]
     logits = engine.step(state, tokens, counts, want="all")
-    rows = [[*logits[row, :count].copy()] for row, count in enumerate(counts)]
+    rows = [{"": [*logits[row, :count].copy()]} for row, count in enumerate(counts)]
+    for row, count in enumerate(counts):
+        rows[row] |= {name: [*values[row, :count].copy()] for name, values in state.extras.items()}
     for i in range(len(sequences[0]) - prompts[0]):
         new = np.array([[sequence[count + i]] for sequence, count in zip(sequences, counts, strict=True)])
-        for row, values in enumerate(engine.step(state, new)):
-            rows[row].append(values.copy())
-    return [np.stack(values) for values in rows], state
+        for name, every in {"": engine.step(state, new), **state.extras}.items():
+            for row, values in enumerate(every):
+                rows[row][name].append(values.copy())
+    stacked = [{name: np.stack(values) for name, values in row.items()} for row in rows]
+    once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
+    return [row.pop("") for row in stacked], state, [row | more for row, more in zip(stacked, once, strict=True)]
 
 
 def decode_greedily(

@@ -19,12 +19,16 @@ from tformer_runtime.search import FinishReason, Limits, Stepper, padded, withou
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A complete sequence. score: Σ logprobs / length ** length_penalty. The end token counts as one of the ids."""
+    """A complete sequence. score: Σ logprobs / length ** length_penalty. The end token counts as one of the ids.
+
+    place: the stepper's row whose logits gave the last id.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     score: float
     finish: FinishReason
+    place: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def beam_search(stepper: Stepper, prompts: Sequence[Ints], rules: BeamRules, lim
                         (*logprobs[g, p].tolist(), float(gains[g, c])),
                         float(top[g, c] / np.float32(length**rules.length_penalty)),
                         reasons[c] or "length",
+                        g * width + int(p),
                     )
                 )
             done[row] = sorted(done[row], key=lambda h: -h.score)[:beams]

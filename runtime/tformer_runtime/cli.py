@@ -25,6 +25,7 @@ from tformer_runtime.inputs import Value
 from tformer_runtime.model import Model
 from tformer_runtime.modelfile import read_manifest
 from tformer_runtime.options import GenerationOptions
+from tformer_runtime.plot import Drawing
 
 _AT_LEAST_1 = click.IntRange(min=1)
 
@@ -47,6 +48,8 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--alignments", metavar="OUT.png", help="Draw what each token attended to; - only adds it to --json.")
+@click.option("--hidden", is_flag=True, help="Add the file's hidden states to --json.")
 @click.option("--info", is_flag=True, help="Say what the file is, and stop.")
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.version_option(package_name="tformer")
@@ -72,6 +75,8 @@ def _run(
     ids: bool,
     as_json: bool,
     force: bool,
+    alignments: str | None,
+    hidden: bool,
     **options: Any,
 ) -> None:
     if inputs and input_file:
@@ -80,15 +85,21 @@ def _run(
         raise click.UsageError(
             "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return"
         )
+    if stream and (alignments or hidden):
+        raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
+    if (hidden or alignments == "-") and not as_json:
+        raise click.UsageError(f"{'--hidden' if hidden else '--alignments -'} adds to --json: give that too")
     if not inputs and not input_file:
         if sys.stdin.isatty():
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
     if output_file and output_file.exists() and not force:
         raise OutputError(f"{output_file} exists already: give --force to overwrite it")
+    options |= {"alignments": True if alignments else None, "hidden": hidden or None}
     given = GenerationOptions(**{name: value for name, value in options.items() if value is not None})
+    drawing = Drawing(Path(alignments), force) if alignments not in (None, "-") else None
     lines = inputs if inputs else _lines(input_file or "-")
-    values = (_value(line, number, ids) for number, line in enumerate(lines, 1))
+    values: Iterator[Value] = (_value(line, number, ids) for number, line in enumerate(lines, 1))
     loaded = Model.load(model, device, threads)
     if device == "auto":
         click.echo(f"device: {loaded.device}", err=True)
@@ -99,17 +110,23 @@ def _run(
                     click.echo(piece, nl=False)
                 click.echo()
             return
+        if drawing:
+            values = drawing.watch(values)
         results = loaded.generate_batch(values, given, batch_size)
         with _output(output_file, force) as out, _progress(input_file) as advance:
             for index, result in enumerate(results):
                 for rank, each in enumerate((result, *result.alternatives)):
                     out.write(_line(each, index, rank, ids, as_json) + "\n")
+                if drawing:
+                    drawing.add(loaded, result)
                 advance()
+        if drawing:
+            drawing.finish()
 
 
 def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool) -> str:
     if as_json:
-        fields = {
+        fields: dict[str, Any] = {
             "index": index,
             "rank": rank,
             "text": result.text,
@@ -118,10 +135,19 @@ def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool) -> st
             "finish_reason": result.finish_reason,
             "token_logprobs": result.token_logprobs,
         }
+        if result.alignments is not None:
+            fields["alignments"] = _numbers(result.alignments)
+        if result.hidden:
+            fields["hidden"] = {name: _numbers(value) for name, value in result.hidden.items()}
         return json.dumps(fields, ensure_ascii=False)
     if ids:
         return " ".join(map(str, result.token_ids))
     return " ".join(result.text.splitlines())  # one line per result, whatever the text; --json keeps line breaks
+
+
+def _numbers(array: Any) -> Any:
+    """Nested lists of six significant digits, which is what float32 tells."""
+    return [_numbers(a) for a in array] if array.ndim else float(f"{array:.6g}")
 
 
 def _value(line: str, number: int, ids: bool) -> Value:

@@ -42,9 +42,13 @@ class State:
     """What decoding has so far for each row of a batch: its context, its cached tokens, and how many those are.
 
     lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
+    encoded: what encode gave beside the context, as it was asked for, one row for each request.
+    extras: what the latest step gave beside its logits, in their layout; overwritten by the next.
     """
 
-    def __init__(self, context: list[Array], cache: KVCache, rows: int) -> None:
+    def __init__(
+        self, context: list[Array], cache: KVCache, rows: int, encoded: Mapping[str, Array], wanted: tuple[str, ...]
+    ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
@@ -52,6 +56,9 @@ class State:
         self.context_values: list[Any] = []
         self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
         self.call: _Call | None = None  # the last shape of call, bound
+        self.encoded = encoded
+        self.wanted = wanted  # of each step
+        self.extras: dict[str, Array] = {}
 
     @property
     def rows(self) -> int:
@@ -81,10 +88,11 @@ class Engine:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
-    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int) -> dict[str, Any]:
+    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = ()) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
+        extras: names of the stage's extras to give too, behind the outputs.
         """
         encode = self.manifest.encode
         if encode is None:
@@ -94,19 +102,28 @@ class Engine:
         for name in self.session.inputs:
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
             io.bind_ortvalue_input(name, read)
-        for output in encode.outputs:
-            io.bind_output(output.name, self.session.device)
+        wanted = [output.name for output in (*encode.outputs, *encode.extras)]
+        wanted = [name for i, name in enumerate(wanted) if i < len(encode.outputs) or name in extras]
+        for name in wanted:
+            io.bind_output(name, self.session.device)
         self.session.run(io)
-        return dict(zip((o.name for o in encode.outputs), io.get_outputs(), strict=True))
+        return dict(zip(wanted, io.get_outputs(), strict=True))
 
-    def start(self, requests: Mapping[str, Sequence[Array]] | None, rows: int, repeat: int = 1) -> State:
-        """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat)."""
+    def start(
+        self, requests: Mapping[str, Sequence[Array]] | None, rows: int, repeat: int = 1, extras: Sequence[str] = ()
+    ) -> State:
+        """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
+
+        extras: names of the manifest's extras that are wanted, of either stage.
+        """
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
+        wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
         if self.manifest.encode is None:
-            state = State([], cache, rows)
+            state = State([], cache, rows, {}, wanted)
         else:
-            context = self.encode(requests or {}, rows)
-            state = State([_writable(value.numpy()) for value in context.values()], cache, rows)
+            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras).items()}
+            context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
+            state = State(context, cache, rows, arrays, wanted)
         self._bind_context(state)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
@@ -118,7 +135,8 @@ class Engine:
         tokens: (rows, N) int64, right-padded.
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
-        want="all". The array is overwritten by the next call. InputError if a row would pass the maximum length.
+        want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
+        InputError if a row would pass the maximum length.
         """
         rows, new = tokens.shape
         if rows != state.rows:
@@ -177,6 +195,7 @@ class Engine:
             total = int((state.lengths + counts).max())
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         every, logits = [], np.empty(0, np.float32)
+        extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
         for i in range(new):
             # A row that is through feeds its last token again: the same slot gets the same content.
             through = i >= counts
@@ -185,7 +204,12 @@ class Engine:
             logits = self.step(state, tokens[np.arange(rows), np.minimum(i, counts - 1)][:, None])
             if want == "all":
                 every.append(logits.copy())
-        return np.stack(every, 1) if want == "all" else logits
+                for name, arrays in extras.items():
+                    arrays.append(state.extras[name].copy())
+        if want == "all":
+            state.extras = {name: np.stack(arrays, 1) for name, arrays in extras.items()}
+            return np.stack(every, 1)
+        return logits
 
     def _bind_context(self, state: State) -> None:
         state.context_values = [self.session.tensor(array) for array in state.context]
@@ -263,6 +287,8 @@ class _Call:
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
             io.bind_ortvalue_output(cache.present, present)
+        for name in state.wanted:
+            io.bind_output(name, session.device)
         return io
 
     def run(self, tokens: Array, counts: Array | None, total: int) -> Array:
@@ -292,11 +318,16 @@ class _Call:
         else:
             lengths += counts
             state.longest = int(lengths.max())
+        if state.wanted:
+            values = io.get_outputs()[-len(state.wanted) :]
+            state.extras = {n: self._wanted(v.numpy()) for n, v in zip(state.wanted, values, strict=True)}
+        return self._wanted(self.logits)
+
+    def _wanted(self, values: Array) -> Array:
+        """Of what the graph gives for each row, what was asked for: every position, or the last token's."""
         if self.want == "all":
-            return self.logits
-        return (
-            self.logits[:, 0] if self.selects or new == 1 else self.logits[np.arange(len(lengths)), self.select[:, 0]]
-        )
+            return values
+        return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
 
 
 def _writable(array: Array) -> Array:

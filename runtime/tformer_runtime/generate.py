@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tformer_runtime.beam import BeamRules, beam_search
 from tformer_runtime.engine import Engine, State
+from tformer_runtime.manifest import ALIGNMENTS, HIDDEN
 from tformer_runtime.options import Settings
+from tformer_runtime.record import Record, cut_to
+from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Chooser, Floats, Ints, Sampler, greedy
 from tformer_runtime.search import FinishReason, Limits, Stopped, Token, follow
 from tformer_runtime.session import Array
@@ -26,6 +29,10 @@ class Result:
     finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
     token_logprobs: the model's natural-log probability of each id; sampling options do not change it.
     alternatives: the other results if num_return is more than 1: next best first, or the other samples.
+    alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
+        for.
+    hidden: submodule of the source model → its output, (tokens, …) for one of the decoder, at the step that chose each
+        token, or (source positions, …) for one of the encoder. Empty if not asked for.
     """
 
     text: str
@@ -34,6 +41,8 @@ class Result:
     finish_reason: FinishReason
     token_logprobs: tuple[float, ...]
     alternatives: tuple[Result, ...] = ()
+    alignments: Array | None = field(default=None, compare=False, repr=False)
+    hidden: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -55,19 +64,41 @@ class Request:
 
 
 class EngineStepper:
-    """The engine and a state, as search wants them."""
+    """The engine and a state, as search wants them, and a record of what is asked for beside logits."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], repeat: int = 1) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[Request], settings: Settings, repeat: int = 1) -> None:
         names = requests[0].sources
         sources = {name: [r.sources[name] for r in requests] for name in names} or None
-        self._engine = engine
-        self._state: State = engine.start(sources, len(requests), repeat)
+        asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden}
+        self.engine, self._requests = engine, requests
+        self._extras = {extra.name: extra for extra in engine.manifest.extras if asked.get(extra.kind)}
+        self._state: State = engine.start(sources, len(requests), repeat, tuple(self._extras))
+        self._record = Record()
 
     def step(self, tokens: Ints, counts: Ints | None = None) -> Floats:
-        return self._engine.step(self._state, tokens, counts)
+        logits = self.engine.step(self._state, tokens, counts)
+        if self._extras:
+            self._record.add(self._state.extras)
+        return logits
 
     def reorder(self, rows: Ints) -> None:
-        self._engine.reorder(self._state, rows)
+        self.engine.reorder(self._state, rows)
+        self._record.moved(rows)
+
+    def beside(self, result: Result, request: int, place: int) -> Result:
+        """The result with what was asked for besides; place: the row whose logits gave its last token."""
+        if not self._extras:
+            return result
+        given = self._record.trail(len(result.token_ids), place)
+        given |= {name: values[request] for name, values in self._state.encoded.items()}
+        encode = self.engine.manifest.encode
+        sizes = own_sizes(encode.inputs, self._requests[request].sources) if encode else {}
+        for name, value in given.items():
+            # A row of encode has no batch axis any more, a trail has the tokens in the place of it and of one position.
+            shape = self._extras[name].shape
+            given[name] = cut_to(sizes, shape[-value.ndim :], value)
+        hidden = {extra.module: given[name] for name, extra in self._extras.items() if extra.kind == HIDDEN}
+        return replace(result, alignments=given.get(ALIGNMENTS), hidden=hidden)
 
 
 def generate_all(engine: Engine, codec: Codec | None, requests: Sequence[Request], settings: Settings) -> list[Result]:
@@ -93,7 +124,7 @@ def generate_stream(engine: Engine, codec: Codec, request: Request, settings: Se
         pieces.append(text.push(ids[-1]))
         return text.stopped
 
-    for _ in _tokens(engine, [request], settings, stopped):
+    for _ in _tokens(EngineStepper(engine, [request], settings), [request], settings, stopped):
         if piece := "".join(pieces):
             yield piece
         pieces.clear()
@@ -102,7 +133,7 @@ def generate_stream(engine: Engine, codec: Codec, request: Request, settings: Se
 
 
 def _tokens(
-    engine: Engine, requests: Sequence[Request], settings: Settings, stopped: Stopped | None
+    stepper: EngineStepper, requests: Sequence[Request], settings: Settings, stopped: Stopped | None
 ) -> Iterator[Token]:
     """Greedy or sampling: num_return rows for each request, next to each other."""
     copies = settings.num_return
@@ -112,8 +143,8 @@ def _tokens(
         choose = Sampler(keys, settings.seed, settings.temperature, settings.top_k, settings.top_p)
     prompts = [r.prompt for r in requests for _ in range(copies)]
     most = [r.most for r in requests for _ in range(copies)]
-    limits = Limits(engine.manifest.special.end, most, settings.min_new_tokens, stopped)
-    return follow(EngineStepper(engine, requests, copies), prompts, choose, limits)
+    limits = Limits(stepper.engine.manifest.special.end, most, settings.min_new_tokens, stopped)
+    return follow(stepper, prompts, choose, limits)
 
 
 def _rows(engine: Engine, codec: Codec | None, requests: Sequence[Request], settings: Settings) -> list[Result]:
@@ -125,13 +156,15 @@ def _rows(engine: Engine, codec: Codec | None, requests: Sequence[Request], sett
         return texts[row].stopped
 
     tokens: list[list[Token]] = [[] for _ in range(count)]
-    for token in _tokens(engine, requests, settings, stopped if texts else None):
+    stepper = EngineStepper(engine, requests, settings, settings.num_return)
+    for token in _tokens(stepper, requests, settings, stopped if texts else None):
         tokens[token.row].append(token)
     results = []
-    for row in tokens:
+    for number, row in enumerate(tokens):
         ids, logprobs = tuple(t.id for t in row), tuple(t.logprob for t in row)
         score = sum(logprobs) / len(row) ** settings.length_penalty
-        results.append(_result(codec, settings, ids, logprobs, score, row[-1].finish or "length"))
+        result = _result(codec, settings, ids, logprobs, score, row[-1].finish or "length")
+        results.append(stepper.beside(result, number // settings.num_return, row[-1].place))
     return results
 
 
@@ -147,10 +180,14 @@ def _beams(engine: Engine, codec: Codec | None, requests: Sequence[Request], set
         settings.min_new_tokens,
         stopped if settings.stop else None,
     )
-    found = beam_search(EngineStepper(engine, requests), [r.prompt for r in requests], rules, limits)
+    stepper = EngineStepper(engine, requests, settings)
+    found = beam_search(stepper, [r.prompt for r in requests], rules, limits)
     return [
-        [_result(codec, settings, h.ids, h.logprobs, h.score, h.finish) for h in group[: settings.num_return]]
-        for group in found
+        [
+            stepper.beside(_result(codec, settings, h.ids, h.logprobs, h.score, h.finish), request, h.place)
+            for h in group[: settings.num_return]
+        ]
+        for request, group in enumerate(found)
     ]
 
 

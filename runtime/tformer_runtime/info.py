@@ -28,6 +28,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "vocabulary": m.decode.logits.shape[-1] if m.decode else None,
         "caches": len(caches),
         "cache_bytes_per_token": int(sum(slot)),
+        "extras": [extra.name for extra in m.extras],
         "quantization": m.quantization,
         "target": m.target,
         "tokenizers": len(m.tokenizers),

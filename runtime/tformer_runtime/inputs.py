@@ -32,6 +32,19 @@ class Inputs:
         """The tokenizer of what is generated."""
         return self._codec(self._step)
 
+    def source_labels(self, input: Input, length: int) -> list[str]:
+        """What stands at each position of the source that is `length` long, to be shown beside alignments: its tokens,
+        ids where there is no tokenizer, or the numbers of the positions."""
+        for name, values in self.parts(input)[0].items():
+            if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":
+                return self.labels(name, values.tolist())
+        return [str(i) for i in range(length)]
+
+    def labels(self, name: str, ids: Sequence[int]) -> list[str]:
+        """The tokens of an input's ids, or the ids where it has no tokenizer."""
+        codec = self._codec(name)
+        return [codec.token(i) if codec else str(i) for i in ids]
+
     def request(self, input: Input, index: int, max_new_tokens: int | None) -> Request:
         sources, prompt, _ = self.parts(input)
         held = self._manifest.max_length

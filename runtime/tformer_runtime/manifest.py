@@ -21,7 +21,9 @@ SLOTS           int64   (TOTAL,) ``0 … TOTAL - 1``: the slots that attention m
 SELECT          int64   (B, M)   which of the N new slots logits are wanted for
 =============== ======= ======== =====================================================================================
 
-The logits are ``(B, M, vocabulary)``, float32. A cache whose ``in_place`` is true is bound with one buffer as past and
+The logits are ``(B, M, vocabulary)``, float32. What a file gives beside them (``extras``) is ``(B, M, …)`` too if it
+is of decode, and ``(B, …)`` if it is of encode; an axis with the name of a request input's axis is as long as that
+input. A cache whose ``in_place`` is true is bound with one buffer as past and
 present; otherwise present is a buffer of the same shape, apart. Buffers have room for at least TOTAL slots, and start
 as zeros.
 """
@@ -49,6 +51,10 @@ SELECT = "decode.select"
 BATCH = "batch"  # names of axes in TensorSpec.shape
 NEW = "new"
 SLOT = "slot"
+WANTED = "wanted"
+
+ALIGNMENTS = "alignments"  # kinds of Extra
+HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,28 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Extra(TensorSpec):
+    """What a stage gives beside what it is for.
+
+    kind: ALIGNMENTS, cross-attention's weights over the positions of the request, the name too; or HIDDEN, the output
+    of the source model's submodule `NAME`, called "hidden.NAME".
+    """
+
+    kind: str = HIDDEN
+
+    @property
+    def module(self) -> str:
+        """The submodule's qualified name, of hidden states."""
+        return self.name.removeprefix(f"{HIDDEN}.")
+
+
+@dataclass(frozen=True)
 class Encode:
     """The stage that runs once a request. Its outputs are the context of decode, or the results of the model."""
 
     inputs: tuple[RequestInput, ...]
     outputs: tuple[TensorSpec, ...]
+    extras: tuple[Extra, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +136,7 @@ class Decode:
     context: tuple[str, ...] = ()
     vocabulary: int | None = None
     ragged_chunks: bool = True
+    extras: tuple[Extra, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +179,11 @@ class Manifest:
         """Whether the graph holds both stages, in one `If`."""
         return self.encode is not None and self.decode is not None
 
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """What the file gives beside its results, of both stages."""
+        return tuple(extra for stage in (self.encode, self.decode) if stage for extra in stage.extras)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
 
@@ -185,6 +214,7 @@ class Manifest:
                 and Encode(
                     tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
                     tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
+                    _extras(encode),
                 ),
                 "decode": decode
                 and Decode(
@@ -195,6 +225,7 @@ class Manifest:
                     tuple(decode["context"]),
                     decode["vocabulary"],
                     decode["ragged_chunks"],
+                    _extras(decode),
                 ),
                 "special": SpecialTokens(
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
@@ -202,6 +233,10 @@ class Manifest:
                 "tokenizers": tuple(data["tokenizers"]),
             }
         )
+
+
+def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
+    return tuple(Extra(**_shaped(extra)) for extra in stage.get("extras", ()))
 
 
 def _shaped(data: dict[str, Any]) -> dict[str, Any]:

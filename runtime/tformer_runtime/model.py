@@ -15,7 +15,7 @@ from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
@@ -87,6 +87,8 @@ class Model:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return > 1:
             raise OptionError("num_return must be 1 for a stream")
+        if settings.alignments or settings.hidden:
+            raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
         return generate_stream(self._engine, codec, self._inputs.request(input, 0, settings.max_new_tokens), settings)
 
     def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
@@ -104,6 +106,40 @@ class Model:
         ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
         return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
 
+    def align(self, source: Input, target: Value) -> npt.NDArray[np.float32]:
+        """(target tokens, source positions): what the step before each token of `target` attended to.
+
+        Raises UnsupportedCallError for a file that was exported without alignments.
+        """
+        self._extras(ALIGNMENTS)
+        sources, prompt, _ = self._inputs.parts(source)
+        ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+        weights: Array = self._besides(sources, ids[:-1], (ALIGNMENTS,))[ALIGNMENTS]
+        return weights[max(len(prompt), 1) - 1 :]
+
+    def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
+        """What the columns and the rows of a result's alignments stand for: the tokens of its source, and its own."""
+        step = self._engine.decode.step.name
+        length = 0 if result.alignments is None else result.alignments.shape[1]
+        return self._inputs.source_labels(source, length), self._inputs.labels(step, result.token_ids)
+
+    def hidden(self, source: Input, target: Value | None = None) -> dict[str, Array]:
+        """The outputs of the submodules that the file was exported with, by their names in the source model.
+
+        One of an encoder: (source positions, …). One of a decoder: (tokens, …), at each token that the model steps
+        over, `source` or the start tokens and then `target`; of a model with an encoder, only if there is a target.
+        Raises UnsupportedCallError for a file that was exported without hidden states.
+        """
+        extras = self._extras(HIDDEN)
+        sources, ids, _ = self._inputs.parts(source)
+        if target is not None:
+            self._must_decode("read a target")
+            ids = np.concatenate([ids, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+        elif sources:
+            ids = ids[:0]
+        values = self._besides(sources, ids, tuple(extras))
+        return {extras[name].module: value for name, value in values.items()}
+
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
@@ -113,7 +149,21 @@ class Model:
         settings = Settings.of((options or GenerationOptions()).with_(overrides), self.manifest.defaults)
         if settings.stop and not self._inputs.output_codec:
             raise OptionError("stop needs text and the file has no tokenizer")
+        for kind in (ALIGNMENTS, HIDDEN):
+            if getattr(settings, kind):
+                self._extras(kind)
         return settings
+
+    def _extras(self, kind: str) -> dict[str, Extra]:
+        """The file's extras of a kind, by name; UnsupportedCallError if it has none."""
+        found = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
+        if not found:
+            what = {
+                ALIGNMENTS: "alignments: export the model with --alignments (alignments=True)",
+                HIDDEN: "hidden states: export the model with --hidden NAME (hidden=[NAME, …])",
+            }
+            raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
+        return found
 
     def _numbered(self, index: int, input: Input, most: int | None) -> Request:
         try:
@@ -130,10 +180,30 @@ class Model:
         total = self.manifest.max_length
         if len(ids) > total:
             raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
-        state = self._engine.start({name: [array] for name, array in sources.items()} or None, rows=1)
+        state = self._engine.start(_one_row(sources), rows=1)
         scores = np.empty(len(ids) - 1, np.float32)
         for at in range(0, len(scores), _CHUNK):
             fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
             logits = self._engine.step(state, fed[None], want="all")[0]
             scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
         return scores
+
+    def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
+        """The file's extras for one input: of encode, and at each of the ids if there are any."""
+        if not len(ids):
+            outputs = self._engine.encode(_one_row(sources) or {}, 1, extras)
+            return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
+        if len(ids) > self.manifest.max_length:
+            raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
+        state = self._engine.start(_one_row(sources), rows=1, extras=extras)
+        parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
+        for at in range(0, len(ids), _CHUNK):
+            self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
+            for name, values in state.extras.items():
+                parts[name].append(values[0].copy())
+        encoded = {name: values[0] for name, values in state.encoded.items()}
+        return {**encoded, **{name: np.concatenate(values) for name, values in parts.items()}}
+
+
+def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:
+    return {name: [array] for name, array in sources.items()} or None

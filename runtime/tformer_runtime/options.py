@@ -17,6 +17,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tformer_runtime.errors import OptionError
@@ -41,6 +42,8 @@ class GenerationOptions:
     top_p: draw from the fewest tokens whose probabilities sum to p or more.
     seed: the same seed draws the same tokens for the input of the same index, whatever is beside it in the batch.
     stop: the text ends before the first of these strings.
+    alignments: give each result's alignments; the file must have been exported with them.
+    hidden: give each result's hidden states; the file must have been exported with some.
     """
 
     max_new_tokens: int | None = None
@@ -54,6 +57,8 @@ class GenerationOptions:
     top_p: float | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
+    alignments: bool | None = None
+    hidden: bool | None = None
 
     if not TYPE_CHECKING:  # type checkers know the names already
 
@@ -76,6 +81,9 @@ class GenerationOptions:
         self._check("length_penalty", lambda _: True, "a number")
         if not (self.early_stopping in (None, "never") or isinstance(self.early_stopping, bool)):
             raise OptionError(f'early_stopping must be True, False or "never", not {self.early_stopping!r}')
+        for name in ("alignments", "hidden"):
+            if not isinstance(getattr(self, name), (bool, NoneType)):
+                raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.stop is not None:
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
             if not all(isinstance(s, str) and s for s in stop):
@@ -115,6 +123,8 @@ class Settings:
     top_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    alignments: bool = False
+    hidden: bool = False
 
     @property
     def sampling(self) -> bool:

@@ -10,6 +10,15 @@ from tformer_runtime.errors import InputError
 from tformer_runtime.manifest import RequestInput
 from tformer_runtime.session import Array
 
+Sizes = Mapping[str, int]  # name of an input's free axis → how long one row is there
+
+
+def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Sizes:
+    """The sizes of one row's inputs, which are given without their batch axis."""
+    given = [(spec.shape[1:], sources[spec.name].shape) for spec in specs if spec.name in sources]
+    sizes = ((axis, size) for axes, shape in given for axis, size in zip(axes, shape, strict=True))
+    return {axis: size for axis, size in sizes if isinstance(axis, str)}
+
 
 def request_arrays(
     specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int

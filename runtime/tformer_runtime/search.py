@@ -30,12 +30,13 @@ class Stepper(Protocol):
 
 
 class Token(NamedTuple):
-    """One generated token. `finish` is set on a row's last."""
+    """One generated token. `finish` is set on a row's last. place: the stepper's row whose logits gave it."""
 
     row: int
     id: int
     logprob: float
     finish: FinishReason | None
+    place: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def follow(stepper: Stepper, prompts: Sequence[Ints], choose: Chooser, limits: L
             finish = limits.reason(row, ids[row])
             if finish:
                 over.add(i)
-            yield Token(row, token, logprob, finish)
+            yield Token(row, token, logprob, finish, i)
         if over:
             keep = without(len(alive), over)
             alive, tokens, places = alive[keep], tokens[keep], places[: len(keep)]

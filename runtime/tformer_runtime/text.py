@@ -64,6 +64,10 @@ class Codec:
         """The text of ids, special tokens left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def token(self, id_: int) -> str:
+        """What the vocabulary calls an id."""
+        return str(self._tokenizer.id_to_token(id_) or id_)
+
     def is_part(self, id_: int) -> bool:
         """Whether a token is a single byte or no text at all: what it means hangs on the tokens after it."""
         token = self._tokenizer.id_to_token(id_)

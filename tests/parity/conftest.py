@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,20 +32,21 @@ Exporter = Callable[..., Exported]
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
-    made: dict[tuple[str, str, str], Exported] = {}
+    made: dict[tuple[str, str, str, str], Exported] = {}
 
-    def get(name: str, target: str = "cpu", quantize: str = "none") -> Exported:
-        key = name, target, quantize
+    def get(name: str, target: str = "cpu", quantize: str = "none", **extras: Any) -> Exported:
+        key = name, target, quantize, repr(extras)
         if key not in made:
             family = BY_NAME[name]
             path = tmp_path_factory.mktemp(name) / "model.onnx"
             ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-            given = {} if family.hf else {
+            given: dict[str, Any] = {} if family.hf else {
                 "example": {"src": ids, "tgt": ids},
                 "step": "tgt",
                 "special": {"start": [START], "end": [END], "pad": PAD},
             }  # fmt: skip
-            report = export(family.module, path, **given, target=target, quantize=quantize, max_length=MAX_LENGTH)
+            given |= {"target": target, "quantize": quantize, "max_length": MAX_LENGTH, **extras}
+            report = export(family.module, path, **given)
             engine = Engine(path, device="cpu", threads=1)
             made[key] = Exported(family, path, report, engine, Model(engine))
         return made[key]

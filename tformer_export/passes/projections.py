@@ -89,8 +89,9 @@ def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Proj
         sizes = _constant(model, f"{name}.widths", np.array(widths, np.int64))
         split = ir.node("Split", [result, sizes], {"axis": -1}, num_outputs=len(group), name=f"{name}.split")
         for part, projection in zip(split.outputs, group, strict=True):
-            part.name = f"{projection.result.name}.part"
-            part.dtype = ir.DataType.FLOAT
+            held = projection.result.name
+            projection.result.name, part.name = f"{held}.alone", held  # which may be the name of a graph's output
+            part.dtype, part.shape = ir.DataType.FLOAT, projection.result.shape
             projection.result.replace_all_uses_with(part, replace_graph_outputs=True)
         made.append(split)
     graph.insert_before(first, made)
@@ -104,7 +105,7 @@ def _packed_attention(group: list[_Projection]) -> ir.Node | None:
     if len(group) != 3:
         return None
     users = [list(p.result.uses()) for p in group]
-    if any(len(u) != 1 for u in users):
+    if any(len(u) != 1 for u in users) or any(p.result.is_graph_output() for p in group):
         return None
     nodes = {u[0].node for u in users}
     if len(nodes) != 1 or [u[0].idx for u in users] != [0, 1, 2]:

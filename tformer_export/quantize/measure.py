@@ -72,10 +72,10 @@ def _row_difference(
     engine: Engine, requests: list[dict[str, np.ndarray]], sequences: list[np.ndarray], prompts: tuple[int, ...]
 ) -> float:
     """How far a row's logits alone are from the same row's in a batch, over their range."""
-    together, _ = run_case(engine, requests, sequences, prompts)
+    together, *_ = run_case(engine, requests, sequences, prompts)
     worst = 0.0
     for row in (0, len(sequences) - 1):
-        (alone,), _ = run_case(engine, [requests[row]], [sequences[row]], (prompts[row],))
+        (alone,), *_ = run_case(engine, [requests[row]], [sequences[row]], (prompts[row],))
         span = float(alone.max() - alone.min()) or 1.0
         worst = max(worst, float(np.abs(alone - together[row]).max()) / span)
     if worst > TOLERANCE:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tformer_export.source.adapter import Adapter
 from tformer_export.source.derived import Mask
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import SpecialTokens
@@ -44,6 +45,11 @@ class Source:
             raise SourceError(
                 f"the step input {self.step!r} is not among the inputs {', '.join(self.example)}: name one of them"
             )
+
+    @property
+    def owner(self) -> nn.Module:
+        """The user's own module, whose submodules' names users know."""
+        return self.module.module if isinstance(self.module, Adapter) else self.module
 
     @contextmanager
     def ready(self) -> Iterator[None]:

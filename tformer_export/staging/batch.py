@@ -68,6 +68,6 @@ def find_rows(captured: Captured, node: Node, value: torch.Tensor, other: torch.
         return Rows(axis)
     same = (value == other) | ((value != value) & (other != other))
     changed = (~same).movedim(axis, 0).flatten(1).any(1)
-    outer, inner = changed.unflatten(0, (2, times)), changed.unflatten(0, (times, 2))
+    outer, inner = changed.reshape(2, times), changed.reshape(times, 2)
     fits = [not outer[0].any(), not inner[:, 0].any()]
     return Rows(axis, times, outer=fits[0]) if sum(fits) == 1 else None

@@ -15,6 +15,7 @@ from tformer_export import operators
 from tformer_export.capture import Captured, arguments, aten, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.emitter import CachedValue, Context, Emitter, Port, Program, context_shape
+from tformer_export.staging.extras import Extra
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
 from tformer_export.staging.tables import Table
@@ -28,7 +29,7 @@ CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
     manifest.TOTAL: (torch.int32, ()),
     manifest.START: (torch.int64, (manifest.BATCH,)),
     manifest.SLOTS: (torch.int64, ("total",)),
-    manifest.SELECT: (torch.int64, (manifest.BATCH, "wanted")),
+    manifest.SELECT: (torch.int64, (manifest.BATCH, manifest.WANTED)),
 }
 
 
@@ -55,8 +56,9 @@ class DecodeEmitter(Emitter):
         self.outputs: list[tuple[Port, Node]] = []
         self.cached: list[CachedValue] = []
 
-    def emit(self, contexts: list[Context], names: list[str]) -> Program:
-        """contexts: the values that encode gives, with the names of the inputs they become."""
+    def emit(self, contexts: list[Context], names: list[str], extras: list[Extra]) -> Program:
+        """contexts: the values that encode gives, with the names of the inputs they become. extras: what is given
+        beside the logits."""
         captured, plan = self.captured, self.plan
         assert captured.step is not None
         assert captured.step_name is not None
@@ -72,22 +74,25 @@ class DecodeEmitter(Emitter):
             for axis, size in enumerate(meta(node).shape):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr != captured.time:
                     self.sizes.setdefault(size.node.expr, (given, rows.apart(axis)))
+        results = [self._logits(), *extras]
         for node in captured.nodes:
             for roles in plan.demands.get(node, ()):
                 self._value(node, roles)
             if node is plan.select:
-                self._select(node)
-        logits = self.made[captured.output, self.views.roles(captured.output)]
-        logits = self._rows_first(captured.output, logits)
-        width = meta(captured.output).shape[-1]
-        self.outputs.insert(0, (Port("logits", torch.float32, (manifest.BATCH, "wanted", int(width))), logits))
-        self.graph.output(tuple(node for _, node in self.outputs))
+                self._select([node, *(e.node for e in results)])
+        if plan.select is None:
+            self._select([e.node for e in results])
+        made = [self.rows_first(self.made[e.node, self.views.roles(e.node)], e.axes) for e in results]
+        ports = [Port(e.name, meta(e.node).dtype, e.shape) for e in results]
+        self.outputs[:0] = zip(ports, made, strict=True)
+        self.graph.output(self.apart([node for _, node in self.outputs]))
         return Program(
             GraphModule(self.root, self.graph),
             self.inputs,
             [port for port, _ in self.outputs],
             caches=self.cached,
             ragged_chunks=not plan.fused,
+            extras=tuple(e.name for e in extras),
         )
 
     # -- values ---------------------------------------------------------------------------------------------------
@@ -155,23 +160,27 @@ class DecodeEmitter(Emitter):
             )
         return self.made["selected positions"]
 
-    def _select(self, node: Node) -> None:
-        roles = self.views.roles(node)
-        time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
-        assert batch is not None
-        self.made[node, roles] = self.call(
-            operators.take_positions, self.made[node, roles], self._control(manifest.SELECT), batch, time
-        )
+    def _select(self, nodes: list[Node]) -> None:
+        """Of those among the values that are made by now, only the wanted positions from here on."""
+        for node in dict.fromkeys(nodes):
+            key = node, self.views.roles(node)
+            if key in self.made:
+                time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
+                assert batch is not None
+                select = self._control(manifest.SELECT)
+                self.made[key] = self.call(operators.take_positions, self.made[key], select, batch, time)
         self.selected = True
 
-    def _rows_first(self, node: Node, value: Node) -> Node:
-        time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
-        if batch is None or meta(node).dim() != 3 or len(self.views.time_axes(node)) != 1:
+    def _logits(self) -> Extra:
+        node = self.captured.output
+        times, batch = self.views.time_axes(node), self.views.batch_axis(node)
+        shape = meta(node).shape
+        if batch is None or len(shape) != 3 or len(times) != 1:
             raise UnsupportedModelError(
-                f"the model's first output has the shape {tuple(meta(node).shape)}; decoding needs logits of shape "
+                f"the model's first output has the shape {tuple(shape)}; decoding needs logits of shape "
                 "(batch, time, vocabulary)"
             )
-        return value if (batch, time) == (0, 1) else self.call(torch.movedim, value, (batch, time), (0, 1))
+        return Extra("logits", node, (batch, times[0]), (manifest.BATCH, manifest.WANTED, int(shape[-1])))
 
     # -- tables ---------------------------------------------------------------------------------------------------
 

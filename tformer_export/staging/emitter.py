@@ -6,7 +6,7 @@ A program is a graph of ATen operations and the operators of `tformer_export.ope
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,14 @@ class CachedValue:
 
 @dataclass
 class Program:
-    """One stage. `ragged_chunks` as in the manifest."""
+    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside its results."""
 
     module: GraphModule
     inputs: list[Port]
     outputs: list[Port]
     caches: list[CachedValue] = field(default_factory=list)
     ragged_chunks: bool = True
+    extras: tuple[str, ...] = ()
 
 
 class Emitter:
@@ -94,6 +95,19 @@ class Emitter:
         self.inputs.append(Port(name, dtype, shape))
         return node
 
+    def rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
+        """With its batch axis, and its time axis if that is given, in front."""
+        front = tuple(range(len(axes)))
+        return value if axes == front else self.call(torch.movedim, value, axes, front)
+
+    def apart(self, outputs: list[Node]) -> tuple[Node, ...]:
+        """The outputs, each a node of its own that is not an input: names of a graph's outputs are one each."""
+        given = set(self.placeholders)
+        return tuple(
+            self.call(aten.clone.default, node) if node in given or node in outputs[:i] else node
+            for i, node in enumerate(outputs)
+        )
+
     def constant(self, name: str, value: torch.Tensor) -> Node:
         key = f"constant_{name}"
         if key not in self.made:
@@ -117,7 +131,7 @@ class Emitter:
             if key not in self.made:
                 self.made[key] = self.call(aten.sym_size.int, *self.sizes[expr])
             return self.made[key]
-        folds = {
+        folds: dict[Any, Callable[..., Any]] = {
             sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
             Mod: operator.mod, PythonMod: operator.mod, Min: torch.sym_min, Max: torch.sym_max,
         }  # fmt: skip

@@ -10,13 +10,14 @@ from torch.fx import GraphModule, Node
 from tformer_export.capture import meta
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
+from tformer_export.staging.extras import Extra
 from tformer_export.staging.levels import Level
 
 
 class EncodeEmitter(Emitter):
     """Request inputs → context, or → the outputs of a model that is run once."""
 
-    def emit(self, wanted: list[Context], names: list[str]) -> Program:
+    def emit(self, wanted: list[Context], names: list[str], extras: list[Extra]) -> Program:
         captured = self.captured
         for name, node in captured.inputs.items():
             if self.level[node] != Level.REQUEST:
@@ -27,7 +28,7 @@ class EncodeEmitter(Emitter):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     self.sizes.setdefault(size.node.expr, (self.made[node], axis))
         needed: set[Node] = set()
-        todo = [context.node for context in wanted]
+        todo = [*(context.node for context in wanted), *(extra.node for extra in extras)]
         while todo:
             node = todo.pop()
             if node not in needed:
@@ -37,12 +38,16 @@ class EncodeEmitter(Emitter):
             if node in needed and node not in self.made:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
                 self.made[node] = self.copied(node, args, kwargs)
-        self.graph.output(tuple((c.rows or Rows(0)).split(self.call, self.made[c.node]) for c in wanted))
+        results = [(c.rows or Rows(0)).split(self.call, self.made[c.node]) for c in wanted]
+        results += [self.rows_first(self.made[extra.node], extra.axes) for extra in extras]
+        self.graph.output(self.apart(results))
         outputs = [
             Port(name, meta(context.node).dtype, context_shape(captured, context))
             for context, name in zip(wanted, names, strict=True)
         ]
-        return Program(GraphModule(self.root, self.graph), self.inputs, outputs)
+        outputs += [Port(extra.name, meta(extra.node).dtype, extra.shape) for extra in extras]
+        given = tuple(extra.name for extra in extras)
+        return Program(GraphModule(self.root, self.graph), self.inputs, outputs, extras=given)
 
     def _operand(self, argument: Node) -> Any:
         if isinstance(meta(argument), torch.SymInt):

@@ -35,7 +35,7 @@ Fits = Callable[[CachedAttention], bool]
 class Plan:
     """demands: value → the roles it is wanted in, for values computed in decode. contexts: (value, whether for one
     position). tables: constants gathered by position. fused: attentions that keep their own caches. select: the value
-    from which on only the wanted positions are computed."""
+    from which on only the wanted positions are computed; None if they are taken at the end."""
 
     demands: dict[Node, list[Roles]] = field(default_factory=dict)
     contexts: dict[tuple[Node, bool], None] = field(default_factory=dict)
@@ -64,6 +64,9 @@ def make_plan(captured: Captured, level: Mapping[Node, Level], views: Views, fit
                 wanted.append(roles)
 
     demand(captured.output, views.roles(captured.output))
+    for extra in captured.extras.values():
+        if level[extra] == Level.STEP:
+            demand(extra, views.roles(extra))
     for node in reversed(captured.nodes):
         for roles in plan.demands.get(node, ()):
             if node is captured.step and all(role == NEW for _, role in roles):
@@ -118,10 +121,10 @@ def _unrepeated(views: Views, node: Node) -> Node:
     return best
 
 
-def _select(captured: Captured, plan: Plan, views: Views) -> Node:
+def _select(captured: Captured, plan: Plan, views: Views) -> Node | None:
     """The first value after all attention through which everything later flows: unwanted rows can be dropped there.
 
-    The output itself is such a value, so there always is one.
+    Unless something beside the output is asked for, the output itself is such a value.
     """
     order = {node: i for i, node in enumerate(captured.nodes)}
     computed = [n for n in captured.nodes if n in plan.demands]
@@ -138,7 +141,7 @@ def _select(captured: Captured, plan: Plan, views: Views) -> Node:
         if here >= first and reach <= here and _is_row_value(views, node) and node is not captured.step:
             return node
         reach = max(reach, last_use[node])
-    return captured.output
+    return None
 
 
 def _is_row_value(views: Views, node: Node) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,9 +204,9 @@ class Views:
         free = [options[where[0][0]][where[0][1]] for where in groups.values()]
         if len(free) > MOST_AXES:
             free = [[o[0], o[-1]] if at < MOST_AXES else o[:1] for at, o in enumerate(free)]
-        combinations = itertools.product(*free)
+        combinations: Iterable[tuple[Choice, ...]] = itertools.product(*free)
         if len(nodes) > 1 and math.prod(map(len, free)) > MOST_OF_REGION:
-            combinations = iter([tuple(o[0] for o in free), tuple(o[-1] if FRESH in o else o[0] for o in free)])
+            combinations = [tuple(o[0] for o in free), tuple(o[-1] if FRESH in o else o[0] for o in free)]
 
         def weight(chosen: tuple[Choice, ...]) -> int:
             return sum(role == ALL for c in chosen if isinstance(c, tuple) for _, role in c)

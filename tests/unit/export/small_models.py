@@ -104,9 +104,9 @@ def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
     level = binding_times(captured)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
-    values, other_row = (run(captured, {"tgt": rows}) for rows in (ids[:2], ids[[0, 2]]))
+    values, others = (run(captured, {"tgt": ids[[0, second]]}) for second in (1, 2))
     constants = Constants(captured, level)
-    views = Views(captured, level, values, other_row, constants)
+    views = Views(captured, level, values, others, constants)
     plan = make_plan(captured, level, views, lambda attention: fuses)
     return SimpleNamespace(
         captured=captured,

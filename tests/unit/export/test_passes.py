@@ -77,6 +77,13 @@ def test_three_projections_become_one(biases):
     assert kinds(after) == ["MatMul", *(["Add"] if any(biases) else []), "Split"]
 
 
+def test_outputs_keep_their_names():
+    """By which a file's outputs are bound; shapes and types are written with them."""
+    proto = projected((True, False), (WIDTH, WIDTH))
+    _, after = through(projections.run, proto)
+    assert list(after.graph.output) == list(proto.graph.output)
+
+
 def test_projections_of_different_widths():
     changed, after = through(projections.run, projected((True, True), (WIDTH, 3 * WIDTH)))
     assert changed == 1

@@ -39,7 +39,11 @@ def letters() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Toy:
-    """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair"."""
+    """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair".
+
+    extras: give the mean of cross attention's weights, what the projection to the vocabulary reads, and what the
+    encoder's keys are made of.
+    """
 
     encoder: bool = True
     attention: str = "gqa"
@@ -53,6 +57,7 @@ class Toy:
     end: tuple[int, ...] = (END_ID,)
     sharpness: float = 3.0
     layers: int = 1
+    extras: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -88,7 +93,11 @@ class Toy:
                     m.TensorSpec("context.v", "float32", (b, HEADS, s, SIZE)),
                     m.TensorSpec("context.bias", "float32", (b, 1, 1, s)),
                 ),
+                (m.Extra("hidden.source", "float32", (b, s, WIDTH)),) if self.extras else (),
             )
+        given = [m.Extra("hidden.last", "float32", (b, m.WANTED, WIDTH))]
+        if self.encoder:
+            given.append(m.Extra(m.ALIGNMENTS, "float32", (b, m.WANTED, s), m.ALIGNMENTS))
         gqa = self.attention == "gqa"
         controls = (m.POSITIONS, m.LAST, m.TOTAL) if gqa else (m.POSITIONS, m.START, m.SLOTS)
         caches = tuple(
@@ -105,6 +114,7 @@ class Toy:
             m.TensorSpec("logits", "float32", (b, m.NEW, self.vocabulary)),
             context=tuple("past_" + o.name for o in encode.outputs) if encode else (),
             ragged_chunks=not gqa,
+            extras=tuple(given) if self.extras else (),
         )
         return m.Manifest(
             task="translate" if self.encoder else "continue",
@@ -126,22 +136,32 @@ class Toy:
 
     def logits(self, target: np.ndarray, source: np.ndarray | None = None) -> np.ndarray:
         """The full-sequence computation for one row: (time, vocabulary)."""
-        w = self.weights()
+        return self.compute(target, source)["last"] @ self.weights()["out"]
+
+    def compute(self, target: np.ndarray, source: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """What the toy gives beside logits, over the whole sequence: alignments, last and source."""
+        w, alignments = self.weights(), []
         x = w["target"][target] + w["places"][: len(target)]
         causal = np.where(np.tri(len(target), dtype=bool), 0, -np.inf)
         for i in range(self.layers):
-            x = x + _attend(x @ w[f"q{i}"], x @ w[f"k{i}"], x @ w[f"v{i}"], causal) @ w[f"o{i}"]
+            x = x + _attend(x @ w[f"q{i}"], x @ w[f"k{i}"], x @ w[f"v{i}"], causal)[0] @ w[f"o{i}"]
             if source is not None:
                 y = w["source"][source]
-                x = x + _attend(x @ w[f"cq{i}"], y @ w["ck"], y @ w["cv"], np.zeros((1, 1))) @ w[f"co{i}"]
-        return x @ w["out"]
+                mixed, weights = _attend(x @ w[f"cq{i}"], y @ w["ck"], y @ w["cv"], np.zeros((1, 1)))
+                x = x + mixed @ w[f"co{i}"]
+                alignments.append(weights.mean(0))
+        if source is None:
+            return {"last": x}
+        return {"last": x, "alignments": np.mean(alignments, 0), "source": w["source"][source]}
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(time, width) and the weights (heads, time, source)"""
     q, k, v = (a.reshape(len(a), HEADS, SIZE).transpose(1, 0, 2) for a in (q, k, v))
     scores = q @ k.transpose(0, 2, 1) / np.sqrt(SIZE) + bias
     scores = np.exp(scores - scores.max(-1, keepdims=True))
-    return (scores / scores.sum(-1, keepdims=True) @ v).transpose(1, 0, 2).reshape(q.shape[1], WIDTH)
+    weights = scores / scores.sum(-1, keepdims=True)
+    return (weights @ v).transpose(1, 0, 2).reshape(q.shape[1], WIDTH), weights
 
 
 class Graph:
@@ -166,16 +186,19 @@ class Graph:
         """(batch, time, width) → (batch, heads, time, size)"""
         return self.op("Transpose", [self.op("Reshape", [x, self.constant([0, 0, HEADS, SIZE])])], perm=[0, 2, 1, 3])
 
-    def attend(self, q: str, k: str, v: str, bias: str) -> str:
-        """(batch, time, width) and K, V as heads → (batch, time, width)"""
+    def attend(self, q: str, k: str, v: str, bias: str) -> tuple[str, str]:
+        """(batch, time, width) and K, V as heads → (batch, time, width) and the weights"""
         scores = self.op("MatMul", [self.heads(q), self.op("Transpose", [k], perm=[0, 1, 3, 2])])
         scores = self.op("Mul", [scores, self.constant(1 / np.sqrt(SIZE), np.float32)])
-        mixed = self.op("MatMul", [self.op("Softmax", [self.op("Add", [scores, bias])], axis=-1), v])
-        return self.op("Reshape", [self.op("Transpose", [mixed], perm=[0, 2, 1, 3]), self.constant([0, 0, WIDTH])])
+        weights = self.op("Softmax", [self.op("Add", [scores, bias])], axis=-1)
+        mixed = self.op("Transpose", [self.op("MatMul", [weights, v])], perm=[0, 2, 1, 3])
+        return self.op("Reshape", [mixed, self.constant([0, 0, WIDTH])]), weights
 
 
-def _encode(g: Graph, prefix: str) -> None:
+def _encode(g: Graph, prefix: str, extras: bool = False) -> None:
     x = g.op("Gather", ["source", "src"])
+    if extras:
+        g.op("Identity", [x], [f"{prefix}hidden.source"])
     for n in "kv":
         g.op("Identity", [g.heads(g.op("MatMul", [x, f"c{n}"]))], [f"{prefix}context.{n}"])
     bias = g.op("Where", ["src_mask", g.constant(0, np.float32), g.constant(-1e9, np.float32)])
@@ -183,6 +206,7 @@ def _encode(g: Graph, prefix: str) -> None:
 
 
 def _decode(g: Graph, toy: Toy, prefix: str) -> None:
+    alignments = []
     x = g.op("Add", [g.op("Gather", ["target", "tgt"]), g.op("Gather", ["places", m.POSITIONS])])
     for i in range(toy.layers):
         q, k, v = (g.op("MatMul", [x, f"{n}{i}"]) for n in "qkv")
@@ -208,13 +232,22 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             )
             seen = g.op("LessOrEqual", [m.SLOTS, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
             bias = g.op("Where", [seen, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
-            a = g.attend(q, keys, values, bias)
+            a, _ = g.attend(q, keys, values, bias)
         x = g.op("Add", [x, g.op("MatMul", [a, f"o{i}"])])
         if toy.encoder:
-            cross = g.attend(g.op("MatMul", [x, f"cq{i}"]), "past_context.k", "past_context.v", "past_context.bias")
+            query = g.op("MatMul", [x, f"cq{i}"])
+            cross, weights = g.attend(query, "past_context.k", "past_context.v", "past_context.bias")
+            alignments.append(g.op("ReduceMean", [weights, g.constant([1])], keepdims=0))
             x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
+    given = {"last": x} | ({"alignments": g.op("Mean", alignments)} if alignments else {})
     if toy.select:
-        x = g.op("GatherND", [x, g.op("Unsqueeze", [m.SELECT, g.constant([2])])], batch_dims=1)
+        select = g.op("Unsqueeze", [m.SELECT, g.constant([2])])
+        given = {name: g.op("GatherND", [value, select], batch_dims=1) for name, value in given.items()}
+    x = given["last"]
+    if toy.extras:
+        g.op("Identity", [x], [f"{prefix}hidden.last"])
+        if alignments:
+            g.op("Identity", [given["alignments"]], [f"{prefix}alignments"])
     g.op("MatMul", [x, "out"], [f"{prefix}logits"])
 
 
@@ -235,16 +268,17 @@ def build(toy: Toy) -> onnx.ModelProto:
     inputs += [info(c.past, c.dtype, c.shape) for c in decode.caches]
     outputs = [info("logits", "float32", [m.BATCH, "wanted", toy.vocabulary])]
     outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
+    outputs += [info(e.name, e.dtype, e.shape) for e in decode.extras]
     used = toy.weights()
     body = Graph("n")
     if encode:
         inputs = [info(m.STAGE, "bool", []), *(info(i.name, i.dtype, i.shape) for i in encode.inputs), *inputs]
         inputs += [info("past_" + o.name, o.dtype, o.shape) for o in encode.outputs]
-        contexts = [info(o.name, o.dtype, o.shape) for o in encode.outputs]
+        contexts = [info(o.name, o.dtype, o.shape) for o in (*encode.outputs, *encode.extras)]
         stages = []
         for prefix, made in (("then.", outputs), ("else.", contexts)):
             g = Graph(prefix)
-            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix)
+            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras)
             both = []
             for o in [*contexts, *outputs]:
                 copy = onnx.ValueInfoProto()

@@ -1,0 +1,172 @@
+"""Alignments on the command line: a file is exported with them, and tformer-run draws them and puts them into JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
+
+from toy_models import Toy
+
+import tformer_export.cli
+from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime import Model, OptionError
+from tformer_runtime.cli import main
+from tformer_runtime.plot import heat_map
+
+SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(Toy(seed=1, extras=True).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
+
+
+def run(*arguments, stdin=""):
+    return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
+
+
+def failed(result, status=1):
+    """The last line of a failure's message; there is no traceback and nothing on standard output."""
+    assert result.exit_code == status, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    return result.stderr.splitlines()[-1]
+
+
+def picture(path):
+    """(height, width, red-green-blue) of a PNG file."""
+    from matplotlib.image import imread
+
+    return imread(path)[:, :, :3]
+
+
+def test_one_input_is_one_picture_and_the_results_are_as_ever(path, tmp_path):
+    drawn = run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")
+    assert drawn.stdout == run(path, "hello", *SHORT).stdout
+    assert os.listdir(tmp_path) == ["out.png"]
+    assert min(picture(tmp_path / "out.png").shape[:2]) > 100
+
+
+@pytest.mark.parametrize("given", ["arguments", "lines"])
+def test_several_inputs_are_numbered_pictures(path, tmp_path, given):
+    words = ["hello", "a", "zebra"]
+    arguments = [*words] if given == "arguments" else []
+    result = run(path, *arguments, *SHORT, "--alignments", tmp_path / "out.png", stdin="\n".join(words))
+    assert len(result.stdout.splitlines()) == 3
+    assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png", "out-3.png"]
+    shapes = [picture(tmp_path / f"out-{i}.png").shape for i in (1, 2, 3)]
+    assert shapes[0][1] > shapes[1][1]  # a column for each letter
+
+
+def test_a_cell_is_as_dark_as_its_weight(tmp_path):
+    labels = ["$b", " ", *"abcdefghijkl"]
+    heat_map(tmp_path / "out.png", np.eye(14, dtype=np.float32), labels, labels)
+    blue = picture(tmp_path / "out.png")
+    dark = np.abs(blue - np.array([8, 48, 107]) / 255).max(-1) < 0.02  # the dark end of the scale
+    rows, columns = np.nonzero(dark[:, : dark.shape[1] * 7 // 10])  # without the scale, which is beside the cells
+    # One cell in each row, the first at the top and the left: cells of some 30 pixels on a side.
+    assert np.corrcoef(rows, columns)[0, 1] > 0.99
+    assert 14 * 20**2 < len(rows) < 14 * 40**2
+
+
+def test_json_holds_the_weights(path, tmp_path):
+    words = ["hello", "abc"]
+    result = run(path, *words, *SHORT, "--json", "--alignments", "-", "--beam-size", 3, "--num-return", 2)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    model = Model.load(path, "cpu")
+    assert [(line["index"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for line in lines:
+        found = np.array(line["alignments"])
+        expected = model.align(words[line["index"]], line["token_ids"])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert "hidden" not in line
+    assert "alignments" not in json.loads(run(path, "hello", *SHORT, "--json").stdout)
+
+
+def test_json_holds_hidden_states(path):
+    line = json.loads(run(path, "hello", *SHORT, "--json", "--hidden").stdout)
+    expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6, hidden=True).hidden
+    assert set(line["hidden"]) == set(expected) == {"last", "source"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.array(line["hidden"][name]), value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_picture_that_is_there_is_kept(path, tmp_path):
+    out = tmp_path / "out.png"
+    out.write_text("old")
+    assert failed(run(path, "hello", *SHORT, "--alignments", out)) == (
+        f"tformer-run: {out} exists already: give --force to overwrite it"
+    )
+    assert out.read_text() == "old"
+    assert run(path, "hello", *SHORT, "--alignments", out, "--force").exit_code == 0
+    assert picture(out).size
+
+
+def test_what_cannot_be_asked_for(path, tmp_path):
+    plain, out = Toy().write(tmp_path / "plain.onnx"), tmp_path / "out.png"
+    assert failed(run(plain, "hello", *SHORT, "--alignments", out)) == (
+        f"tformer-run: {plain} holds no alignments: export the model with --alignments (alignments=True)"
+    )
+    assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
+        "tformer-run: alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
+    )
+    assert "--alignments - adds to --json" in failed(run(path, "hello", "--alignments", "-"), 2)
+    assert "--hidden adds to --json" in failed(run(path, "hello", "--hidden"), 2)
+    assert "not with --alignments" in failed(run(path, "hello", "--stream", "--alignments", out), 2)
+    missing = tmp_path / "nowhere" / "out.png"
+    result = run(path, "hello", *SHORT, "--alignments", missing)
+    assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
+
+
+def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert failed(run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")) == (
+        "tformer-run: drawing alignments needs matplotlib; pip install tformer[plot]"
+    )
+
+
+def test_layers_on_the_command_line():
+    layers = tformer_export.cli._layers
+    assert layers("") is True
+    assert layers("last") == "last"
+    assert layers("2,3:0") == [2, (3, 0)]
+    with pytest.raises(OptionError, match=r"not 'model\.pt'; put SOURCE before it"):
+        layers("model.pt")
+
+
+def test_export_and_run(tmp_path, monkeypatch, capsys):
+    """From a checkpoint to a picture, through both programs."""
+    from tformer_export import save_checkpoint
+
+    arguments = {
+        "source_vocabulary": 12, "target_vocabulary": 12, "width": 16, "heads": 2, "encoder_layers": 1,
+        "decoder_layers": 2, "feedforward": 24, "max_length": 20, "dropout": 0.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    save_checkpoint(
+        Seq2SeqTransformer(**arguments), tmp_path / "model.pt", factory="tformer_models.seq2seq:Seq2SeqTransformer",
+        arguments=arguments, special={"start": [1], "end": [2], "pad": 0}, max_length=20,
+    )  # fmt: skip
+    made = tmp_path / "model.onnx"
+    command = ["tformer-export", str(tmp_path / "model.pt"), "--alignments", "1:0", "--hidden", "decoder.0"]
+    monkeypatch.setattr(sys, "argv", command)
+    tformer_export.cli.main()
+    table = capsys.readouterr().err
+    assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [
+        ["hidden.decoder.0", "max"],
+        ["alignments", "max"],
+    ]
+    result = run(made, "3 4 5", "--ids", *SHORT, "--alignments", tmp_path / "out.png")
+    assert result.exit_code == 0
+    assert picture(tmp_path / "out.png").size
+    info = json.loads(run(made, "--info", "--json").stdout)
+    assert info["extras"] == ["hidden.decoder.0", "alignments"]

@@ -1,0 +1,204 @@
+"""What a file gives beside logits is what the source computes: cross-attention's weights, and submodules' outputs.
+
+The weights are compared with those that transformers' generate() reports, and with those that a hand-written attention
+keeps; hidden states with transformers' own and with forward hooks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import END, PAD, START, VOCABULARY
+from torch import nn
+
+from tformer_export import export
+from tformer_runtime import Model
+
+CLOSE = dict(rtol=0, atol=2e-5)  # float32 sums in another order, of values of about 1
+WIDE = dict(rtol=0, atol=2e-4)  # of values of about 10
+HEADS = ((0, 1), (1, 0), (1, 3))
+HAND_WRITTEN = dict(
+    alignments=HEADS,
+    hidden=("encoder.1.4", "decoder.0.6", "decoder.1.1", "decoder.0.0.linears.0", "tgt", "out"),
+)
+LLAMA = dict(hidden=("model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head"))
+
+
+def sources(*lengths):
+    random = np.random.default_rng(5)
+    return [random.integers(END + 1, VOCABULARY, length) for length in lengths]
+
+
+def generated(module, row, **options):
+    with torch.no_grad():
+        return module.generate(
+            torch.from_numpy(row)[None],
+            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=10,
+            output_attentions=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+
+
+def weights_of(layers, beam):
+    """The mean over layers and heads of one beam's (heads, 1, source) weights."""
+    return torch.stack([layer[beam, :, -1] for layer in layers]).mean((0, 1)).numpy()
+
+
+@pytest.mark.parametrize("name", ["marian-eager", "t5-eager"])
+def test_greedy_alignments_are_the_weights_of_generate(exported, name):
+    file = exported(name, alignments=True)
+    for row in sources(6, 11, 3):
+        result = file.model.generate(row, alignments=True, max_new_tokens=10)
+        expected = generated(file.family.module, row)
+        assert list(result.token_ids) == expected.sequences[0, 1:].tolist()
+        weights = [weights_of(layers, 0) for layers in expected.cross_attentions]
+        assert result.alignments.dtype == np.float32
+        np.testing.assert_allclose(result.alignments, np.stack(weights), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["marian-eager", "t5-eager"])
+def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, name):
+    file = exported(name, alignments=True)
+    moved = 0
+    for row in sources(6, 11, 3):
+        best = file.model.generate(row, alignments=True, beam_size=4, num_return=3, max_new_tokens=10)
+        expected = generated(file.family.module, row, num_beams=4, num_return_sequences=3, output_scores=True)
+        for result, ids, beams in zip(
+            (best, *best.alternatives), expected.sequences.tolist(), expected.beam_indices.tolist(), strict=True
+        ):
+            length = len(result.token_ids)
+            assert list(result.token_ids) == ids[1 : 1 + length]
+            weights = [weights_of(expected.cross_attentions[t], beams[t]) for t in range(length)]
+            np.testing.assert_allclose(result.alignments, np.stack(weights), **CLOSE)
+            moved += len(set(beams[1:length])) > 1
+    assert moved > 3
+
+
+def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
+    file = exported("marian-eager", alignments=True)
+    rows = sources(6, 11, 3, 1)
+    for options in ({}, {"beam_size": 3, "num_return": 2}, {"temperature": 1.3, "seed": 4, "num_return": 2}):
+        options = {**options, "alignments": True, "max_new_tokens": 8}
+        results = list(file.model.generate_batch(rows, **options))
+        for row, result in zip(rows, results, strict=True):
+            for each in (result, *result.alternatives):
+                assert each.alignments.shape == (len(each.token_ids), len(row))
+                np.testing.assert_allclose(each.alignments, file.model.align(row, each.token_ids), **CLOSE)
+
+
+@pytest.mark.parametrize("target", ["cpu", "portable"])
+def test_chosen_heads_of_attention_written_by_hand(exported, target):
+    file = exported("hand-written", target, **HAND_WRITTEN)
+    (row,) = sources(7)
+    result = file.model.generate(row, alignments=True, max_new_tokens=9)
+    module, tokens = file.family.module, torch.tensor([[START, *result.token_ids[:-1]]])
+    with torch.no_grad():
+        module(torch.from_numpy(row)[None], tokens)
+    expected = torch.stack([module.decoder[layer][1].weights[0, head] for layer, head in HEADS]).mean(0)
+    np.testing.assert_allclose(result.alignments, expected.numpy(), **CLOSE)
+
+
+def test_hidden_states_are_what_the_submodules_return(exported):
+    file = exported("hand-written", **HAND_WRITTEN)
+    names = HAND_WRITTEN["hidden"]
+    for row in sources(7, 2):
+        result = file.model.generate(row, hidden=True, max_new_tokens=9)
+        assert set(result.hidden) == set(names)
+        tokens = [START, *result.token_ids[:-1]]
+        expected = hooked(file.family.module, names, torch.from_numpy(row)[None], torch.tensor([tokens]))
+        for name, value in expected.items():
+            np.testing.assert_allclose(result.hidden[name], value, **WIDE)
+        every = file.model.hidden(row, tokens[1:])
+        for name, value in expected.items():
+            np.testing.assert_allclose(every[name], value, **WIDE)
+    assert set(file.model.hidden(row)) == {"encoder.1.4"}
+
+
+def hooked(module, names, *inputs):
+    """Name → what a submodule returned for the only row."""
+    held = {}
+    handles = [
+        module.get_submodule(name).register_forward_hook(lambda m, a, output, name=name: held.update({name: output}))
+        for name in names
+    ]
+    with torch.no_grad():
+        module(*inputs)
+    for handle in handles:
+        handle.remove()
+    return {name: held[name][0].numpy() for name in names}
+
+
+def test_hidden_states_of_a_decoder_alone(exported):
+    file = exported("llama-eager", **LLAMA)
+    (prompt,) = sources(5)
+    result = file.model.generate(prompt, hidden=True, max_new_tokens=6)
+    ids = torch.tensor([[*prompt, *result.token_ids[:-1]]])
+    with torch.no_grad():
+        output = file.family.module(ids, output_hidden_states=True, use_cache=False)
+    expected = {
+        "model.layers.0": output.hidden_states[1],
+        "model.norm": output.hidden_states[-1],
+        "lm_head": output.logits,
+    }
+    every = file.model.hidden(prompt, result.token_ids[:-1])
+    assert set(every) == set(result.hidden) == set(LLAMA["hidden"])
+    for name, value in expected.items():
+        np.testing.assert_allclose(every[name], value[0].numpy(), **WIDE)
+        np.testing.assert_allclose(result.hidden[name], value[0, len(prompt) - 1 :].numpy(), **WIDE)
+    query = hooked(file.family.module, LLAMA["hidden"][1:2], ids)[LLAMA["hidden"][1]]
+    np.testing.assert_allclose(every["model.layers.1.self_attn.q_proj"], query, **WIDE)
+    batch = file.model.generate_batch([prompt, prompt[:2]], hidden=True, max_new_tokens=6)
+    for name, value in next(batch).hidden.items():
+        np.testing.assert_allclose(value, result.hidden[name], **WIDE)
+
+
+class Encoder(nn.Module):
+    """Run once; its layer gives (time, batch, width), and a tuple."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2)
+
+        def forward(self, x: torch.Tensor, padding: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0], None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer, self.out = nn.Embedding(VOCABULARY, 16), self.Layer(), nn.Linear(16, 3)
+
+    def forward(self, src: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.embed(src).transpose(0, 1), src == PAD)[0].transpose(0, 1))
+
+
+def test_hidden_states_of_a_model_that_is_run_once(tmp_path):
+    module = Encoder().eval()
+    report = export(module, tmp_path / "m.onnx", {"src": torch.tensor([[3, 4, 5], [6, 7, 8]])}, hidden="layer")
+    assert 0 < report.parity.extras["hidden.layer"] < 1e-4
+    model = Model.load(tmp_path / "m.onnx", "cpu")
+    for row in sources(9, 4):
+        with torch.no_grad():
+            expected, _ = module.layer(module.embed(torch.from_numpy(row)[:, None]), torch.zeros(1, len(row)) > 0)
+        (found,) = model.hidden(row).values()
+        np.testing.assert_allclose(found, expected[:, 0].numpy(), **CLOSE)
+
+
+def test_the_report_and_the_manifest_tell_what_the_file_gives(exported):
+    file = exported("hand-written", **HAND_WRITTEN)
+    names = {"alignments", *(f"hidden.{name}" for name in HAND_WRITTEN["hidden"])}
+    assert set(file.report.parity.extras) == names
+    assert all(0 <= error < 1e-4 for error in file.report.parity.extras.values())
+    manifest = file.model.manifest
+    assert {extra.name for extra in manifest.extras} == names
+    shapes = {extra.name: extra.shape for extra in manifest.decode.extras}
+    assert shapes["alignments"] == ("batch", "wanted", "src_length")
+    assert shapes["hidden.decoder.0.6"] == ("batch", "wanted", 32)
+    assert [(extra.name, extra.shape) for extra in manifest.encode.extras] == [
+        ("hidden.encoder.1.4", ("batch", "src_length", 32))
+    ]
+    assert type(manifest).from_json(manifest.to_json()) == manifest
