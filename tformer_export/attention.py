@@ -71,7 +71,7 @@ class _Builder:
         traced = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with fake_mode(self.before):
             node.meta["val"] = target(*traced[0], **traced[1])
-        node.meta["stack_trace"] = self.before.meta.get("stack_trace")
+        node.meta |= {k: self.before.meta[k] for k in ("stack_trace", "nn_module_stack") if k in self.before.meta}
         return node
 
     def size(self, node: Node, axis: int) -> Any:

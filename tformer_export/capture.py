@@ -9,10 +9,14 @@ computations are merged, so that later stages see only what the model does.
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
 
 import sympy
@@ -22,11 +26,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, f
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
+from tformer_export.explain import explain_trace, is_branch, is_users, own_name, sizes_watched, users_line
 from tformer_export.quiet import quiet
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
 
+_LAYERS = os.path.join("torch", "nn", "modules", "")
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
 ID_MOVES = {  # what may be done to ids on their way without changing which they are
     aten.reshape.default,
@@ -61,6 +67,7 @@ class Captured:
     example: dict[str, torch.Tensor]
     undecided: str | None = None
     extra_names: tuple[str, ...] = ()
+    bounded: dict[sympy.Symbol, str] = field(default_factory=dict)  # the user's line that set a limit
 
     @property
     def extras(self) -> dict[str, Node]:
@@ -101,12 +108,15 @@ def capture(
     sized = distinct_sizes(example, free, step)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
-        program, undecided = _trace(module, sized, shapes), None
+        with sizes_watched(sized) as watch:
+            program, undecided = _trace(module, sized, shapes), None
     except GuardOnDataDependentSymNode as error:  # the answer may still be known from sizes
-        undecided = _explain(error)
+        undecided = explain_trace(error, module, sized, step, watch)
+        if not is_branch(error):  # a number that Python takes would be the example's
+            raise UnsupportedModelError(undecided) from error
         try:
             following = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
-            with following, quiet("torch.fx.experimental.symbolic_shapes"):
+            with following, quiet("torch.fx.experimental.symbolic_shapes"), sizes_watched(sized) as watch:
                 program = _trace(module, sized, shapes)
         except TformerError:
             raise
@@ -115,7 +125,7 @@ def capture(
     except TformerError:
         raise
     except Exception as error:  # torch.export raises many types, with no common base
-        raise UnsupportedModelError(_explain(error)) from error
+        raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
     signature = program.graph_signature
     constants: dict[str, torch.Tensor] = {}
     for spec in signature.input_specs:
@@ -125,8 +135,7 @@ def capture(
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
     graph = _clean(program, assertions=undecided is None)
-    kinds = [spec.kind.name for spec in signature.output_specs]  # what forward assigns to buffers comes before
-    first, *others = [n for kind, n in zip(kinds, _returned(graph), strict=True) if kind == "USER_OUTPUT"]
+    first, *others = _outputs(program, _returned(graph))
     _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
@@ -140,9 +149,46 @@ def capture(
         for symbol, bounds in program.range_constraints.items()
         if bounds.upper.is_finite and bounds.upper < 2**31
     }
+    bounded = {
+        expression(meta(inputs[name]).shape[axis]): line
+        for (name, axis), line in watch.bounded.items()
+        if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
+    }
     for symbol, limit in _limits_of_sizes(graph):
         limits[symbol] = min(limits.get(symbol, limit), limit)
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, extras)
+    for symbol in batch & set(limits):
+        raise UnsupportedModelError(
+            f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
+            "The file has to run for any number of rows: take it from x.shape[0]"
+        )
+    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, extras, bounded)
+
+
+def _outputs(program: torch.export.ExportedProgram, outputs: Sequence[Node]) -> list[Node]:
+    """What forward returns. UnsupportedModelError if the first depends on a weight or buffer that forward changes."""
+    held = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    named = {target: name for name, target in held.items()}
+    specs = list(zip(program.graph_signature.output_specs, outputs, strict=True))
+    returned = [node for spec, node in specs if spec.kind.name == "USER_OUTPUT"]
+    needed: set[Node] = set()
+    todo = returned[:1]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Node) and node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    read = {node.name for node in needed}
+    for spec, node in specs:
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION") and named.get(spec.target) in read:
+            target = own_name(str(spec.target))
+            raise UnsupportedModelError(
+                f"forward changes {target}, at {source_line(node)}, and so keeps something from one call to the next, "
+                "which a file does not. Let forward take the whole sequence and compute from it alone: a cache is made "
+                "by the export itself"
+            )
+    if not isinstance(returned[0], Node) or not isinstance(meta(returned[0]), torch.Tensor):
+        raise UnsupportedModelError("forward returns a constant: there is nothing to export")
+    return returned
 
 
 def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
@@ -220,19 +266,35 @@ def vocabulary(captured: Captured, name: str) -> int | None:
     return None
 
 
+def operation(node: Node) -> str:
+    """The operation's name; of a part of its results, that of the operation."""
+    while node.target is getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return "the attention" if str(node.target) == "tformer.attention.default" else f"`{node.target}`"
+
+
+def named(node: Node) -> str:
+    """The operation and its line in the user's code."""
+    return f"{operation(node)} at {source_line(node)}"
+
+
 def source_line(node: Node) -> str:
-    """Where the user's code made this node: `file:line: code`, of the innermost frame outside torch if there is one."""
-    trace = node.meta.get("stack_trace") or ""
+    """Where the user's code made this node: `file:line: code`, of their innermost frame, and in which of torch.nn's
+    modules if that line calls one that is made of others; without a frame of theirs, the module alone."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
     frames = []
-    lines = trace.splitlines()
     for at, line in enumerate(lines):
-        line = line.strip()
-        if line.startswith("File "):
-            file, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
+        if line.strip().startswith("File "):
             code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            frames.append((file, f"{file}:{number}: {code}"))
-    own = [text for file, text in frames if "/torch/" not in file]
-    return (own or [text for _, text in frames] or ["(no source line in the trace)"])[-1]
+            number = int(line.split("line ")[-1].split(",")[0])
+            frames.append(traceback.FrameSummary(line.split('"')[1], number, "", line=code))
+    inner = list(itertools.takewhile(lambda f: not is_users(f.filename), reversed(frames)))
+    layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
+    path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
+    path = own_name(path.replace("L['self'].", ""))
+    if len(inner) == len(frames):
+        return f"`{path}`" if path else users_line(frames)
+    return users_line(frames) + (f" (in its `{path}`)" if len(layers) > 1 and path else "")
 
 
 def arguments(node: Node) -> list[Any]:
@@ -278,10 +340,10 @@ def plain(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
 
 
 def is_counted(node: Any) -> bool:
-    """Whether a node is a size that was counted from data, such as how many rows an expert gets, and not read from the
+    """Whether a node is a number that was read out of data, such as how many rows an expert gets, and not out of the
     shape of an input."""
     value = meta(node)
-    return isinstance(value, torch.SymInt) and any(free_unbacked_symbols(value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and any(free_unbacked_symbols(value))
 
 
 _NOTHING = {
@@ -427,16 +489,3 @@ def _is_same_cast(node: Node) -> bool:
 
 def _is_no_dropout(node: Node) -> bool:
     return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)
-
-
-def _explain(error: Exception) -> str:
-    """One sentence out of torch.export's report."""
-    text = str(error)
-    if "Constraints violated" in text or "ConstraintViolation" in type(error).__name__ or "specialized" in text:
-        line = next((row.strip(" -") for row in text.splitlines() if "L[" in row or "speciali" in row), "")
-        return (
-            "the model's code fixes a batch or time axis to the example's size, so it cannot run at other sizes: "
-            f"{line or text.splitlines()[0]}"
-        )
-    first = next((row for row in text.splitlines() if row.strip()), type(error).__name__)
-    return f"torch.export cannot trace the model: {first.strip()}"

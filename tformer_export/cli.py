@@ -6,7 +6,8 @@ import importlib.util
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,31 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
 
         check_writable(report, options["force"])
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("reading") as status:
-            made = _export(source, output, lambda stage: status.update(stage), **options)
-    else:
-        made = _export(source, output, lambda stage: None, **options)
+    with _refusal_reported(report, source):
+        if console.is_terminal:
+            with console.status("reading") as status:
+                made = _export(source, output, lambda stage: status.update(stage), **options)
+        else:
+            made = _export(source, output, lambda stage: None, **options)
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in made.rows():
         table.add_row(label, text)
     console.print(table)
     if report is not None:
         made.write(report)
+
+
+@contextmanager
+def _refusal_reported(report: Path | None, source: str) -> Iterator[None]:
+    """A refusal is a report too: what was refused, with what words, as which kind of error."""
+    try:
+        yield
+    except TformerError as error:
+        if report is not None:
+            from tformer_export.report import write_json
+
+            write_json(report, {"refused": str(error), "kind": type(error).__name__, "source": source})
+        raise
 
 
 def _default_output(source: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from tformer_export.capture import source_line
 from tformer_export.quiet import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.errors import UnsupportedModelError
@@ -71,7 +73,21 @@ def _translated_errors() -> Iterator[None]:
         lines = [line for e in causes for line in re.sub(r"\x1b\[[0-9;]*m", "", str(e)).splitlines() if line.strip()]
         missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", "\n".join(lines))
         reason = f"it has no form of {missing[1]}" if missing else (lines or [type(error).__name__])[-1].strip()
-        raise UnsupportedModelError(f"torch.onnx cannot translate the model: {reason}") from error
+        where = _users_line(causes)
+        raise UnsupportedModelError(
+            f"torch.onnx cannot translate the model{f', at {where}' if where else ''}: {reason}. Write it there "
+            "with other operations"
+        ) from error
+
+
+def _users_line(causes: list[Exception]) -> str | None:
+    """The user's line of the operation that torch.onnx was at, whose node stands in the frames of its errors."""
+    for error in reversed(causes):
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            for held in frame.f_locals.values():
+                if isinstance(held, torch.fx.Node) and held.op == "call_function" and "stack_trace" in held.meta:
+                    return source_line(held)
+    return None
 
 
 def _describe(value: ir.Value, port: Port) -> None:

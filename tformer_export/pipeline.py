@@ -16,11 +16,21 @@ from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
 from tformer_export.describe import describe
+from tformer_export.explain import said
 from tformer_export.hidden import WithHidden, find_modules
 from tformer_export.inputs import About, about_inputs
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
+from tformer_export.soundness import (
+    check_devices,
+    failing_line,
+    refuse_mixed_rows,
+    refuse_not_finite,
+    refuse_random,
+    rehearse,
+    unchanged,
+)
 from tformer_export.source import Source
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.decode import DecodeEmitter
@@ -65,8 +75,7 @@ def compile_source(
     """
     chosen = TARGETS[target]
     with stage("capture"):
-        captured = _capture(source, hidden)
-        limit_by_branches(captured)
+        captured = _sound(source, hidden)
     with stage("staging"):
         attentions = recognise(captured)
         if alignments is not None and alignments is not False:
@@ -78,7 +87,7 @@ def compile_source(
         level = binding_times(captured)
         extras = find_extras(captured, level)
         encode, decode, contexts, length, found = _stage(
-            captured, level, extras, inputs, chosen, max_length, source.max_length
+            captured, level, extras, source.module, inputs, chosen, max_length, source.max_length
         )
     with stage("lowering"):
         models = []
@@ -96,6 +105,20 @@ def compile_source(
     return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes})
 
 
+def _sound(source: Source, hidden: Sequence[str]) -> Captured:
+    """The captured graph of a module that answers the same whenever it is asked the same."""
+    check_devices(source)
+    try:
+        with unchanged(source.module):
+            captured = _capture(source, hidden)
+            limit_by_branches(captured)
+    except UnsupportedModelError:
+        rehearse(source)  # if forward fails by itself, that is what to say
+        raise
+    refuse_random(captured, rehearse(source))
+    return captured
+
+
 def _capture(source: Source, hidden: Sequence[str]) -> Captured:
     if not hidden:
         return capture(source.module, source.example, source.step, source.dynamic)
@@ -109,26 +132,29 @@ def _stage(
     captured: Captured,
     level: Mapping[Node, Level],
     extras: tuple[list[Extra], list[Extra]],
+    module: torch.nn.Module,
     inputs: Mapping[str, About],
     target: Target,
     wanted: int | None,
     preferred: int | None,
 ) -> tuple[Program | None, Program | None, tuple[Context, ...], int, dict[str, int]]:
+    probe = _probe(captured, inputs)
     try:
-        values = run(captured, _probe(captured, inputs))
+        values = run(captured, probe)
     except (RuntimeError, IndexError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"the traced model fails at a length of {LENGTH}: {reason}") from error
+        where = failing_line(captured, probe)
+        raise UnsupportedModelError(
+            f"the traced model fails at a length of {LENGTH}{where}: {said(error)}. The file has to run at any size"
+        ) from error
+    refuse_not_finite(captured, values, module)
     constants = Constants(captured, level)
     if captured.step is None:
         encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"], extras[0])
         return encode, None, (), 0, {}
+    _check_step(captured, inputs)
     _check_output(captured)
-    if not values[captured.output].isfinite().any():
-        raise UnsupportedModelError(
-            "the model's logits are not finite for random ids: there is nothing to compare with"
-        )
-    views = Views(captured, level, values, run(captured, _other_row(captured, inputs)), constants)
+    other_row = run(captured, _other_row(captured, inputs))
+    views = Views(captured, level, values, other_row, constants)
     try:
         plan: Plan = make_plan(captured, level, views, target.fuses)
     except UnsupportedModelError as error:
@@ -139,6 +165,7 @@ def _stage(
             f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
             "declare it (special={'pad': …}), and it must not be a token that decoding starts with"
         ) from error
+    refuse_mixed_rows(captured, values, other_row)
     tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
@@ -195,13 +222,30 @@ def _asked(captured: Captured, name: str) -> list[int]:
     return sorted({t.padding for t in padding_tests(captured, name) if t.padding is not None})
 
 
+def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
+    """Decoding appends a token to the step input."""
+    assert captured.step_name is not None
+    if inputs[captured.step_name].ids is None:
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds {captured.example[captured.step_name].dtype}, not token ids: "
+            "let forward take the ids (int64) and look them up itself, or export it without a step input (step=None)"
+        )
+
+
 def _check_output(captured: Captured) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
-    fixed = [size for size in shape if isinstance(size, int)]
     timed = [size for size in shape if expression(size) == captured.time]
-    if len(shape) != 3 or len(timed) != 1 or not isinstance(shape[2], int) or not fixed:
-        raise UnsupportedModelError(
-            f"forward returns {tuple(str(d) for d in shape)} first; to be stepped over {captured.step_name!r} it must "
-            "return logits for every position of it, (batch, time, vocabulary)"
-        )
+    if len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int):
+        return
+    names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
+    sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
+    if not any(captured.time in expression(size).free_symbols for size in shape):
+        what = "which has no row for each position of it: it is pooled, or one position is taken out"
+    else:
+        what = "which is not (batch, time, vocabulary)"
+    raise UnsupportedModelError(
+        f"forward returns ({sizes}) first, at {source_line(captured.output)}, {what}. To be stepped over "
+        f"{captured.step_name!r} it must return logits for every position, (batch, time, vocabulary); a model that "
+        "gives one answer for its input is exported without a step input (step=None)"
+    )

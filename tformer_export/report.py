@@ -12,6 +12,14 @@ from tformer_export.quantize import Degradation
 from tformer_export.verify import ParityReport
 
 
+def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
+    """Written beside its place and renamed."""
+    target = Path(path)
+    beside = target.with_name(target.name + ".partial")
+    beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    beside.replace(target)
+
+
 @dataclass
 class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
@@ -46,10 +54,7 @@ class ExportReport:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """As JSON, written beside its place and renamed."""
-        target = Path(path)
-        beside = target.with_name(target.name + ".partial")
-        beside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        beside.replace(target)
+        write_json(path, self.to_dict())
 
     def rows(self) -> list[tuple[str, str]]:
         """The summary, as label and text."""

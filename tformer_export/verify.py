@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tformer_export.explain import line_of_error, said
 from tformer_export.hidden import find_modules, watched
 from tformer_export.inputs import About
 from tformer_export.locate import Landmarks
@@ -91,8 +92,15 @@ class Reference:
         """(time, vocabulary) for one row. requests: each request input without its batch axis; tokens: the step input,
         if there is one."""
         inputs = self.inputs(requests, tokens)
-        with torch.no_grad():
-            logits: np.ndarray = self.source.module(*inputs.values())[0].float().numpy()
+        try:
+            with torch.no_grad():
+                logits: np.ndarray = self.source.module(*inputs.values())[0].float().numpy()
+        except Exception as error:  # whatever the user's code raises
+            sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
+            raise UnsupportedModelError(
+                f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
+                f"{said(error)}. The file has to run at any size up to the maximum length: let forward do so too"
+            ) from error
         if not np.isfinite(logits).any():
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
         return logits

@@ -219,6 +219,17 @@ def test_an_output_where_no_file_can_be_made(checkpoint, folder, refused):
     assert "/proc/out.onnx cannot be written" in refused(checkpoint, "-o", "/proc/out.onnx")
 
 
+def test_a_report_of_a_refusal(folder, run):
+    status, err = run("factories:looks_ahead", "--step", "tgt", "-o", "out.onnx", "--report", "report.json")
+    assert status == 1
+    assert sorted(path for path in os.listdir() if path.endswith((".onnx", ".json"))) == ["report.json"]
+    report = json.loads(Path("report.json").read_text())
+    assert report["kind"] == "UnsupportedModelError"
+    assert report["source"] == "factories:looks_ahead"
+    assert f"tformer-export: {report['refused']}\n" == err
+    assert "factories.py:19: return self.out(x - x.mean(1, keepdim=True) if self.open else x)" in report["refused"]
+
+
 def test_a_report_that_cannot_be_written(checkpoint, folder, refused):
     assert "none/report.json cannot be written" in refused(checkpoint, "-o", "out.onnx", "--report", "none/report.json")
 

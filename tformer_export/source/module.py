@@ -45,7 +45,10 @@ def from_module(
     keeps = {of: f"{of}.keep" for of in padded}
     given = {keeps[of]: mask for of, mask in padded.items()}
     inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in given.items()}
-    adapter = Adapter(as_float32(called), list(inputs), fixed, described, keeps, layouts, step, output)
+    adapted = as_float32(called)
+    if adapted is not called:
+        inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
+    adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
     decoding = "text2text-generation" if len(example) > 1 else "text-generation"
     return Source(
         module=adapter,

@@ -117,7 +117,7 @@ class DecodeEmitter(Emitter):
                     for leaf, choice in zip(leaves, choices, strict=True)
                 ]
                 args, kwargs = pytree.tree_unflatten(operands, spec)
-                inside[part] = self.graph.call_function(part.target, args, kwargs)  # type: ignore[arg-type]
+                inside[part] = self.copied(part, args, kwargs)
             self.made[node, roles] = inside[node]
 
     def _operand(self, user: Node, leaf: Node, choice: Choice) -> Any:

@@ -81,6 +81,12 @@ class Emitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return self.graph.call_function(target, args, kwargs)
 
+    def copied(self, node: Node, args: Any, kwargs: Any) -> Node:
+        """The node's operation on other operands, with its line in the user's code."""
+        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        made.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        return made
+
     def input(self, name: str, dtype: torch.dtype, shape: tuple[int | str, ...]) -> Node:
         before = self.placeholders[-1] if self.placeholders else None
         with self.graph.inserting_after(before):  # torch.fx wants placeholders first
@@ -167,7 +173,7 @@ class Emitter:
             return self.constant_value(argument, time)
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
-        self.made[key] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.made[key] = self.copied(node, args, kwargs)
         return self.made[key]
 
 

@@ -37,7 +37,7 @@ class EncodeEmitter(Emitter):
         for node in captured.nodes:
             if node in needed and node not in self.made:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
-                self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+                self.made[node] = self.copied(node, args, kwargs)
         results = [(c.rows or Rows(0)).split(self.call, self.made[c.node]) for c in wanted]
         results += [self.rows_first(self.made[extra.node], extra.axes) for extra in extras]
         self.graph.output(self.apart(results))

@@ -91,7 +91,12 @@ def make_tables(
 
     if wanted is not None:
         if (captured.time_limit is not None and wanted > captured.time_limit) or not works(wanted):
-            raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: its position tables end before")
+            limit, line = (
+                captured.time_limit,
+                captured.bounded.get(captured.time) if captured.time is not None else None,
+            )
+            why = f"at most {limit} is possible, by {line}" if limit and line else "its position tables end before"
+            raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: {why}")
         length = wanted
     else:
         preferred = preferred or DEFAULT_LENGTH

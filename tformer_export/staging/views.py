@@ -34,6 +34,7 @@ from tformer_export.capture import Captured, expression, is_counted, meta, sourc
 from tformer_export.staging.batch import Rows, find_rows
 from tformer_export.staging.evaluate import Constants, call
 from tformer_export.staging.levels import Level
+from tformer_export.staging.refusal import why_not
 from tformer_export.staging.regions import closing_regions
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -44,7 +45,7 @@ Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of
 Choice = Roles | str | None
 
 LENGTH = 6
-WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3))  # (first position, how many) at that length
+WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3), (0, 1), (0, 2))  # (first position, how many) at that length
 RELATIVE = 1e-4  # kernels of different shapes round differently by about 1e-6; a missing position changes whole digits
 MOST_AXES = 12  # choices beyond 2 ** this are not searched
 MOST_OF_REGION = 64  # choices for a region; a larger one is tried with new rows alone
@@ -153,6 +154,8 @@ class Views:
         restricted = []
         for tensor in tensors:
             for axis, role in roles:
+                if axis >= tensor.dim():  # what an operation returns beside its result, such as statistics
+                    continue
                 stride = self.inner.get(node, {}).get(axis, 1)
                 start, size = (first, count) if role == NEW else (0, first + count)
                 split = tensor.unflatten(axis, (-1, LENGTH, stride)).narrow(axis + 1, start, size)
@@ -173,7 +176,8 @@ class Views:
                 if found is not None:
                     break
             if found is None:
-                raise UnsupportedModelError(self._why_not(node, roles))
+                ahead = all(role == NEW for _, role in roles) and self._looks_ahead(node, roles)
+                raise UnsupportedModelError(why_not(self, node, ahead))
             self.solutions[key] = found
         return self.solutions[key]
 
@@ -307,26 +311,6 @@ class Views:
             except (RuntimeError, IndexError) as error:
                 raise RuntimeError("cannot be computed at this size") from error
         return self._fresh[key]
-
-    def _why_not(self, node: Node, roles: Roles) -> str:
-        where = f"`{node.target}` at {source_line(node)}"
-        for shifted in self.unknown.intersection(node.all_input_nodes):
-            sizes = [_first(meta(shifted)).shape[axis] for axis in self.time_axes(shifted)]
-            if any(_first(self.values[shifted]).shape[axis] % LENGTH for axis in self.time_axes(shifted)):
-                return (
-                    f"`{shifted.target}` at {source_line(shifted)} has {sizes[0]} rows where the step input has "
-                    f"{self.time}: positions are put in front, dropped or shifted inside the model; do that to "
-                    "its inputs instead"
-                )
-        if all(role == NEW for _, role in roles) and self._looks_ahead(node, roles):
-            return (
-                f"{where} looks ahead: its value at a position depends on later positions of the step input, so it "
-                "cannot be decoded step by step; if this is attention, give it a causal mask"
-            )
-        return (
-            f"{where} mixes different positions of the step input outside attention, so it cannot be decoded step by "
-            "step with a key-value cache; export the model without a step input to run it once per input"
-        )
 
     def _looks_ahead(self, node: Node, roles: Roles) -> bool:
         """Whether it commutes at least at the windows that end with the last position."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from tformer_export import export
 from tformer_export.attention import ATTENTION, recognise
 from tformer_export.capture import capture, merge_equal
 from tformer_export.source.module import from_module
@@ -17,6 +21,7 @@ from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.levels import binding_times, fold_padding_tests
 from tformer_export.staging.plan import make_plan
 from tformer_export.staging.views import Views
+from tformer_runtime import UnsupportedModelError
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 40
 EXAMPLE = {"tgt": torch.tensor([[3, 4, 5], [6, 7, 8]])}
@@ -46,7 +51,7 @@ class Small(nn.Module):
         self.mix = mixer()
 
     def forward(self, tgt: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tgt) + self.position[: tgt.shape[1]]
+        x = self.embed(tgt) + self.position[: tgt.shape[1]]  # HERE
         return self.out(x + self.mix(x, tgt))
 
 
@@ -65,6 +70,25 @@ def line_of(function: Any, text: str) -> str:
     lines, first = inspect.getsourcelines(function)
     at = next(i for i, line in enumerate(lines) if text in line)
     return f"{inspect.getsourcefile(function)}:{first + at}"
+
+
+def here(function: Any) -> str:
+    """`file:line: code` of the line that is marked."""
+    place = line_of(function, "# HERE")
+    return f"{place}: {linecache.getline(place.rsplit(':', 1)[0], int(place.rsplit(':', 1)[1])).strip()}"
+
+
+def refusal(
+    model: Any, folder: Path, kind: type[Exception] = UnsupportedModelError, example: Any = EXAMPLE, **options: Any
+) -> str:
+    """What `export` says of a Mixer in Small, or of a module; one line, and nothing is written."""
+    module = model if isinstance(model, nn.Module) else Small(model) if issubclass(model, Mixer) else model()
+    with pytest.raises(kind) as caught:
+        export(module, folder / "model.onnx", example, options.pop("step", "tgt"), **options)
+    assert type(caught.value) is kind
+    assert list(folder.iterdir()) == []
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAMPLE) -> Any:
