@@ -205,7 +205,7 @@ def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
 def _trace(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
-    with torch.no_grad(), warnings.catch_warnings(), _masks_unread():
+    with torch.no_grad(), warnings.catch_warnings(), _masks_unread(), _data_detached():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
         traced: torch.export.ExportedProgram = program.run_decompositions({})
@@ -223,6 +223,17 @@ def _masks_unread() -> Iterator[None]:
         yield
     finally:
         layers._detect_is_causal_mask = guess
+
+
+@contextmanager
+def _data_detached() -> Iterator[None]:
+    """`tensor.data`, which a trace does not follow, is for a while what it means: the tensor without its gradient."""
+    held: Any = torch._C.TensorBase.data
+    torch.Tensor.data = property(lambda tensor: tensor.detach(), held.__set__)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data  # what stands in the base class is seen again
 
 
 def distinct_sizes(

@@ -200,6 +200,8 @@ def _other_row(captured: Captured, inputs: Mapping[str, About]) -> dict[str, tor
     """The probe with another second row: what changes with it belongs to that row."""
     first, second = (_probe(captured, inputs, seed) for seed in (0, 1))
     for name, value in second.items():
+        if inputs[name].masked and inputs[name].ids is not None and name != captured.step_name:
+            value[1:, -1:] = inputs[name].pad  # what a mask that is made of ids hides, belongs to its row
         if inputs[name].ids is None:  # a mask hides another position; data are other data
             flipped = value[1:] - 1 if value.is_floating_point() else value[1:] == 0
             value[1:, ..., -1:] = flipped.to(value.dtype)[..., -1:]

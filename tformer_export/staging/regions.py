@@ -21,12 +21,13 @@ def closing_regions(
     exit: Node, level: Mapping[Node, Level], order: Mapping[Node, int], is_apart: Callable[[Node], bool]
 ) -> Iterator[tuple[Node, ...]]:
     """The regions that end at `exit` and whose operands from outside all keep positions apart, the smallest first.
+    A constant whose axes are not simply positions, such as a mask with a column for a sink, is computed in the region.
 
     A region grows by the latest of the step values that it reads and that do not keep positions apart, or of all that
     it reads, if they do. Cost: linear in the nodes that it takes in, plus one trial for each region given out.
     """
     inside = {exit}
-    outside = _operands(exit, level)
+    outside = _operands(exit, level, is_apart)
     trials = 0
     while outside and len(inside) < MOST_NODES and trials < MOST_TRIALS:
         latest = max([n for n in outside if not is_apart(n)] or outside, key=order.__getitem__)
@@ -34,11 +35,15 @@ def closing_regions(
             return
         outside.discard(latest)
         inside.add(latest)
-        outside |= _operands(latest, level) - inside
+        outside |= _operands(latest, level, is_apart) - inside
         if all(map(is_apart, outside)):
             trials += 1
             yield tuple(sorted(inside, key=order.__getitem__))
 
 
-def _operands(node: Node, level: Mapping[Node, Level]) -> set[Node]:
-    return {a for a in node.all_input_nodes if level[a] == Level.STEP}
+def _operands(node: Node, level: Mapping[Node, Level], is_apart: Callable[[Node], bool]) -> set[Node]:
+    return {
+        a
+        for a in node.all_input_nodes
+        if level[a] == Level.STEP or (level[a] == Level.CONSTANT and a.op == "call_function" and not is_apart(a))
+    }

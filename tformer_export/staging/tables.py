@@ -7,13 +7,13 @@ length (prefix consistency), which is proven here by evaluating at three lengths
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
-import sympy
 import torch
 from torch.fx import Node
 
+from tformer_export.attention import ATTENTION
 from tformer_export.capture import Captured, expression, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.evaluate import Constants
@@ -22,6 +22,7 @@ from tformer_export.staging.views import LENGTH, Views
 from tformer_runtime.errors import UnsupportedModelError
 
 DEFAULT_LENGTH = 512
+LOW = 1e4  # a bias beyond this hides a key
 
 
 @dataclass(frozen=True)
@@ -80,95 +81,127 @@ def make_tables(
     Raises UnsupportedModelError if `wanted` is more than the model allows, or a constant is not prefix-consistent.
     Memory is that of the largest constants, length² for a mask.
     """
-    nodes = list(nodes)
-
-    def works(length: int) -> bool:
-        try:
-            values = _evaluate(captured, constants, nodes, length)
-        except (RuntimeError, IndexError):
-            return False
-        return all(values[n].shape[axis] == length for n in nodes for axis in views.time_axes(n))
-
+    source = _Constants(captured, level, views, constants, list(nodes))
     if wanted is not None:
-        if (captured.time_limit is not None and wanted > captured.time_limit) or not works(wanted):
-            limit, line = (
-                captured.time_limit,
-                captured.bounded.get(captured.time) if captured.time is not None else None,
-            )
-            why = f"at most {limit} is possible, by {line}" if limit and line else "its position tables end before"
-            raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: {why}")
+        source.check(wanted)
         length = wanted
     else:
         preferred = preferred or DEFAULT_LENGTH
-        length = min(preferred, captured.time_limit or preferred)
-        if not works(length):
-            low, high = LENGTH, length
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if works(middle) else (low, middle)
-            length = low
-    values = _evaluate(captured, constants, nodes, length)
-    for shorter in (min(LENGTH, length), length // 2 + 1):
-        _prove_prefix(captured, level, views, constants, nodes, values, shorter)
-    return {n: _table(captured, views, n, values[n]) for n in nodes}, length
+        length = _greatest(source.exist, min(preferred, captured.time_limit or preferred))
+        # A position embedding may change beyond the length that a model was first trained for.
+        consistent = _greatest(source.are_consistent, length)
+        length = consistent if consistent > 2 * LENGTH else length
+    source.prove(length)
+    values = source.at(length)
+    return {n: _table(captured, views, n, values[n]) for n in source.nodes}, length
 
 
-def _evaluate(captured: Captured, constants: Constants, nodes: list[Node], length: int) -> dict[Node, torch.Tensor]:
-    assert captured.time is not None
-    sizes = {s: 2 for n in nodes for d in n.meta["val"].shape for s in expression(d).free_symbols}
-    sizes |= dict.fromkeys(_all_symbols(captured), 2)
-    return constants.at(nodes, {**sizes, captured.time: length})
+def _greatest(holds: Callable[[int], bool], most: int) -> int:
+    """The greatest length up to `most` for which something holds that holds for LENGTH and ceases once."""
+    if holds(most):
+        return most
+    low, high = LENGTH, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
-def _all_symbols(captured: Captured) -> set[sympy.Symbol]:
-    return {s for n in captured.inputs.values() for d in n.meta["val"].shape for s in expression(d).free_symbols}
+@dataclass
+class _Constants:
+    """The constants that are to be tables, at any length. relative: biases of which only differences count."""
 
+    captured: Captured
+    level: Mapping[Node, Level]
+    views: Views
+    constants: Constants
+    nodes: list[Node]
+    relative: set[Node] = field(default_factory=set)
 
-def _prove_prefix(
-    captured: Captured,
-    level: Mapping[Node, Level],
-    views: Views,
-    constants: Constants,
-    nodes: list[Node],
-    values: Mapping[Node, torch.Tensor],
-    length: int,
-) -> None:
-    shorter = _evaluate(captured, constants, nodes, length)
-    for node in nodes:
-        if not _is_corner(views, node, shorter[node], values[node], length):
-            culprit = _first_inconsistent(captured, level, views, constants, node, length)
+    def __post_init__(self) -> None:
+        short, long = self.at(LENGTH), self.at(LENGTH + 1)
+        self.relative = {n for n in self.nodes if _is_bias(n) and not self._is_corner(n, short[n], long[n])}
+
+    def at(self, length: int, nodes: list[Node] | None = None) -> dict[Node, torch.Tensor]:
+        """Their values, for a batch of two."""
+        assert self.captured.time is not None
+        nodes = self.nodes if nodes is None else nodes
+        held = [*self.captured.inputs.values(), *nodes]
+        sizes = {s: 2 for n in held for d in n.meta["val"].shape for s in expression(d).free_symbols}
+        values = self.constants.at(nodes, {**sizes, self.captured.time: length})
+        return {n: _from_first_key(value) if n in self.relative else value for n, value in values.items()}
+
+    def exist(self, length: int) -> bool:
+        try:
+            values = self.at(length)
+        except (RuntimeError, IndexError):
+            return False
+        return all(values[n].shape[axis] == length for n in self.nodes for axis in self.views.time_axes(n))
+
+    def check(self, wanted: int) -> None:
+        captured = self.captured
+        if (captured.time_limit is None or wanted <= captured.time_limit) and self.exist(wanted):
+            return
+        limit = captured.time_limit
+        line = captured.bounded.get(captured.time) if captured.time is not None else None
+        why = f"at most {limit} is possible, by {line}" if limit and line else "its position tables end before"
+        raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: {why}")
+
+    def are_consistent(self, length: int) -> bool:
+        return self._first_changed(length) is None
+
+    def prove(self, length: int) -> None:
+        """UnsupportedModelError if a value at a shorter length is not the corner of the value at this one."""
+        changed = self._first_changed(length)
+        if changed is not None:
+            culprit = self._culprit(*changed)
             raise UnsupportedModelError(
                 f"`{culprit.target}` at {source_line(culprit)} makes a table whose values change with the length of "
                 "the sequence, so that what was cached would become wrong as the sequence grows; make it depend on "
                 "positions alone, or fix its length"
             )
 
+    def _first_changed(self, length: int) -> tuple[Node, int] | None:
+        """The first whose value at a shorter length is not the corner of that at `length`, and that length."""
+        long = self.at(length)
+        for shorter in (min(LENGTH, length), length // 2 + 1):
+            short = self.at(shorter)
+            for node in self.nodes:
+                if not self._is_corner(node, short[node], long[node]):
+                    return node, shorter
+        return None
 
-def _is_corner(views: Views, node: Node, short: torch.Tensor, long: torch.Tensor, length: int) -> bool:
-    for axis in views.time_axes(node):
-        long = long.narrow(axis, 0, length)
-    if not short.is_floating_point():
-        return torch.equal(short, long)
-    return torch.allclose(short, long, rtol=1e-5, atol=1e-6, equal_nan=True)
+    def _is_corner(self, node: Node, short: torch.Tensor, long: torch.Tensor) -> bool:
+        for axis in self.views.time_axes(node):
+            long = long.narrow(axis, 0, short.shape[axis])
+        if not short.is_floating_point():
+            return torch.equal(short, long)
+        return torch.allclose(short, long, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+    def _culprit(self, node: Node, length: int) -> Node:
+        """The earliest ancestor that already changes with the length, for the message."""
+        views = self.views
+        ancestors = self.constants.ancestors([node])
+        tabled = [
+            n
+            for n in self.captured.nodes
+            if n in ancestors and views.time_axes(n) and all(views.is_exact(n, a) for a in views.time_axes(n))
+        ]
+        short, long = (self.at(size, tabled) for size in (length - 1, length))
+        return next((n for n in tabled if not self._is_corner(n, short[n], long[n])), node)
 
 
-def _first_inconsistent(
-    captured: Captured,
-    level: Mapping[Node, Level],
-    views: Views,
-    constants: Constants,
-    node: Node,
-    length: int,
-) -> Node:
-    """The earliest ancestor that already changes with the length, for the message."""
-    ancestors = constants.ancestors([node])
-    tabled = [
-        n
-        for n in captured.nodes
-        if n in ancestors and views.time_axes(n) and all(views.is_exact(n, a) for a in views.time_axes(n))
-    ]
-    short, long = (_evaluate(captured, constants, tabled, size) for size in (length - 1, length))
-    return next((n for n in tabled if not _is_corner(views, n, short[n], long[n], length - 1)), node)
+def _is_bias(node: Node) -> bool:
+    """Whether a constant is nothing but what attentions add to their scores."""
+    added = isinstance(meta(node), torch.Tensor) and meta(node).is_floating_point()
+    return added and all(user.target is ATTENTION and user.args.index(node) == 3 for user in node.users)
+
+
+def _from_first_key(bias: torch.Tensor) -> torch.Tensor:
+    """The bias with each query's for its first key as zero, where that is finite: softmax does not see what is added to
+    all of a query's scores, and distances that are counted from the end become distances from the beginning."""
+    first = bias[..., :1]
+    return bias - torch.where(first.isfinite() & (first.abs() < LOW), first, 0.0)
 
 
 def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -> Table:
@@ -183,6 +216,8 @@ def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -
     if not sized:
         return Table(values.contiguous(), axes, None)
     axis, times = sized[0], repeats[0] or 1
+    if times > 1 and torch.equal(values.narrow(axis, 0, 1).expand_as(values), values):
+        return Table(values.narrow(axis, 0, 1).contiguous(), axes, None)  # whoever reads it knows its rows' order
     for outer in (True, False):
         apart = Rows(axis, times, outer).split(lambda function, *args: function(*args), values) if times > 1 else values
         first, second = apart.unbind(Rows(axis, times, outer).own_axis)

@@ -182,7 +182,9 @@ class Views:
         return self.solutions[key]
 
     def _is_apart(self, node: Node) -> bool:
-        """Whether a step value has its positions on axes of their own, or in a layout that is known."""
+        """Whether a value has its positions on axes of their own, or in a layout that is known."""
+        if self.level[node] == Level.CONSTANT:
+            return all(self.is_exact(node, axis) for axis in self.time_axes(node))
         return bool(self.time_axes(node)) and node not in self.unknown
 
     def _search(
