@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class Views:
         smallest region before it that can; UnsupportedModelError if there is none."""
         key = node, roles
         if key not in self.solutions:
-            found = self._search((node,), roles, (NEW, ALL))
+            found = None if self._needs_its_list(node, roles) else self._search((node,), roles, (NEW, ALL))
             for region in closing_regions(node, self.level, self.order, self._is_apart) if found is None else ():
                 found = self._search(region, roles, (NEW, ALL))
                 if found is not None:
@@ -180,6 +181,18 @@ class Views:
                 raise UnsupportedModelError(why_not(self, node, ahead))
             self.solutions[key] = found
         return self.solutions[key]
+
+    def _needs_its_list(self, node: Node, roles: Roles) -> bool:
+        """Whether a node takes one of several values of an operation that keeps positions apart in this one alone, as
+        the greatest value of a row does and the place where it stands does not."""
+        if node.target is not operator.getitem or self.level[node] != Level.STEP:
+            return False
+        several = node.all_input_nodes[0]
+        try:
+            self.solve(several, self.roles(several) if len(self.time_axes(several)) != len(roles) else roles)
+        except UnsupportedModelError:
+            return True
+        return False
 
     def _is_apart(self, node: Node) -> bool:
         """Whether a value has its positions on axes of their own, or in a layout that is known."""
