@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -552,7 +552,7 @@ CASES = [
         TorchTutorial,
         inputs=("src",),
         time_first=True,
-        refused="the model's code fixes a batch or time axis",
+        refused="forward fixes a size to the example's: the length of",
     ),
     Case("decoder-on-itself", DecoderOnItself),
 ]

@@ -572,6 +572,6 @@ CASES = [
     Case("experts-index-add", lm(Attention, block=lambda a: PreNorm(a, SparseExperts)), full=True, seed=3),
     Case("experts-masked", lm(Attention, block=lambda a: PreNorm(a, MaskedExperts))),
     Case("experts-switch", lm(Attention, block=lambda a: PreNorm(a, SwitchExperts))),
-    Case("causal-convolution", lm(CausalConvolution), refused="positions are put in front"),
-    Case("token-shift", lm(TokenShift), refused="mixes different positions of the step input outside attention"),
+    Case("causal-convolution", lm(CausalConvolution), refused="put attention in its place"),
+    Case("token-shift", lm(TokenShift), refused="put attention in its place"),
 ]

@@ -75,8 +75,8 @@ CASES = [
     x("t5", rel_pos_bias=True, fails=EINX),
     x("dynamic-pos-bias", dynamic_pos_bias=True, fails=EINX),
     x("mem-kv", attn_num_mem_kv=2, fails="keys and values put in front of the step's own"),
-    x("memory-tokens", {"num_memory_tokens": 2}, refused="positions are put in front"),
-    x("shift-tokens", shift_tokens=1, refused="mixes different positions of the step input outside attention"),
+    x("memory-tokens", {"num_memory_tokens": 2}, refused="put attention in its place"),
+    x("shift-tokens", shift_tokens=1, refused="put attention in its place"),
     x("xpos", rotary_xpos=True, refused="makes a table whose values change with the length"),  # counted from the middle
     Case("x-XTransformer", Pair, ("src", "tgt"), fails=EINX),
     Case("x-encoder-and-decoder", EncoderAndDecoder, ("src", "tgt"), fails=EINX),
