@@ -19,7 +19,7 @@ from tformer_export.alignments import Wanted
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import Degradation, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
-from tformer_export.report import ExportReport
+from tformer_export.report import ExportReport, peak_memory
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_transformers, is_transformers_model
@@ -109,6 +109,7 @@ def export(
         found=compiled.found,
         degradation=degradation,
         seconds=clock.seconds,
+        peak_memory=peak_memory(),
     )
 
 

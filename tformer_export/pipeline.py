@@ -93,7 +93,7 @@ def compile_source(
         models = []
         for program in (encode, decode):
             if program is not None:
-                chosen.lower(program.module)
+                found["grouped"] = found.get("grouped", 0) + chosen.lower(program.module)
             limits = {about.max_length for about in inputs.values() if about.max_length}
             models.append(to_onnx(program, chosen.opset, min(limits, default=None)) if program is not None else None)
     with stage("passes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,20 @@ def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
     beside.replace(target)
 
 
+def peak_memory() -> int:
+    """The most that this process has held resident since it began, bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 @dataclass
 class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
+    peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
     degradation: what quantisation cost, against the unquantised file; None without quantisation.
     """
@@ -38,6 +50,7 @@ class ExportReport:
     found: dict[str, int]
     degradation: Degradation | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
 
     @property
     def max_abs_error(self) -> float:
@@ -68,8 +81,11 @@ class ExportReport:
             ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
             ("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"),
         ]
+        if found.get("grouped"):
+            rows.append(("experts", f"{found['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.degradation is not None:
             rows += self.degradation.rows()
+        rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows

@@ -40,9 +40,10 @@ class Target:
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
         return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
 
-    def lower(self, module: GraphModule) -> None:
-        """Replace the attention nodes that are left, and products by group, in place, by this target's operators."""
-        operator = self._given_attention()
+    def lower(self, module: GraphModule) -> int:
+        """Replace the attention nodes that are left, and products by group, in place, by this target's operators;
+        returns how many products by group there were."""
+        operator, grouped = self._given_attention(), 0
         for node in module.graph.nodes:
             if node.target is ATTENTION:
                 node.target = operator
@@ -50,8 +51,10 @@ class Target:
                 node.target = operators.attention_weights
             elif is_grouped_product(node):
                 _split_groups(module, node)
+                grouped += 1
         module.graph.eliminate_dead_code()
         module.recompile()
+        return grouped
 
     def check(self, model: ir.Model) -> None:
         """For a portable file: that onnx's own checker accepts it and that every operator is a standard one."""

@@ -216,6 +216,15 @@ def llama(attention: str, width: int = 32) -> nn.Module:
     return _hugging_face(transformers.LlamaForCausalLM, config, attention, 11)
 
 
+def mixtral(attention: str) -> nn.Module:
+    config = transformers.MixtralConfig(
+        **_IDS, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.3,
+    )  # fmt: skip
+    return _hugging_face(transformers.MixtralForCausalLM, config, attention, 11)
+
+
 def marian(attention: str) -> nn.Module:
     config = transformers.MarianConfig(
         **_IDS, **_TWO_STACKS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -262,6 +271,7 @@ FAMILIES = [
         )
         for attention in ("sdpa", "eager")
     ),
+    Family("mixtral", functools.partial(mixtral, "sdpa"), decoder_only=True, hf=True),
 ]  # fmt: skip
 
 
