@@ -27,13 +27,13 @@ from tformer_export.source.module import from_module
 from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
 from tformer_export.verify import Gate, ParityReport
+from tformer_export.write import data_file, write
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions
 
 QUANTIZATIONS = ("none", "int8")
-LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
 
 
 def export(
@@ -144,6 +144,7 @@ def _make(
                 degradation = measure(gate, before, Engine(written, device="cpu"))
                 _check_budget(degradation, max_degradation)
             manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
+        del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
     return compiled, manifest, parity, degradation, size
@@ -165,9 +166,9 @@ def check_writable(out: Path, force: bool) -> None:
     """OutputError if the file cannot be made, or is there already and may not be overwritten."""
     if out.exists() and not force:
         raise OutputError(f"{out} exists: give --force (force=True) to overwrite it, or another path")
-    if _data_file(out).exists() and not force:
+    if data_file(out).exists() and not force:
         raise OutputError(
-            f"{_data_file(out)} exists, where weights would go: give --force (force=True), or another path"
+            f"{data_file(out)} exists, where weights would go: give --force (force=True), or another path"
         )
     if not out.parent.is_dir():
         raise OutputError(f"{out} cannot be written: there is no folder {out.parent}")
@@ -226,25 +227,20 @@ def _check_texts(source: Source) -> None:
 
 
 def _save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
-    """Write the model with its manifest; weights beyond 2 GB go into `path`.data."""
+    """Write the model with its manifest."""
     model.metadata_props[KEY] = manifest.to_json()
-    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    ir.save(model, path, external_data=_data_file(path).name if size > LARGEST else None)
+    write(model, path)
     return path
-
-
-def _data_file(path: Path) -> Path:
-    return path.with_name(path.name + ".data")
 
 
 def _publish(model: ir.Model, manifest: Manifest, written: Path, out: Path) -> int:
     """Write the file under its own name, beside its place, and rename it, weights first; returns its bytes."""
     _save(model, manifest, written)
-    files = [(f, place) for f, place in ((_data_file(written), _data_file(out)), (written, out)) if f.exists()]
+    files = [(f, place) for f, place in ((data_file(written), data_file(out)), (written, out)) if f.exists()]
     size = sum(f.stat().st_size for f, _ in files)
     try:
         if len(files) == 1:
-            _data_file(out).unlink(missing_ok=True)  # of what stood here before
+            data_file(out).unlink(missing_ok=True)  # of what stood here before
         for file, place in files:
             file.replace(place)
     except OSError as error:

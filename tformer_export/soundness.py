@@ -194,10 +194,13 @@ def _ids_out_of_range(source: Source, error: Exception) -> str | None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Sets weights, buffers and attributes back afterwards; the list that is given then names those that changed."""
+    """Sets buffers and attributes back afterwards; the list that is given then names those that changed, weights too.
+
+    Weights are not copied, which would hold a model twice: PyTorch counts how often each was written.
+    """
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors}
+    weights = {name: (tensor, _writes(tensor)) for name, tensor in module.named_parameters()}
+    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
     try:
@@ -207,6 +210,7 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             changed += [f"{name}.{key}".lstrip(".") for key, b in part._buffers.items() if b is not kept.get(key)]
             part._buffers.clear()
             part._buffers.update(kept)
+        changed += [name for name, (tensor, writes) in weights.items() if _writes(tensor) != writes]
         for name, (tensor, number) in numbers.items():
             if not _same(tensor.detach(), number):
                 changed.append(name)
@@ -219,6 +223,10 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             now.clear()
             now.update(held)
         changed[:] = [own_name(name) for name in changed]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
