@@ -22,7 +22,7 @@ IR_VERSION = 10
 
 
 def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
-    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds, plus one pass over the weights.
+    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
 
     limit: no request input may be longer than this. Raises UnsupportedModelError for what torch.onnx cannot translate.
     """
@@ -56,9 +56,19 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
             _describe(value, port)
     for value in model.graph.initializers.values():
         held = value.const_value
-        if held is not None and not (array := held.numpy()).flags.c_contiguous:  # what was folded may be a view
-            value.const_value = ir.tensor(np.ascontiguousarray(array), dtype=held.dtype, name=value.name)
+        if held is not None and not (array := held.numpy()).flags.c_contiguous:
+            value.const_value = _in_order(held, array)
     return model
+
+
+def _in_order(held: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:
+    """What was folded may be a view, such as a weight turned round: ordered, a copy, only while it is read."""
+    return ir.LazyTensor(
+        lambda: ir.tensor(np.ascontiguousarray(array), dtype=held.dtype),
+        held.dtype,
+        ir.Shape(array.shape),
+        name=held.name,
+    )
 
 
 @contextmanager

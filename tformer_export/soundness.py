@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.capture import Captured, distinct_sizes, expression, meta, named
 from tformer_export.explain import line_of_error, own_name, said
@@ -39,7 +40,7 @@ def rehearse(source: Source) -> Rehearsal:
     """Run forward twice, at sizes other than the example's. SourceError if it fails on the example too."""
     free = {name: source.dynamic.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
     sized = distinct_sizes(source.example, free, source.step)
-    with unchanged(source.module) as kept, torch.random.fork_rng(devices=[]):
+    with unchanged(source.module) as kept, _WeightWrites(source.module, kept), torch.random.fork_rng(devices=[]):
         try:
             first = _outputs(source.module, sized)
         except Exception as error:
@@ -194,12 +195,8 @@ def _ids_out_of_range(source: Source, error: Exception) -> str | None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Sets buffers and attributes back afterwards; the list that is given then names those that changed, weights too.
-
-    Weights are not copied, which would hold a model twice: PyTorch counts how often each was written.
-    """
+    """Sets buffers and attributes back afterwards; the list that is given then names those that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    weights = {name: (tensor, _writes(tensor)) for name, tensor in module.named_parameters()}
     numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
@@ -210,7 +207,6 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             changed += [f"{name}.{key}".lstrip(".") for key, b in part._buffers.items() if b is not kept.get(key)]
             part._buffers.clear()
             part._buffers.update(kept)
-        changed += [name for name, (tensor, writes) in weights.items() if _writes(tensor) != writes]
         for name, (tensor, number) in numbers.items():
             if not _same(tensor.detach(), number):
                 changed.append(name)
@@ -225,8 +221,44 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
         changed[:] = [own_name(name) for name in changed]
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+class _WeightWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sets weights back afterwards and adds those that changed to `changed`.
+
+    Only a weight that an operation is about to write is copied: a large model is not held twice to see that it stays.
+    """
+
+    def __init__(self, module: nn.Module, changed: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changed = changed
+        self._weights = dict(module.named_parameters())
+        self._before: dict[str, torch.Tensor] = {}
+        self._storages = {_storage(tensor) for tensor in self._weights.values()}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name, before in self._before.items():
+            if not _same(self._weights[name].detach(), before):
+                self._changed.append(name)
+                with torch.no_grad():
+                    self._weights[name].copy_(before)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable:
+            for position, argument in enumerate(operation._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[position] if position < len(args) else kwargs.get(argument.name)
+                    self._keep({_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)})
+        return operation(*args, **kwargs)
+
+    def _keep(self, written: set[int]) -> None:
+        for storage in written & self._storages:
+            self._storages.remove(storage)
+            self._before |= {n: w.detach().clone() for n, w in self._weights.items() if _storage(w) == storage}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.manifest import Manifest
-from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.modelfile import mapped, read_manifest
 
 logger = logging.getLogger("tformer")
 
@@ -120,11 +120,13 @@ class Session:
         # Without VNNI, products of uint8 and int8 would saturate: a file must not compute something else there.
         options.add_session_config_entry("session.x64quantprecision", "1")
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
+        model, folder = mapped(self.path)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
         providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
         try:
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
-            session = self._ort.InferenceSession(os.fspath(self.path), options, providers, enable_fallback=False)
+            session = self._ort.InferenceSession(model, options, providers, enable_fallback=False)
         except Exception as error:
             if self.device == "cuda" and "CUDA" in str(error):
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error

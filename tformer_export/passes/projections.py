@@ -25,14 +25,21 @@ class _Projection:
         return (self.bias or self.product).outputs[0]
 
     @property
-    def weight(self) -> np.ndarray:
-        return self.product.inputs[1].const_value.numpy()  # type: ignore[union-attr]
+    def weight(self) -> ir.TensorProtocol:
+        value = self.product.inputs[1]
+        assert value is not None
+        assert value.const_value is not None
+        return value.const_value
+
+    @property
+    def width(self) -> int:
+        return _sizes(self.weight)[1]
 
     def offset(self) -> np.ndarray:
         if self.bias is None:
-            return np.zeros(self.weight.shape[1], self.weight.dtype)
+            return np.zeros(self.width, np.float32)
         held = next(v.const_value for v in self.bias.inputs if v is not None and v.const_value is not None)
-        return np.broadcast_to(held.numpy(), self.weight.shape[1:])
+        return np.broadcast_to(held.numpy(), self.width)
 
 
 def run(model: ir.Model) -> int:
@@ -69,12 +76,19 @@ def _is_weight(value: ir.Value | None, rank: int) -> bool:
 def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Projection]) -> None:
     first = group[0].product
     name = first.outputs[0].name
-    widths = [p.weight.shape[1] for p in group]
-    weight = _constant(model, f"{name}.weights", np.concatenate([p.weight for p in group], 1))
+    weights = [p.weight for p in group]
+    widths = [p.width for p in group]
+    together = ir.LazyTensor(  # held only while it is written
+        lambda: ir.tensor(np.concatenate([w.numpy() for w in weights], 1)),
+        ir.DataType.FLOAT,
+        ir.Shape([_sizes(weights[0])[0], sum(widths)]),
+        name=f"{name}.weights",
+    )
+    weight = _constant(model, together)
     packed = ir.node("MatMul", [source, weight], name=f"{name}.merged")
     made = [packed]
     if any(p.bias for p in group):
-        bias = _constant(model, f"{name}.biases", np.concatenate([p.offset() for p in group]))
+        bias = _constant(model, ir.tensor(np.concatenate([p.offset() for p in group]), name=f"{name}.biases"))
         made.append(ir.node("Add", [packed.outputs[0], bias], name=f"{name}.merged.bias"))
     result = made[-1].outputs[0]
     for i, node in enumerate(made):
@@ -86,7 +100,7 @@ def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Proj
         attention.replace_input_with(1, None)
         attention.replace_input_with(2, None)
     else:
-        sizes = _constant(model, f"{name}.widths", np.array(widths, np.int64))
+        sizes = _constant(model, ir.tensor(np.array(widths, np.int64), name=f"{name}.widths"))
         split = ir.node("Split", [result, sizes], {"axis": -1}, num_outputs=len(group), name=f"{name}.split")
         for part, projection in zip(split.outputs, group, strict=True):
             held = projection.result.name
@@ -114,8 +128,11 @@ def _packed_attention(group: list[_Projection]) -> ir.Node | None:
     return node if node.op_type == "GroupQueryAttention" else None
 
 
-def _constant(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
-    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-    value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-    model.graph.initializers[name] = value
+def _sizes(held: ir.TensorProtocol) -> list[int]:
+    return [size for size in held.shape if isinstance(size, int)]  # of a weight, all are known
+
+
+def _constant(model: ir.Model, held: ir.TensorProtocol) -> ir.Value:
+    value = ir.Value(name=held.name, const_value=held, shape=ir.Shape(_sizes(held)), type=ir.TensorType(held.dtype))
+    model.graph.initializers[str(held.name)] = value
     return value
