@@ -98,7 +98,7 @@ def compile_source(
             models.append(to_onnx(program, chosen.opset, min(limits, default=None)) if program is not None else None)
     with stage("passes"):
         model = assemble(*models)
-        passes = run_passes(model)
+        passes = run_passes(model, portable=target == "portable")
         chosen.check(model)
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
     landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else (), (*extras[0], *extras[1]))

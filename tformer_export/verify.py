@@ -214,13 +214,12 @@ class Gate:
         where: Callable[[], str] = lambda: "",
     ) -> float:
         finite = np.isfinite(expected)
-        scale = float(expected[finite].max() - expected[finite].min()) or 1.0
-        difference = np.where(finite, np.abs(found - expected), 0.0)
-        difference[finite != np.isfinite(found)] = np.inf
-        worst = float(difference.max())
+        scale = float(expected.max(where=finite, initial=-np.inf) - expected.min(where=finite, initial=np.inf)) or 1.0
+        differences = np.array([_difference(*position) for position in zip(found, expected, strict=True)])
+        worst = float(differences.max())
         report.relative_error = max(report.relative_error, worst / scale)
         if not worst <= TOLERANCE * scale:
-            position = int((difference.max(-1) > TOLERANCE * scale).argmax())
+            position = int((differences > TOLERANCE * scale).argmax())
             stage = "of the prompt" if position < prompt else f"(step {position - prompt + 1} after the prompt)"
             unmasked = [name for name, about in self.inputs.items() if not about.masked and name != self.source.step]
             padded = f"; it hides no padding in {', '.join(unmasked)}, so rows change each other" if unmasked else ""
@@ -300,6 +299,14 @@ class Gate:
         return drawn
 
 
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest of one position's logits; infinite where one is finite and the other is not."""
+    finite = np.isfinite(expected)
+    if (finite != np.isfinite(found)).any():
+        return np.inf
+    return float(np.subtract(found, expected, where=finite, out=np.zeros_like(expected)).__abs__().max())
+
+
 def run_case(
     engine: Engine,
     requests: list[dict[str, np.ndarray]],
@@ -314,17 +321,19 @@ def run_case(
     for row, sequence in enumerate(sequences):
         tokens[row, : counts[row]] = sequence[: counts[row]]
     logits = engine.step(state, tokens, counts, want="all")
-    rows = [{"": [*logits[row, :count].copy()]} for row, count in enumerate(counts)]
-    for row, count in enumerate(counts):
-        rows[row] |= {name: [*values[row, :count].copy()] for name, values in state.extras.items()}
-    for i in range(len(sequences[0]) - prompts[0]):
+    steps = len(sequences[0]) - prompts[0]
+    rows: list[dict[str, np.ndarray]] = [{} for _ in sequences]
+    for name, values in {"": logits, **state.extras}.items():
+        for row, count in enumerate(counts):
+            rows[row][name] = np.empty((count + steps, *values.shape[2:]), values.dtype)
+            rows[row][name][:count] = values[row, :count]
+    for i in range(steps):
         new = np.array([[sequence[count + i]] for sequence, count in zip(sequences, counts, strict=True)])
-        for name, every in {"": engine.step(state, new), **state.extras}.items():
-            for row, values in enumerate(every):
-                rows[row][name].append(values.copy())
-    stacked = [{name: np.stack(values) for name, values in row.items()} for row in rows]
+        for name, values in {"": engine.step(state, new), **state.extras}.items():
+            for row, count in enumerate(counts):
+                rows[row][name][count + i] = values[row]
     once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
-    return [row.pop("") for row in stacked], state, [row | more for row, more in zip(stacked, once, strict=True)]
+    return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, once, strict=True)]
 
 
 def decode_greedily(

@@ -72,10 +72,14 @@ def _held(value: ir.Value) -> ir.TensorProtocol:
     return value.const_value
 
 
+def _shape(weight: ir.TensorProtocol) -> list[int]:
+    return [size for size in weight.shape if isinstance(size, int)]  # all of them are
+
+
 def _head(value: ir.Value) -> onnx.TensorProto:
     """The weight without its numbers."""
     weight = _held(value)
-    return onnx.TensorProto(name=value.name, data_type=int(weight.dtype), dims=[int(size) for size in weight.shape])
+    return onnx.TensorProto(name=value.name, data_type=int(weight.dtype), dims=_shape(weight))
 
 
 def _reference(value: ir.Value, location: str, offset: int) -> onnx.TensorProto:
@@ -103,7 +107,7 @@ def _write_head(file: BinaryIO, value: ir.Value) -> int:
 def _read_from(path: Path, value: ir.Value, offset: int) -> None:
     """Let a weight be read from the file whenever it is asked for. One of a type that numpy has not stays as it is."""
     weight = _held(value)
-    kind, shape = weight.dtype.numpy(), [int(size) for size in weight.shape]
+    kind, shape = weight.dtype.numpy(), _shape(weight)
     if kind.isbuiltin == 1 and weight.nbytes == kind.itemsize * weight.size:
         value.const_value = ir.LazyTensor(
             lambda: ir.tensor(np.fromfile(path, kind, math.prod(shape), offset=offset).reshape(shape)),

@@ -154,7 +154,7 @@ class Engine:
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.call = _Call(self, state, new, want)
-        return call.run(tokens, counts, total)
+        return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
         """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
@@ -249,11 +249,14 @@ class Engine:
 
 
 class _Call:
-    """One shape of decode call with everything bound: a run only writes the few numbers that change."""
+    """One shape of decode call with everything bound: a run only writes the few numbers that change.
+
+    It belongs to a state and does not hold it, so that both are freed as soon as nobody uses them.
+    """
 
     def __init__(self, engine: Engine, state: State, new: int, want: Want) -> None:
         decode, rows = engine.decode, state.rows
-        self.session, self.state, self.new, self.want = engine.session, state, new, want
+        self.session, self.new, self.want = engine.session, new, want
         self.controls = frozenset(decode.controls)
         self.slots, self.last_position = engine._slots, engine.manifest.max_length - 1
         self.selects = SELECT in self.controls
@@ -271,10 +274,10 @@ class _Call:
             START: state.lengths, SELECT: self.select,
         }  # fmt: skip
         self.inputs = {n: a for n, a in self.inputs.items() if n in self.controls or n == decode.step.name}
-        self.bindings = [self._bound(engine, turn) for turn in range(state.cache.turns)]
+        self.bindings = [self._bound(engine, state, turn) for turn in range(state.cache.turns)]
 
-    def _bound(self, engine: Engine, turn: int) -> Any:
-        state, session, io = self.state, self.session, self.session.binding()
+    def _bound(self, engine: Engine, state: State, turn: int) -> Any:
+        session, io = self.session, self.session.binding()
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
         bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
@@ -291,9 +294,8 @@ class _Call:
             io.bind_output(name, session.device)
         return io
 
-    def run(self, tokens: Array, counts: Array | None, total: int) -> Array:
-        state, new = self.state, self.new
-        lengths = state.lengths
+    def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
+        new, lengths = self.new, state.lengths
         self.tokens[:] = tokens
         self.total[()] = total
         if new == 1:

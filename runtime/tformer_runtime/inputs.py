@@ -47,6 +47,8 @@ class Inputs:
 
     def request(self, input: Input, index: int, max_new_tokens: int | None) -> Request:
         sources, prompt, _ = self.parts(input)
+        if not len(prompt):
+            raise InputError("the file names no token to start from: export the model with special={'start': [id], …}")
         held = self._manifest.max_length
         if len(prompt) >= held:
             raise InputError(

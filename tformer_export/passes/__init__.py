@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.passes import projections, reshapes, strip, tied, unused
+from tformer_export.passes import projections, reshapes, strip, tied, turned, unused
 
-PASSES = (reshapes, unused, tied, projections, unused, strip)
+STANDARD = (reshapes, unused, tied, projections, unused, strip)
+PASSES = (reshapes, unused, tied, turned, projections, unused, strip)
 
 
-def run_passes(model: ir.Model) -> dict[str, int]:
-    """Run every pass in order; returns what each changed, by name."""
+def run_passes(model: ir.Model, portable: bool = False) -> dict[str, int]:
+    """Run the passes in order, if portable those that make standard operators; returns what each changed, by name."""
     changed: dict[str, int] = {}
-    for p in PASSES:
+    for p in STANDARD if portable else PASSES:
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + p.run(model)
     return changed

@@ -62,6 +62,11 @@ def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
 
 
 def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
+    """The mean negative log-likelihood, a row at a time: float64 of all of them would be large."""
+    return float(np.mean([_row_loss(*row) for row in zip(logits, targets, strict=True)]))
+
+
+def _row_loss(logits: np.ndarray, targets: np.ndarray) -> float:
     logits = logits.astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     log_likelihood = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

@@ -156,7 +156,7 @@ class _Rewriter:
 
 def _weight_of(node: ir.Node) -> np.ndarray | None:
     """(K, N) of a product with a constant float matrix on its right."""
-    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.inputs[1] is None:
+    if node.op_type not in ("MatMul", "FusedMatMul", "Gemm") or node.inputs[1] is None:
         return None
     source, turned = node.inputs[1], False
     above = source.producer()
@@ -165,8 +165,8 @@ def _weight_of(node: ir.Node) -> np.ndarray | None:
     held = source.const_value
     if held is None or held.dtype != ir.DataType.FLOAT or len(held.shape) != 2:
         return None
-    if node.op_type == "Gemm":
-        plain = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    if node.op_type != "MatMul":
+        plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transBatchA": 0, "transBatchB": 0}
         if any(name in node.attributes and node.attributes[name].value != value for name, value in plain.items()):
             return None
         flag = node.attributes.get("transB")
@@ -206,7 +206,7 @@ def _bias_of(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
 
 
 def _fingerprint(matrix: np.ndarray) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(matrix).tobytes()).digest()
+    return hashlib.sha256(np.ascontiguousarray(matrix).data).digest()
 
 
 def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node]) -> None:

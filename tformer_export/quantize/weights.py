@@ -9,6 +9,7 @@ LEVELS = 127
 
 def per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(K, N) float → int8 (K, N) and float32 scales (N,), one a column; a column of zeros has scale 1."""
-    scale = np.abs(weight).max(0) / LEVELS
+    scale = np.maximum(weight.max(0), -weight.min(0)) / LEVELS
     scale = np.where(scale == 0, 1, scale).astype(np.float32)
-    return np.rint(weight / scale).clip(-LEVELS, LEVELS).astype(np.int8), scale
+    ratio = weight / scale  # the one copy
+    return np.rint(ratio, out=ratio).clip(-LEVELS, LEVELS, out=ratio).astype(np.int8), scale
