@@ -89,7 +89,7 @@ def _without_weights(file: BinaryIO, end: int, way: tuple[int, ...], name: str) 
         if way and number == way[0]:
             inner = _without_weights(file, last, way[1:], name)
             parts += [_tag(number, _BYTES), _written(len(inner)), inner]
-        elif not way and number == _RAW_DATA and length >= _SMALL and file.tell() % _ALIGNMENT == 0:
+        elif not way and number == _RAW_DATA and length > _SMALL and file.tell() % _ALIGNMENT == 0:
             for key, value in (("location", name), ("offset", str(file.tell())), ("length", str(length))):
                 entry = _message(1, key.encode()) + _message(2, value.encode())
                 parts.append(_message(_EXTERNAL_DATA, entry))

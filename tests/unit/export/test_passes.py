@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tformer_export.passes import projections, reshapes, strip, unused
+from tformer_export.passes import projections, reshapes, strip, tied, turned, unused
 
 WIDTH = 8
 
@@ -189,3 +189,48 @@ def test_strip_takes_out_what_tells_of_the_maker():
     for text in (b"/home/me", b"secret", b"pkg.torch", b"pytorch"):
         assert text not in content
     assert kinds(after) == kinds(proto)
+
+
+# -- tables that are output projections too -------------------------------------------------------------------------
+
+
+def tied_model(perm=(1, 0)):
+    table = weight(0, WIDTH, WIDTH)
+    nodes = [
+        helper.make_node("Gather", ["table", "one"], ["row"], axis=0),
+        helper.make_node("Transpose", ["table"], ["turned"], perm=perm),
+        helper.make_node("Add", ["x", "row"], ["sum"]),
+        helper.make_node("MatMul", ["sum", "turned"], ["y"]),
+    ]
+    ports = {"x": ["rows", "time", WIDTH]}, {"y": ["rows", "time", WIDTH]}
+    return model(nodes, *ports, {"table": table, "one": np.array([1])})
+
+
+def test_a_product_with_a_turned_table_reads_it_as_it_lies():
+    changed, after = through(turned.run, tied_model())
+    assert changed == 1
+    assert "MatMul" not in kinds(after)
+    assert "FusedMatMul" in kinds(after)
+    assert [o.name for o in after.graph.output] == ["y"]
+    assert {o.domain: o.version for o in after.opset_import}["com.microsoft"] == 1
+
+
+def test_a_table_that_is_turned_by_nothing_stays():
+    changed, after = through(turned.run, tied_model(perm=(0, 1)))
+    assert changed == 0
+    assert "FusedMatMul" not in kinds(after)
+
+
+def test_a_tied_table_is_held_once():
+    table = weight(0, WIDTH, WIDTH)
+    nodes = [
+        helper.make_node("Gather", ["table", "one"], ["row"], axis=0),
+        helper.make_node("Add", ["x", "row"], ["sum"]),
+        helper.make_node("MatMul", ["sum", "copy"], ["y"]),
+    ]
+    held = {"table": table, "one": np.array([1]), "copy": np.ascontiguousarray(table.T)}
+    proto = model(nodes, {"x": ["rows", "time", WIDTH]}, {"y": ["rows", "time", WIDTH]}, held)
+    changed, after = through(tied.run, proto)
+    assert changed == 1
+    assert {tensor.name for tensor in after.graph.initializer} == {"table", "one"}
+    assert through(turned.run, after)[0] == 1

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_models import END_ID, START_ID, Toy, letters, write_encoder
+from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
 from tformer_runtime.batching import in_batches, packed
 from tformer_runtime.generate import Request
+from tformer_runtime.manifest import SpecialTokens
 
 TOYS = {
     "encoder-decoder": Toy(seed=27),
@@ -257,6 +258,13 @@ def test_a_file_without_a_tokenizer(tmp_path):
         model.generate([5], stop="a")
     with pytest.raises(InputError, match="99 is beyond one of the model's tables"):
         model.generate([99])
+
+
+def test_a_file_that_names_no_start_token(tmp_path):
+    path = Toy().write(tmp_path / "toy.onnx")
+    bare = with_manifest(path, tmp_path / "bare.onnx", special=SpecialTokens(end=(END_ID,)))
+    with pytest.raises(InputError, match="names no token to start from: export the model with special="):
+        Model.load(bare, "cpu").generate("ab")
 
 
 def test_a_model_that_is_run_once_says_so(tmp_path):

@@ -98,6 +98,13 @@ def test_truncated_external_data(path, tmp_path):
         Session(moved, "cpu")
 
 
+def test_a_link_to_a_file(path, tmp_path):
+    """As model caches keep them: the file is elsewhere under another name."""
+    link = tmp_path / "model.onnx"
+    link.symlink_to(path)
+    assert Engine(link, device="cpu").manifest == Toy().manifest()
+
+
 def test_a_graph_that_onnxruntime_refuses(path, tmp_path):
     model = onnx.load(path)
     model.graph.node[0].op_type = "NoSuchOperator"
