@@ -129,7 +129,7 @@ def _make(
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
-        gate = Gate(source, compiled.inputs, compiled.landmarks)
+        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
         with clock.stage("verify"):

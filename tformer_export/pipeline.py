@@ -19,6 +19,7 @@ from tformer_export.describe import describe
 from tformer_export.explain import said
 from tformer_export.hidden import WithHidden, find_modules
 from tformer_export.inputs import About, about_inputs
+from tformer_export.last import give_every_position
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
@@ -51,13 +52,17 @@ Stage = Callable[[str], AbstractContextManager[None]]
 
 @dataclass
 class Compiled:
-    """A model that is ready to be quantised, verified and written. found: what each stage recognised, counted."""
+    """A model that is ready to be quantised, verified and written.
+
+    found: what each stage recognised, counted. gives_last: whether the source gives logits of the last position alone.
+    """
 
     model: ir.Model
     manifest: Manifest
     inputs: dict[str, About]
     landmarks: Landmarks
     found: dict[str, int]
+    gives_last: bool = False
 
 
 def compile_source(
@@ -76,6 +81,7 @@ def compile_source(
     chosen = TARGETS[target]
     with stage("capture"):
         captured = _sound(source, hidden)
+        gives_last = give_every_position(captured)
     with stage("staging"):
         attentions = recognise(captured)
         if alignments is not None and alignments is not False:
@@ -102,7 +108,7 @@ def compile_source(
         chosen.check(model)
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
     landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else (), (*extras[0], *extras[1]))
-    return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes})
+    return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes}, gives_last)
 
 
 def _sound(source: Source, hidden: Sequence[str]) -> Captured:

@@ -27,6 +27,7 @@ class Case:
     full: exported in full; the programs of the others are run in PyTorch. seed: one with which it decodes lively rows.
     masks: forward's masks, each as it is described to `export` and as it is made from the inputs for the module itself.
     refused: what the refusal says, for what cannot be decoded step by step or cannot be traced.
+    last: forward gives logits of the last position alone.
     fails: what stands in the way of a model that ought to export.
     """
 
@@ -37,6 +38,7 @@ class Case:
     full: bool = False
     seed: int = 0
     masks: Mapping[str, MadeMask] = field(default_factory=dict)
+    last: bool = False
     refused: str | None = None
     fails: str | None = None
 
@@ -69,9 +71,16 @@ class Case:
         }
         return given | ({"dynamic": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
 
-    @torch.no_grad()
     def logits(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
-        """(time, vocabulary) of one row alone, from one forward pass over all of it."""
+        """(time, vocabulary) of one row alone, from one forward pass over all of it; if forward gives the last position
+        alone, from one over each of its beginnings."""
+        if self.last:
+            each = [self._forward(source, tokens[: i + 1]) for i in range(len(tokens))]
+            return np.concatenate([logits.reshape(1, VOCABULARY) for logits in each])
+        return self._forward(source, tokens)
+
+    @torch.no_grad()
+    def _forward(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
         axis = 1 if self.time_first else 0
         rows = [tokens] if source is None else [source, tokens]
         given = {n: torch.from_numpy(r).unsqueeze(axis) for n, r in zip(self.inputs, rows, strict=True)}

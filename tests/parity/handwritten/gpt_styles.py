@@ -271,7 +271,7 @@ class NanoGPT(nn.Module):
 
 
 class NanoGPTEverywhere(NanoGPT):
-    """The change that the refusal asks for: logits of every position."""
+    """As in training: logits of every position."""
 
     def forward(self, idx):
         return super().forward(idx, idx)[0]
@@ -582,7 +582,27 @@ class Llama(nn.Module):
         freqs_sin = self.freqs_sin[:seqlen]
         for layer in self.layers:
             h = layer(h, (freqs_cos, freqs_sin))
-        return self.output(self.norm(h))
+        return self.output(self.norm(h)[:, [-1], :])
+
+
+class NanoGPTSelect(NanoGPT):
+    """The position's axis is gone, and there is more than a product above."""
+
+    def forward(self, idx):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(F.gelu(self.transformer.ln_f(x[:, -1]))) / 0.7
+
+
+class Pooled(NanoGPT):
+    """The last position and the mean of all: not a pick alone."""
+
+    def forward(self, idx):
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(x[:, -1] + x.mean(1))
 
 
 # -- Llama's reference code: rotary by complex numbers
@@ -622,14 +642,16 @@ class ComplexLlama(nn.Module):
 CASES = [
     Case("gpt.py", GPTLanguageModel, full=True),
     Case("minGPT", MinGPT),
-    Case("nanoGPT", NanoGPT, refused="it must return logits for every position"),
+    Case("nanoGPT", NanoGPT, full=True, last=True),
+    Case("nanoGPT-select", NanoGPTSelect, last=True),
+    Case("pooled", Pooled, refused="it must return logits for every position"),
     Case("nanoGPT-everywhere", NanoGPTEverywhere),
     Case("raschka", RaschkaGPT, inputs=("in_idx",)),
     Case(
         "former", GTransformer, inputs=("x",), refused="forward fixes a size to the example's: the length of"
     ),  # triu_indices takes no free size
     Case("former-adding", lambda: GTransformer(FormerAttentionAdding), inputs=("x",)),
-    Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), full=True),
-    Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",)),
+    Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), last=True, full=True),
+    Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",), last=True),
     Case("llama-complex", ComplexLlama, inputs=("tokens",), full=True),
 ]
