@@ -320,30 +320,30 @@ def test_a_length_beyond_the_position_table(tmp_path):
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class LastOnly(Small):
+class FirstOnly(Small):
     def __init__(self):
         super().__init__(Mixer)
 
     def forward(self, tgt):
-        return self.out(self.embed(tgt)[:, -1])  # HERE
+        return self.out(self.embed(tgt)[:, 0])  # HERE
 
 
-class Pooled(LastOnly):
+class Pooled(FirstOnly):
     def forward(self, tgt):
         return self.out(self.embed(tgt).mean(1, keepdim=True))  # HERE
 
 
-class Flattened(LastOnly):
+class Flattened(FirstOnly):
     def forward(self, tgt):
         return self.out(self.embed(tgt)).flatten(0, 1)  # HERE
 
 
-class OneMore(LastOnly):
+class OneMore(FirstOnly):
     def forward(self, tgt):
         return self.out(F.pad(self.embed(tgt), (0, 0, 1, 0)))  # HERE
 
 
-class Ids(LastOnly):
+class Ids(FirstOnly):
     def forward(self, tgt):
         return self.out(self.embed(tgt)).argmax(-1)  # HERE
 
@@ -355,7 +355,7 @@ OTHER = "which is not (batch, time, vocabulary)"
 @pytest.mark.parametrize(
     ("model", "shape", "what"),
     [
-        (LastOnly, "(batch, 23)", NO_ROW),
+        (FirstOnly, "(batch, 23)", NO_ROW),
         (Pooled, "(batch, 1, 23)", NO_ROW),
         (Flattened, "(batch*time, 23)", OTHER),
         (OneMore, "(batch, time + 1, 23)", OTHER),
