@@ -4,12 +4,14 @@
     state = engine.start({"src": [ids, other_ids]}, rows=2)      # None for a decoder-only model
     logits = engine.step(state, np.array([[1], [1]]))            # (2, vocabulary)
     engine.reorder(state, np.array([1, 1]))                      # beams; or fewer rows, to drop the finished ones
+    engine.join(state, engine.start({"src": [more]}, rows=1, joins=True))      # rows that come while others decode
 
 A `State` belongs to one call and one thread; an `Engine` may be shared by any number of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.cache import KVCache, move_rows
+from tformer_runtime.cache import KVCache, bytes_of, slots_for
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
     BATCH,
@@ -30,7 +32,9 @@ from tformer_runtime.manifest import (
     TOTAL,
     Decode,
     Manifest,
+    TensorSpec,
 )
+from tformer_runtime.memory import Budget
 from tformer_runtime.requests import request_arrays
 from tformer_runtime.session import Array, Session
 
@@ -47,18 +51,26 @@ class State:
     """
 
     def __init__(
-        self, context: list[Array], cache: KVCache, rows: int, encoded: Mapping[str, Array], wanted: tuple[str, ...]
+        self,
+        context: list[Array],
+        cache: KVCache,
+        rows: int,
+        encoded: Mapping[str, Array],
+        wanted: tuple[str, ...],
+        budget: Budget,
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
-        self.context = context
+        self.context: list[Array] = []
         self.context_values: list[Any] = []
         self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
+        self.budget = budget
+        self.hold(context)
 
     @property
     def rows(self) -> int:
@@ -68,6 +80,21 @@ class State:
     def nbytes(self) -> int:
         """Bytes of the caches and the context."""
         return self.cache.nbytes + sum(a.nbytes for a in self.context)
+
+    def hold(self, context: list[Array]) -> None:
+        """Take another context in the place of the present one. MemoryBudgetError as of `Budget.take`."""
+        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
+        self.context, self.context_values, self.call = context, [], None
+
+    def rewind(self, length: int) -> None:
+        """Forget what each row has beyond its first `length` tokens."""
+        np.minimum(self.lengths, length, out=self.lengths)
+        self.longest = int(self.lengths.max(initial=0))
+
+    def release(self) -> None:
+        """Give the memory back; the state is of no more use."""
+        self.cache.release()
+        self.hold([])
 
 
 class Engine:
@@ -88,16 +115,19 @@ class Engine:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
-    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = ()) -> dict[str, Any]:
+    def encode(
+        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: bool = False
+    ) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
-        extras: names of the stage's extras to give too, behind the outputs.
+        extras: names of the stage's extras to give too, behind the outputs. widen: with a position of padding at the
+        end of every row, where the model can take one more.
         """
         encode = self.manifest.encode
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
-        arrays = request_arrays(encode.inputs, requests, rows)
+        arrays = request_arrays(encode.inputs, requests, rows, widen)
         io = self.session.binding()
         for name in self.session.inputs:
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
@@ -110,21 +140,28 @@ class Engine:
         return dict(zip(wanted, io.get_outputs(), strict=True))
 
     def start(
-        self, requests: Mapping[str, Sequence[Array]] | None, rows: int, repeat: int = 1, extras: Sequence[str] = ()
+        self,
+        requests: Mapping[str, Sequence[Array]] | None,
+        rows: int,
+        repeat: int = 1,
+        extras: Sequence[str] = (),
+        budget: Budget | None = None,
+        joins: bool = False,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
 
-        extras: names of the manifest's extras that are wanted, of either stage.
+        extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
+        taken from. joins: the state may be joined with others.
         """
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
+        budget = budget or Budget()
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
         wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
         if self.manifest.encode is None:
-            state = State([], cache, rows, {}, wanted)
+            state = State([], cache, rows, {}, wanted, budget)
         else:
-            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras).items()}
+            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras, joins).items()}
             context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
-            state = State(context, cache, rows, arrays, wanted)
-        self._bind_context(state)
+            state = State(context, cache, rows, arrays, wanted, budget)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -151,6 +188,8 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
+        if len(state.context_values) != len(state.context):
+            state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.call = _Call(self, state, new, want)
@@ -163,17 +202,8 @@ class Engine:
             return
         origin = state.origin[rows]
         if not np.array_equal(origin, state.origin):
-            state.context = (
-                [
-                    move_rows(array[None], rows)[0] if spec.shape[:1] == (BATCH,) else _taken(array, rows, spec.shape)
-                    for spec, array in zip(self.manifest.encode.outputs, state.context, strict=True)
-                ]
-                if self.manifest.encode
-                else []
-            )
-            self._bind_context(state)
+            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
             state.origin = origin
-            state.call = None
         state.cache.reorder(rows, state.longest)
         if len(rows) == state.rows:
             state.lengths[:] = state.lengths[rows]  # bound calls read this very array
@@ -181,6 +211,49 @@ class Engine:
             state.lengths = state.lengths[rows]
             state.call = None
         state.longest = int(state.lengths.max(initial=0))
+
+    def join(self, state: State, other: State) -> None:
+        """Append the other's rows, which were started with `joins`; it is of no more use then.
+
+        Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
+        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
+        """
+        if other.wanted != state.wanted:
+            raise ValueError("states are joined that give different extras")
+        context = []
+        for (spec, one), (_, two) in zip(self._contexts(state), self._contexts(other), strict=True):
+            sizes = [max(pair) for pair in zip(one.shape, two.shape, strict=True)]
+            axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
+            wide = [_widened(array, sizes, axis) for array in (one, two)]
+            context.append(wide[0] if axis is None else np.concatenate(wide, axis))
+        other.hold([])
+        state.hold(context)
+        state.cache.join(other.cache, state.longest, other.longest)
+        state.lengths = np.concatenate([state.lengths, other.lengths])
+        state.longest = max(state.longest, other.longest)
+        state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
+
+    def copy(self, state: State, rows: Array) -> State:
+        """A state of its own, whose row i is what row rows[i] is."""
+        context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
+        other = State(
+            context, state.cache.copy(rows, state.longest), len(rows), state.encoded, state.wanted, state.budget
+        )
+        other.lengths, other.longest, other.origin = state.lengths[rows], state.longest, state.origin[rows]
+        return other
+
+    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1) -> int:
+        """Bytes of caches and context for `rows` rows of so many slots. sizes: free axis of the inputs → length."""
+        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
+        context = sum(
+            math.prod(sizes.get(a, 1) if isinstance(a, str) else a for a in spec.shape) * np.dtype(spec.dtype).itemsize
+            for spec in outputs
+        )
+        return rows * context + bytes_of(self.decode.caches, rows, slots_for(slots, self.manifest.max_length))
+
+    def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
+        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
+        return list(zip(outputs, state.context, strict=True))
 
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
@@ -210,9 +283,6 @@ class Engine:
             state.extras = {name: np.stack(arrays, 1) for name, arrays in extras.items()}
             return np.stack(every, 1)
         return logits
-
-    def _bind_context(self, state: State) -> None:
-        state.context_values = [self.session.tensor(array) for array in state.context]
 
     def _check_context(self) -> tuple[str, ...]:
         """The decode stage's inputs for the context, in the order of encode's outputs."""
@@ -337,5 +407,11 @@ def _writable(array: Array) -> Array:
 
 
 def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
-    """A context tensor whose batch is not its first axis, or that has none."""
+    """A context tensor of other rows; one that has no batch is the same for all."""
     return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array
+
+
+def _widened(array: Array, sizes: Sequence[int], batch: int | None) -> Array:
+    """Every axis but the batch's as long as `sizes`, by what stands at its end."""
+    more = [(0, 0 if axis == batch else size - array.shape[axis]) for axis, size in enumerate(sizes)]
+    return np.pad(array, more, mode="edge") if any(end for _, end in more) else array

@@ -21,9 +21,11 @@ def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Si
 
 
 def request_arrays(
-    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int
+    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, widen: bool = False
 ) -> dict[str, Array]:
     """name → array for every request input: rows of any length padded to the longest, masks derived from lengths.
+
+    widen: by one position more than that, where an input takes it.
 
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
     Raises InputError for a missing or unknown input, an empty row or one longer than the input's maximum.
@@ -31,13 +33,13 @@ def request_arrays(
     given = [spec.name for spec in specs if spec.role != "mask"]
     if set(requests) != set(given):
         raise InputError(f"the model reads the inputs {', '.join(given)}, not {', '.join(requests) or 'none'}")
-    arrays = {spec.name: _padded(spec, requests[spec.name], rows) for spec in specs if spec.role != "mask"}
+    arrays = {spec.name: _padded(spec, requests[spec.name], rows, widen) for spec in specs if spec.role != "mask"}
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in given}
     masks = {spec.name: _mask(spec, lengths, arrays) for spec in specs if spec.role == "mask"}
     return {**arrays, **masks}
 
 
-def _padded(spec: RequestInput, values: Sequence[Array], rows: int) -> Array:
+def _padded(spec: RequestInput, values: Sequence[Array], rows: int, widen: bool) -> Array:
     """Stack rows, padding every free axis at its end to the largest."""
     if len(values) != rows:
         raise InputError(f"input {spec.name} has {len(values)} rows where {rows} are to be run")
@@ -54,6 +56,8 @@ def _padded(spec: RequestInput, values: Sequence[Array], rows: int) -> Array:
             if isinstance(wanted, int) and size != wanted:
                 raise InputError(f"input {spec.name} has the shape {item.shape} where {inner} is needed")
     shape = [max(item.shape[axis] for item in items) for axis in range(len(inner))]
+    if widen and isinstance(inner[0], str) and (spec.max_length is None or shape[0] < spec.max_length):
+        shape[0] += 1
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in enumerate(items):
         array[row][tuple(slice(0, size) for size in item.shape)] = item
