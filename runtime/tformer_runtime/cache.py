@@ -179,13 +179,13 @@ class KVCache:
         if lives is None and self.capacity:
             lives = [self._live(slab) for slab in self._slabs]
         self.room, self.capacity = room, slots
-        for slab, live in zip(self._slabs, lives or [None] * len(self._slabs), strict=True):
+        for k, slab in enumerate(self._slabs):
             sizes = [slots if size == SLOT else int(size) for size in slab.spec.shape[1:]]
             shape = (len(slab.members), room, *sizes)
             slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
-            if live is not None and used:
+            if lives and used:
                 part = _part(slab.axis, used)
-                self._live(slab)[:, : len(rows)][part] = live[part][:, rows]
+                self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
         if bind:
             self._bind()
 
