@@ -9,14 +9,16 @@ are lowered (diverse beam search, Vijayakumar et al. 2016).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tformer_runtime.constrain import Guide
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
-from tformer_runtime.search import Alternatives, FinishReason, Guide, Hypothesis, Task, likeliest
+from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, likeliest
 
 
 _MORE = 16  # generated ids that there is room for at first
@@ -177,12 +179,12 @@ class BeamSearch:
                     trails[group.rows[p]] if trails else None,
                 )
             )
-        most = max(1, round(group.count * settings.patience))
+        most = max(1, math.floor(group.count * settings.patience + 0.5))
         group.done = sorted(group.done, key=lambda h: -h.score)[:most]
         following = np.flatnonzero(~ended & possible)[: group.count]
         lead = float(top[following[0]]) if len(following) else -np.inf
         if not len(following) or not _can_improve(group, most, lead, length):
-            group.over = True
+            group.over, group.chosen = True, []
             return None
         rows, parents, tokens = group.rows[parents[following]], parents[following], tokens[following]
         if settings.top_logprobs:

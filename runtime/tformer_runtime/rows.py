@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tformer_runtime.record import Trail
-from tformer_runtime.sampling import Floats, Ints, draw, log_normalizer
+from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
+
+
+_ONLY = np.zeros(1, np.int64)
 
 
 class _Row:
@@ -23,14 +26,18 @@ class _Row:
         self.guide = task.guide.copy() if task.guide is not None else None
         self.stopped = task.stopped() if task.stopped is not None else None
         settings = task.settings
-        # One generator a row, so that its draws do not depend on its neighbours.
-        self.generator = np.random.default_rng([seed, task.index, copy]) if settings.sampling else None
-        self.plain = not (task.rules or self.guide or self.generator)
+        self.sampler: Sampler | None = None
+        if settings.sampling:
+            way = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+            self.sampler = Sampler([(task.index, copy)], seed, *way)
+        self.plain = not (task.rules or self.guide or self.sampler)
 
     def choose(self, logits: Floats) -> int:
         """The token that follows, by the task's rules, grammar and way of choosing."""
         scores = self.task.ruled(np.array(self.ids), self.guide, logits)
-        return int(scores.argmax()) if self.generator is None else draw(scores, self.task.settings, self.generator)
+        if self.sampler is None:
+            return int(scores.argmax())
+        return int(self.sampler(scores[None], _ONLY)[0])
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
         self.ids.append(token)

@@ -13,27 +13,15 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from tformer_runtime.constrain import Guide
 from tformer_runtime.options import Settings
 from tformer_runtime.record import Trail
+from tformer_runtime.rules import Rule
 from tformer_runtime.sampling import Floats, Ints
 from tformer_runtime.session import Array
 
 FinishReason = Literal["end", "stop", "length"]
 Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
-
-
-class Rule(Protocol):
-    """Changes one row's scores (vocabulary,) in place. ids: the decoder's so far; the first `prompt` are the prompt."""
-
-    def __call__(self, ids: Ints, prompt: int, scores: Floats) -> None: ...
-
-
-class Guide(Protocol):
-    """Where a row stands in a grammar."""
-
-    def mask(self, scores: Floats) -> None: ...
-    def accept(self, token: int) -> None: ...
-    def copy(self) -> Guide: ...
 
 
 class Token(NamedTuple):
