@@ -237,7 +237,7 @@ class Settings:
             raise OptionError(f"beam_groups={self.beam_groups} must divide beam_size, which is {self.beam_size}")
         if self.diversity_penalty and self.beam_groups == 1:
             raise OptionError(f"diversity_penalty={self.diversity_penalty} needs a beam_groups of at least 2")
-        if not self.sampling and self.enough < self.num_return:
+        if self.beam_size > 1 and self.enough < self.num_return:
             raise OptionError(
                 f"patience={self.patience} ends at {self.enough} hypotheses, fewer than num_return={self.num_return}"
             )

@@ -2,8 +2,7 @@
 
 A rule sees all ids of a row and changes the row's scores in place. It holds nothing of a row, so that beams may be
 copied and rows dropped without it. Scores are logits in greedy decoding and sampling, and log-probabilities in beam
-search, as in transformers; a rule that depends on their sign or size (repetition_penalty) differs between the two there
-and here.
+search, as in transformers; repetition_penalty, which asks for their sign, does not mean quite the same in both.
 
 The order is that of transformers' generate(), which two options are not part of:
 
@@ -35,6 +34,8 @@ from tformer_runtime.sampling import Floats, Ints
 
 
 class Rule(Protocol):
+    """One option's, or two options', effect on one row."""
+
     def __call__(self, ids: Ints, prompt: int, scores: Floats) -> None:
         """Change one row's scores (vocabulary,) in place. ids: all of the decoder so far, the first `prompt` of them
         its prompt, start tokens and a prefix included."""
