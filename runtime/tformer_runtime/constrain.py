@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,17 +203,15 @@ def _compiled(kind: Kind, text: str, tokenizer_json: str, size: int, ends: tuple
     def matcher(tokenizer: LLTokenizer) -> LLMatcher:
         found: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if found.is_error():
-            shown = f"{kind} {text!r}" if kind == "regex" else kind
+            shown = f"{kind} {text[:80]!r}" if kind == "regex" else kind
             raise OptionError(f"the {shown} cannot be used: {_reason(found.get_error())}")
         return found
 
     beginning, start = matcher(vocabulary.of_first), matcher(vocabulary.of_rest)
     first, later = _allowed(beginning, vocabulary), _allowed(start.deep_copy(), vocabulary)
-    if beginning.is_error():
-        raise OptionError(f"the {kind} cannot be used: {_reason(beginning.get_error())}")
     if (later & ~vocabulary.only_ends).any():
         first |= vocabulary.silent_first  # nothing is said yet, so what may follow is what a text may begin with
-    if not (first.any() or beginning.is_accepting()):
+    if not first.any() and (beginning.is_error() or not beginning.is_accepting()):
         raise OptionError(f"the {kind} matches nothing that the model's vocabulary can spell")
     return Grammar(kind, vocabulary, start, first)
 
@@ -253,8 +252,20 @@ def _terminal(pattern: str, vocabulary: _Vocabulary) -> str:
     return f"start: TEXT\nTEXT: ({spoken} | ({silent})) & {lark(vocabulary.spelt or '')}"
 
 
-_WORD = r"\p{L}\p{N}_"
-_CLASSES = {"w": f"[{_WORD}]", "W": f"[^{_WORD}]", "s": r"[\s\x1c-\x1f]", "S": r"[^\s\x1c-\x1f]"}
+@functools.cache
+def _class(name: str) -> str:
+    """Python's \\w, \\d or \\s as a set of characters: other engines, and other editions of Unicode, have others."""
+    every = "".join(chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000)
+    return _any_of(re.findall(f"\\{name}", every))
+
+
+def _part(part: str) -> str:
+    """A character of a regular expression, or an escaped one, as Rust is to read it."""
+    if part in (r"\w", r"\d", r"\s"):
+        return _class(part[1])
+    if part in (r"\W", r"\D", r"\S"):
+        return f"[^{_class(part[1].lower())[1:]}"
+    return part
 
 
 def _as_rust(pattern: str) -> str:
@@ -264,15 +275,19 @@ def _as_rust(pattern: str) -> str:
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise OptionError(f"the regex {pattern!r} cannot be used: {error}") from error
+            raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {error}") from error
         except Warning as warning:
-            raise OptionError(f"the regex {pattern!r} cannot be used: {warning}: escape it by \\") from warning
+            raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {warning}: escape it by \\") from warning
+    syntax = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "_", pattern, flags=re.DOTALL)
+    for what, found in {"possessive quantifiers": r"[*+?}]\+", "verbose patterns": r"\(\?[a-zA-Z]*x"}.items():
+        if re.search(found, syntax):  # Rust reads them otherwise
+            raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {what} are not supported")
     parts = re.findall(r"\\.|[^\\]", pattern, re.DOTALL)
     if parts and parts[0] in ("^", r"\A"):  # the whole text is meant in any case
         parts = parts[1:]
     if parts and parts[-1] in ("$", r"\Z"):
         parts = parts[:-1]
-    return "".join(_CLASSES.get(part[1:], part) if part[0] == "\\" else part for part in parts)
+    return "".join(map(_part, parts))
 
 
 def _literal(text: str) -> str:
@@ -323,7 +338,8 @@ class _Vocabulary:
     joined: ids are words that decode joins by spaces. In `first` and `rest` a space follows every word.
     spelt: a regular expression of texts that can be spelt to their end from wherever a token may lead in them; None:
         all are. In a vocabulary that is joined, a space follows every word.
-    single: characters that can be spelt alone, after any others; None: all.
+    single: characters that can be spelt alone, after any others, or the words of a vocabulary that is joined; None:
+        all characters.
     of_first, of_rest: what llguidance needs; the ids from `size` on are the 256 bytes, and then its own end token.
     """
 
@@ -341,20 +357,23 @@ class _Vocabulary:
 
     def check(self, choice: str) -> None:
         """OptionError if the choice cannot be spelt."""
-        if self.spelt is None or re.fullmatch(self.spelt, f"{choice} " if self.joined and choice else choice):
+        if self.spelt is None or self.single is None:
             return
         if self.joined:
-            words = set(self.rest)
-            missing = [word for word in choice.split(" ") if f"{word} ".encode() not in words or not word]
-            raise OptionError(f"the choice {choice!r} holds {missing[0]!r}, which is not a word of the vocabulary")
-        self.check_characters(choice, f"the choice {choice!r}")
-        raise OptionError(f"the choice {choice!r} cannot be spelt by the model's vocabulary: where its spaces are")
+            missing = [word for word in choice.split(" ") if word not in self.single] if choice else []
+            if missing:
+                raise OptionError(f"the choice {choice!r} holds {missing[0]!r}, which is not a word of the vocabulary")
+        elif not re.fullmatch(self.spelt, choice):
+            self.check_characters(choice, f"the choice {choice!r}")
+            raise OptionError(f"the choice {choice!r} cannot be spelt by the model's vocabulary: where its spaces are")
 
     def check_characters(self, text: str, what: str) -> None:
         """OptionError if a character of the text cannot be spelt."""
         missing = sorted(set(text) - self.single - {" "}) if self.single is not None else []
         if missing:
-            raise OptionError(f"{what} needs {missing[0]!r}, for which the model's vocabulary has no token")
+            raise OptionError(
+                f"{what} needs {missing[0]!r}, for which the model's vocabulary has no token that adds it alone"
+            )
 
 
 @functools.lru_cache(maxsize=8)
@@ -363,8 +382,8 @@ def _vocabulary(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> _Vocab
     definition = json.loads(tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     unknown = definition["model"].get("unk_token")
-    barred = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special} | set(ends)
-    barred.add(tokenizer.token_to_id(unknown) if unknown else definition["model"].get("unk_id"))
+    barred: set[int | None] = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    barred |= {*ends, tokenizer.token_to_id(unknown) if unknown else definition["model"].get("unk_id")}
     names = {i: name for name, i in tokenizer.get_vocab().items() if i < size and i not in barred}
     names = dict(sorted(names.items()))
     chain = _chain(definition["decoder"])
@@ -378,10 +397,12 @@ def _vocabulary(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> _Vocab
     else:
         first, rest = _probed(tokenizer, names, "ByteFallback" in chain)
     _verify(tokenizer, first, rest, joined)
-    spelt, single = None, None
+    spelt: str | None = None
+    single: frozenset[str] | None = None
     if joined:
-        spelt = f"(?:(?:{'|'.join(_literal(form.decode()[:-1]) for form in rest.values())}) )*"
-    elif not _BYTES <= {form[0] for form in rest.values() if len(form) == 1}:
+        single = frozenset(form.decode()[:-1] for form in rest.values())
+        spelt = f"(?:(?:{'|'.join(map(_literal, sorted(single)))}) )*" if single else ""
+    elif _BYTES - {form[0] for form in rest.values() if len(form) == 1}:
         first, rest, spelt, single = _narrowed(first, rest)
     ends = tuple(end for end in ends if 0 <= end < size)
     silent, only_ends = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
@@ -426,7 +447,9 @@ def _byte_of() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _probed(tokenizer: Tokenizer, names: Mapping[int, str], bytewise: bool) -> tuple[dict[int, bytes], dict[int, bytes]]:
+def _probed(
+    tokenizer: Tokenizer, names: Mapping[int, str], bytewise: bool
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
     """What ids decode to as the first of a text and later, found by decoding them."""
     byte = {i: _BYTE.fullmatch(name) for i, name in names.items()} if bytewise else {}
     raw = {i: bytes([int(found[1], 16)]) for i, found in byte.items() if found}
@@ -450,8 +473,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def _verify(tokenizer: Tokenizer, first: Mapping[int, bytes], rest: Mapping[int, bytes], joined: bool) -> None:
     """OptionError if sequences of ids decode to something else than the forms of their ids, one after another."""
     whole = [i for i, form in rest.items() if joined or _is_text(form)]
-    spaced = next((i for i in whole if rest[i].startswith(b" ")), whole[0] if whole else 0)
-    sequences = [[i, spaced] for i in whole] + [whole, whole[::-1]] if whole else []
+    # Where a beginning is special, what differs there must be as it is later once it is second.
+    other = next((i for i in whole if first[i] != rest[i]), whole[0] if whole else 0)
+    sequences = [[i, other] for i in whole] + [whole, whole[::-1]] if whole else []
     for ids, text in zip(sequences, tokenizer.decode_batch(sequences), strict=True):
         expected = b"".join([first[ids[0]], *(rest[i] for i in ids[1:])]).decode()
         if text != (expected[:-1] if joined else expected):
@@ -498,12 +522,13 @@ def _for_llguidance(forms: Sequence[bytes]) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Tokens:
-        # 0xFF, which UTF-8 has not, is llguidance's own mark of special tokens.
-        tokens = [b"" if b"\xff" in form else form for form in [*forms, *(bytes([byte]) for byte in range(256))]]
-        tokens.append(b"<end>")
-        eos_token_id = len(tokens) - 1
-        bos_token_id = None
-        special_token_ids = (eos_token_id,)
+        def __init__(self) -> None:
+            # 0xFF, which UTF-8 has not, is llguidance's own mark of special tokens.
+            all_bytes = (bytes([byte]) for byte in range(256))
+            self.tokens = [*(b"" if b"\xff" in form else form for form in [*forms, *all_bytes]), b"<end>"]
+            self.eos_token_id = len(self.tokens) - 1
+            self.bos_token_id = None
+            self.special_token_ids = [self.eos_token_id]
 
         def __call__(self, text: bytes | str) -> list[int]:
             return [len(forms) + byte for byte in (text.encode() if isinstance(text, str) else text)]

@@ -89,6 +89,7 @@ def letters() -> Tokenizer:
     vocabulary = {END: 0} | {c: i for i, c in enumerate(sorted(set("".join(TEXT)) - {"Z"}), start=1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.add_special_tokens([END])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 
@@ -142,7 +143,8 @@ class Model:
         scores = np.zeros(self.size, np.float32)
         for i in range(self.tokenizer.get_vocab_size()):
             text = self.decode([i]).strip()
-            scores[i] = 9 * (text in ('"', "}", "]")) + 6 * (bool(text) and len(text) == 1)
+            scores[i] = 9 * (text in list('"}]),:')) or 6 * (len(text) == 1) + 2 * (text == "Z")
+            scores[i] += 9 * (self.tokenizer.id_to_token(i) in ("Ġ", "▁", " "))
         scores[self.end] = 99
         return scores
 
@@ -222,7 +224,10 @@ def test_regex(make, regex, seed):
     assert re.fullmatch(regex, m.decode(ids)), m.decode(ids)
 
 
-@given(regex=st.sampled_from([r"T( R)*( [A-Z]{2}\d?)+", r"(T|TH|DH|S|SH)( .*)?", r"(\w+ )*\w+", r".*", r"(T R)?"]), seed=seeds)
+@given(
+    regex=st.sampled_from([r"T( R)*( [A-Z]{2}\d?)+", r"(T|TH|DH|S|SH)( .*)?", r"(\w+ )*\w+", r".*", r"(T R)?"]),
+    seed=seeds,
+)
 @settings(max_examples=60, deadline=None)
 def test_regex_of_words(regex, seed):
     m = model(phonemes)
@@ -322,13 +327,16 @@ SCHEMA = {
 def check(value: object) -> None:
     assert isinstance(value, dict)
     assert {"name", "age"} <= set(value) <= {"name", "age", "tags", "ok"}
-    assert isinstance(value["name"], str) and len(value["name"]) <= 8
-    assert type(value["age"]) is int and 0 <= value["age"] <= 120
-    assert len(value.get("tags", [])) <= 3 and set(value.get("tags", [])) <= {"a", "b", "née"}
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 8
+    assert type(value["age"]) is int
+    assert 0 <= value["age"] <= 120
+    assert len(value.get("tags", [])) <= 3
+    assert set(value.get("tags", [])) <= {"a", "b", "née"}
     assert value.get("ok") in (True, False, None)
 
 
-@pytest.mark.parametrize("make", SUBWORDS)
+@pytest.mark.parametrize("make", [make for make in SUBWORDS if make is not word_piece])
 @given(seed=seeds)
 @settings(max_examples=20, deadline=None)
 def test_json_schema(make, seed):
@@ -371,7 +379,8 @@ def test_a_smaller_vocabulary_than_the_tokenizers():
     grammar = Grammar.compile("regex", "[a-z ]{1,9}", m.json, size, (m.end, 10_000))
     scores = np.zeros(size, np.float32)
     grammar.start().mask(scores)
-    assert {m.decode([i]) for i in np.flatnonzero(scores == 0)} <= {t for t in map(m.decode, ([i] for i in range(size)))}
+    known = {i for i in range(size) if re.fullmatch("[a-z ]{1,9}", m.decode([i]))}
+    assert set(np.flatnonzero(scores == 0)) == known
 
 
 def test_an_end_token_is_no_part_of_the_text():
@@ -387,7 +396,8 @@ def test_a_row_that_takes_what_it_may_not_is_lost():
     m = model(byte_level)
     guide = m.grammar("choices", ["cat"]).start()
     guide.accept(m.tokenizer.token_to_id("x"))
-    assert guide.over and m.allowed(guide) == [m.end] == m.allowed(guide.copy())
+    assert guide.over
+    assert m.allowed(guide) == [m.end] == m.allowed(guide.copy())
     ended = m.grammar("regex", "a*").start()
     ended.accept(m.end)
     assert ended.over
@@ -418,6 +428,8 @@ def test_threads_share_a_grammar():
         ("regex", "(?=a)b", "look-around"),
         ("regex", r"a\bc", "lookarounds not supported"),
         ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "a*+b", "possessive"),
+        ("regex", "(?ix)a b", "verbose"),
         ("regex", "[a&&b]", "set intersection at position 2"),
         ("regex", 3, "must be given as text, not 3"),
         ("regex", "\ud800", "half a character"),
@@ -448,6 +460,8 @@ def test_what_a_vocabulary_cannot_spell():
         model(unigram).grammar("regex", "語+")
     with pytest.raises(OptionError, match="JSON needs '語'"):
         model(unigram).grammar("json_schema", {"properties": {"語": {}}})
+    with pytest.raises(OptionError, match=r"JSON needs '\"'.* alone"):  # a word piece's spaces are around every quote
+        model(word_piece).grammar("json_schema", SCHEMA)
     with pytest.raises(OptionError, match="takes a regex or choices, not a json_schema"):
         model(phonemes).grammar("json_schema", SCHEMA)
     guide = model(letters).grammar("grammar", 'start: "a" ("語" | "誤")').start()
