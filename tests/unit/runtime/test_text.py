@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -183,7 +183,7 @@ STEPS = {
 
 
 def chained(steps: list[str]) -> Codec:
-    vocabulary = {f"{piece}": i for i, piece in enumerate(dict.fromkeys(PIECES))}
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(PIECES))}
     vocabulary["z"] = len(vocabulary) + 1  # an id below has no piece
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.add_special_tokens(["<eos>"])
@@ -229,7 +229,13 @@ def test_any_ids_of_any_tokenizer_stream_to_their_text(data):
 def test_any_chain_of_decoders(data):
     codec = chained(data.draw(st.lists(st.sampled_from(sorted(STEPS)), max_size=4)))
     ids = data.draw(st.lists(st.integers(0, codec.size), max_size=20))
-    _is_exact(codec, ids, data.draw(_stops(codec.decode(ids))))
+    try:
+        text = codec.decode(ids)
+    except BaseException as panic:  # the package's Strip, if it is to take more from an end than there is
+        if type(panic).__name__ != "PanicException":
+            raise
+        reject()
+    _is_exact(codec, ids, data.draw(_stops(text)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
