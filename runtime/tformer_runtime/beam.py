@@ -20,7 +20,6 @@ from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, likeliest
 
-
 _MORE = 16  # generated ids that there is room for at first
 
 
@@ -61,8 +60,7 @@ class _Beams:
         self.ids[:, end], self.logprobs[:, self.length] = tokens, gains
         self.scores, self.rows, self.chosen = scores, places, tokens.tolist()
         self.length += 1
-        if self.guides[0] is not None:
-            self.guides = [self._accepted(p, t) for p, t in zip(parents.tolist(), self.chosen, strict=True)]
+        self.guides = [self._accepted(p, t) for p, t in zip(parents.tolist(), self.chosen, strict=True)]
 
     def _accepted(self, parent: int, token: int) -> Guide | None:
         guide = self.guides[parent]
@@ -137,7 +135,7 @@ class BeamSearch:
             task = group.task
             try:
                 if level:
-                    before = [t for other in self._beams[task][:level] for t in other.chosen]
+                    before = np.array([t for other in self._beams[task][:level] for t in other.chosen], np.int64)
                     own -= np.float32(task.settings.diversity_penalty) * np.bincount(before, minlength=own.shape[-1])
                 if task.rules or task.guide is not None:
                     for beam in range(group.width):
@@ -168,7 +166,9 @@ class BeamSearch:
         ended = np.array([reason is not None for reason in reasons])
         for c in np.flatnonzero(ended[: group.count] & possible[: group.count]).tolist():
             p = int(parents[c])
-            alternatives = (*group.alternatives[p], self._alternatives(group, p, logprobs)) if settings.top_logprobs else ()
+            alternatives = (
+                (*group.alternatives[p], self._alternatives(group, p, logprobs)) if settings.top_logprobs else ()
+            )
             group.done.append(
                 Hypothesis(
                     (*group.ids[p, len(task.prompt) : len(task.prompt) + group.length].tolist(), int(tokens[c])),

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.engine import State
 from tformer_runtime.errors import InputError
 from tformer_runtime.generate import Request
 from tformer_runtime.manifest import Manifest, RequestInput
+from tformer_runtime.options import Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
@@ -26,6 +28,12 @@ class Inputs:
         self._manifest = manifest
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
+
+    @property
+    def output_tokenizer(self) -> str | None:
+        """Its definition."""
+        index = self._manifest.tokenizer_of.get(self._step)
+        return None if index is None else self._manifest.tokenizers[index]
 
     @property
     def output_codec(self) -> Codec | None:
@@ -45,17 +53,33 @@ class Inputs:
         codec = self._codec(name)
         return [codec.token(i) if codec else str(i) for i in ids]
 
-    def request(self, input: Input, index: int, max_new_tokens: int | None) -> Request:
-        sources, prompt, _ = self.parts(input)
+    def request(self, input: Input, index: int, settings: Settings, base: State | None = None) -> Request:
+        """base: has read what comes before the input."""
+        sources, prompt, start = self.parts(input)
+        if base is not None:
+            prompt = prompt[start:]
+        prefix = self._prefix(settings)
+        first = settings.first_token if len(prefix) else None  # else it is a rule
+        prompt = np.concatenate([prompt, *([[first]] if first is not None else []), prefix]).astype(np.int64)
         if not len(prompt):
             raise InputError("the file names no token to start from: export the model with special={'start': [id], …}")
-        held = self._manifest.max_length
+        held = self._manifest.max_length - (int(base.lengths[0]) if base is not None else 0)
         if len(prompt) >= held:
             raise InputError(
                 f"the input is {len(prompt)} tokens long and the model holds {held}, what it generates included"
             )
         most = held - len(prompt)
-        return Request(index, sources, prompt, most if max_new_tokens is None else min(most, max_new_tokens))
+        if settings.max_new_tokens is not None:
+            most = min(most, settings.max_new_tokens)
+        given = len(prefix) + (first is not None)
+        return Request(index, sources, prompt, most, given, base)
+
+    def _prefix(self, settings: Settings) -> Ints:
+        """The ids that a result is to begin with."""
+        if not settings.prefix:
+            return np.zeros(0, np.int64)
+        prefix = settings.prefix
+        return self.ids(self._step, prefix if isinstance(prefix, str) else list(prefix), special=False)
 
     def parts(self, input: Input) -> tuple[dict[str, Array], Ints, int]:
         """The request inputs' arrays, the step input's first ids, and how many of those are not the caller's own.

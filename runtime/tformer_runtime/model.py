@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.batching import in_batches
+from tformer_runtime.batching import in_order
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Request, Result, generate_all, generate_stream
+from tformer_runtime.generate import Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
+from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
@@ -30,21 +31,31 @@ class Model:
     several inputs takes a mapping from their names.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_memory: int | None = None) -> None:
         """Use `Model.load`."""
         self._engine = engine
         self.manifest: Manifest = engine.manifest
         self._inputs = Inputs(engine.manifest)
+        self._budget = Budget(max_memory)
+        self._generator = Generator(engine, self._inputs.output_codec, self._inputs.output_tokenizer, self._budget)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> Model:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        threads: int | None = None,
+        max_memory: int | None = None,
+    ) -> Model:
         """Open a file that tformer-export has written.
 
         device: "auto" (CUDA if the file was made for it and it can be had), "cpu" or "cuda".
         threads: threads for one operator, by default one per core.
+        max_memory: bytes that the caches and contexts of all requests may hold at once, beside the weights; a request
+            that cannot fit is refused before it starts (MemoryBudgetError), others wait for their turn. None: no limit.
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
-        return cls(Engine(Session(path, device, threads)))
+        return cls(Engine(Session(path, device, threads)), max_memory)
 
     @property
     def device(self) -> str:
@@ -57,9 +68,7 @@ class Model:
         Raises InputError, OptionError, and UnsupportedCallError for a model that does not generate.
         """
         settings = self._settings(options, overrides)
-        return generate_all(
-            self._engine, self._inputs.output_codec, [self._inputs.request(input, 0, settings.max_new_tokens)], settings
-        )[0]
+        return generate_all(self._generator, [self._inputs.request(input, 0, settings)], settings)[0]
 
     def generate_batch(
         self,
@@ -68,16 +77,18 @@ class Model:
         batch_size: int = 32,
         **overrides: Any,
     ) -> Iterator[Result]:
-        """Results for any number of inputs, in their order, computed in batches of like lengths.
+        """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
 
         Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
         """
         if batch_size < 1:
             raise OptionError(f"batch_size must be at least 1, not {batch_size}")
         settings = self._settings(options, overrides)
-        codec = self._inputs.output_codec
-        requests = (self._numbered(index, input, settings.max_new_tokens) for index, input in enumerate(inputs))
-        return in_batches(requests, lambda batch: generate_all(self._engine, codec, batch, settings), batch_size)
+        generator = self._generator
+        requests = (self._numbered(index, input, settings) for index, input in enumerate(inputs))
+        width = max(settings.beam_size, settings.num_return)
+        scheduler = generator.scheduler(settings, batch_size * width)
+        return in_order(requests, lambda r: generator.task(r, settings), generator.result, scheduler, batch_size)
 
     def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
@@ -89,7 +100,7 @@ class Model:
             raise OptionError("num_return must be 1 for a stream")
         if settings.alignments or settings.hidden:
             raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
-        return generate_stream(self._engine, codec, self._inputs.request(input, 0, settings.max_new_tokens), settings)
+        return generate_stream(self._generator, self._inputs.request(input, 0, settings), settings)
 
     def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
         """The natural-log probability of each token of `target` given `source` and the tokens before it.
@@ -165,9 +176,9 @@ class Model:
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
         return found
 
-    def _numbered(self, index: int, input: Input, most: int | None) -> Request:
+    def _numbered(self, index: int, input: Input, settings: Settings) -> Request:
         try:
-            return self._inputs.request(input, index, most)
+            return self._inputs.request(input, index, settings)
         except InputError as error:
             raise InputError(f"input {index + 1}: {error}") from error
 

@@ -11,7 +11,6 @@ from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
 
-
 _ONLY = np.zeros(1, np.int64)
 
 

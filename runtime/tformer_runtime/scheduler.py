@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Rows(Protocol):
     def reorder(self, rows: Ints) -> None:
         """Row i becomes what row rows[i] was; rows may repeat, be fewer or be more."""
 
-    def join(self, other: Rows) -> None:
+    def join(self, other: Any) -> None:
         """Append the other's rows; it is of no more use then."""
 
     def trails(self) -> list[Trail] | None:
@@ -57,9 +57,6 @@ class Model(Protocol):
 
     def need(self, task: Task) -> int:
         """The most bytes that a task may come to hold."""
-
-    def has(self, count: int) -> bool:
-        """Whether so many bytes may ever be held."""
 
 
 class Scheduler:
@@ -98,8 +95,8 @@ class Scheduler:
         need = self._model.need(task)
         if self._limit is not None and need > self._limit:
             raise MemoryBudgetError(
-                f"the request may need {need:,} bytes of cache and max_memory allows {self._limit:,}: allow more, or ask "
-                "for fewer tokens or beams"
+                f"the request may need {need:,} bytes of cache and max_memory allows {self._limit:,}: allow more, or "
+                "ask for fewer tokens or beams"
             )
         self._waiting.append(task)
 
@@ -123,7 +120,11 @@ class Scheduler:
             self._advance()
         over = [*self._failed, *(task for task in dict.fromkeys((*running, *self._held)) if task.over)]
         self._failed = []
+        now = time.monotonic()
+        for task in self._held:
+            task.first = task.first or now
         for task in over:
+            task.ended = now
             self._held.pop(task, None)
         if not self._held:
             self.release()
@@ -252,14 +253,3 @@ def _kind(task: Task) -> object:
     """Tasks of one kind are advanced together: beams of a number, or rows that are each their own."""
     settings = task.settings
     return (settings.beam_size, settings.beam_groups) if settings.beam_size > 1 and not settings.sampling else 0
-
-
-def run_all(scheduler: Scheduler, tasks: Sequence[Task], each: Callable[[], None] = lambda: None) -> None:
-    """Run tasks to their ends; raises the first error."""
-    for task in tasks:
-        scheduler.submit(task)
-    while not scheduler.idle:
-        for task in scheduler.step():
-            if task.error is not None:
-                raise task.error
-        each()

@@ -7,9 +7,10 @@ rows beside it. Tasks may come at any step (`scheduler.py`), with prompts of any
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from tformer_runtime.record import Trail
 from tformer_runtime.rules import Rule
 from tformer_runtime.sampling import Floats, Ints
 from tformer_runtime.session import Array
+
+if TYPE_CHECKING:
+    from tformer_runtime.engine import State
 
 FinishReason = Literal["end", "stop", "length"]
 Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
@@ -52,9 +56,14 @@ class Hypothesis:
 class Task:
     """One request while it is decoded.
 
-    index: its number, which samples are seeded by. prompt: the decoder's ids before the first generated one. most: how
-    many may be generated. stopped: makes a test that is told each of a row's ids and says whether the text has come to
-    a stop string; cuts: the same of all generated ids at once, for beams. listen: told of each token of greedy decoding and sampling as it is chosen.
+    index: its number, which samples are seeded by. prompt: the decoder's ids before the first generated one, of which
+        the last `given` are a prefix that the result begins with; given_logprobs: of these. base: a state of one row
+        that has read what is before the prompt. most: how many ids may be generated.
+    stopped: makes a test that is told each of a row's ids and says whether the text has come to a stop string; cuts:
+        the same of all generated ids at once, for beams.
+    listen: told of each token of greedy decoding and sampling as it is chosen.
+    encoded: what encode gave besides. deadline: when it is to be over. began, first, ended: when it was given, had its
+        first token, and was over; all by `time.monotonic`.
     found: the hypotheses, best first, once it is over. error: what ended it instead.
     """
 
@@ -69,6 +78,14 @@ class Task:
     cuts: Callable[[Sequence[int]], bool] | None = None
     listen: Callable[[Token], None] | None = None
     sources: Mapping[str, Array] = field(default_factory=dict)
+    given: int = 0
+    given_logprobs: tuple[float, ...] = ()
+    base: State | None = None
+    encoded: Mapping[str, Array] = field(default_factory=dict)
+    deadline: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    ended: float = 0.0
     found: list[Hypothesis] | None = None
     error: Exception | None = None
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
-from tformer_runtime.batching import in_batches, packed
 from tformer_runtime.generate import Request
 from tformer_runtime.manifest import SpecialTokens
 
@@ -328,16 +327,3 @@ def test_info(both):
 
 def _requests(sizes: list[int]) -> list[Request]:
     return [Request(i, {}, np.zeros(n, np.int64), 1) for i, n in enumerate(sizes)]
-
-
-def test_packing_keeps_to_its_budgets():
-    batches = list(packed(_requests([1, 9, 3, 3, 20, 2]), batch_size=3, tokens=20))
-    assert [[len(r.prompt) for r in batch] for batch in batches] == [[20], [9, 3], [3, 2, 1]]
-
-
-def test_batches_give_back_in_order():
-    def run(batch):
-        return [Result(str(r.index), (), 0.0, "end", ()) for r in batch]
-
-    results = in_batches(iter(_requests([3, 1, 2, 5, 4] * 20)), run, batch_size=2)
-    assert [r.text for r in results] == [str(i) for i in range(100)]

@@ -1,0 +1,117 @@
+"""The engine as the scheduler wants it: tasks become rows of a state that others join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tformer_runtime.engine import Engine, State
+from tformer_runtime.memory import Budget
+from tformer_runtime.record import Trail
+from tformer_runtime.requests import own_sizes
+from tformer_runtime.sampling import Floats, Ints, log_normalizer
+from tformer_runtime.search import Task, padded
+
+
+class LiveRows:
+    """Rows of a state, and what each step gave besides, if anything was asked for."""
+
+    def __init__(self, engine: Engine, state: State) -> None:
+        self._engine, self.state = engine, state
+        self._trails: list[Trail | None] = [None] * state.rows
+
+    def step(self, tokens: Ints) -> Floats:
+        logits = self._engine.step(self.state, tokens)
+        self.record()
+        return logits
+
+    def reorder(self, rows: Ints) -> None:
+        self._engine.reorder(self.state, rows)
+        self._trails = [self._trails[i] for i in rows.tolist()]
+
+    def join(self, other: LiveRows) -> None:
+        self._engine.join(self.state, other.state)
+        self._trails += other._trails
+
+    def trails(self) -> list[Trail] | None:
+        return [trail for trail in self._trails if trail is not None] if self.state.wanted else None
+
+    def release(self) -> None:
+        self.state.release()
+
+    def record(self) -> None:
+        """Note what the latest step gave."""
+        extras = self.state.extras
+        if extras:
+            self._trails = [
+                Trail(before, {name: values[row].copy() for name, values in extras.items()})
+                for row, before in enumerate(self._trails)
+            ]
+
+
+class Starter:
+    """Begins tasks. wanted: names of the file's extras that are given. joins: whether tasks are to join others."""
+
+    def __init__(self, engine: Engine, wanted: tuple[str, ...], budget: Budget, joins: bool = True) -> None:
+        self._engine, self._wanted, self._budget, self._joins = engine, wanted, budget, joins
+
+    def begin(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
+        """Encode the tasks' sources and read their prompts. Those that have a base go on from a copy of it."""
+        if any(task.base is not None for task in tasks):
+            return self._from_bases(tasks)
+        names = tasks[0].sources
+        sources = {name: [task.sources[name] for task in tasks] for name in names} or None
+        state = self._engine.start(sources, len(tasks), extras=self._wanted, budget=self._budget, joins=self._joins)
+        for i, task in enumerate(tasks):
+            task.encoded = {name: values[i].copy() for name, values in state.encoded.items()}
+        return self._read(state, tasks)
+
+    def size(self, task: Task) -> int:
+        return len(task.prompt) + sum(len(array) for array in task.sources.values())
+
+    def need(self, task: Task) -> int:
+        encode = self._engine.manifest.encode
+        sizes = own_sizes(encode.inputs, task.sources) if encode else {}
+        before = int(task.base.lengths[0]) if task.base is not None else 0
+        slots = before + len(task.prompt) + task.most
+        return self._engine.need(slots, {axis: size + 1 for axis, size in sizes.items()}, task.width)
+
+    def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
+        """One after the other: rows that have a past read several tokens at once only alone."""
+        rows: LiveRows | None = None
+        logits = []
+        for task in tasks:
+            if task.base is None:
+                mine, after = self.begin([task])
+            else:
+                mine, after = self._read(self._engine.copy(task.base, np.zeros(1, np.int64)), [task])
+            logits.append(after.copy())
+            if rows is None:
+                rows = mine
+            else:
+                rows.join(mine)
+        assert rows is not None
+        return rows, np.concatenate(logits)
+
+    def _read(self, state: State, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
+        tokens, counts = padded([task.prompt for task in tasks])
+        rows = LiveRows(self._engine, state)
+        if any(task.given for task in tasks):
+            every = self._engine.step(state, tokens, counts, want="all")
+            state.extras = {name: values[np.arange(len(tasks)), counts - 1] for name, values in state.extras.items()}
+            logits = every[np.arange(len(tasks)), counts - 1]
+            for task, own in zip(tasks, every, strict=True):
+                task.given_logprobs = _of_prefix(task, own)
+        else:
+            logits = self._engine.step(state, tokens, counts)
+        rows.record()
+        return rows, logits
+
+
+def _of_prefix(task: Task, logits: Floats) -> tuple[float, ...]:
+    """The log-probability of each id of the prefix. logits: (prompt, vocabulary), each what follows an id."""
+    first, end = len(task.prompt) - task.given, len(task.prompt)
+    before = logits[first - 1 : end - 1]
+    norm = log_normalizer(before)
+    return tuple((before[np.arange(task.given), task.prompt[first:end]] - norm).tolist())
