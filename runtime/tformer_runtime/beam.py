@@ -96,6 +96,8 @@ class BeamSearch:
 
     def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
         logprobs: Floats = logits - log_normalizer(logits)[:, None]
+        for group in (group for groups in self._beams.values() for group in groups if group.over):
+            group.chosen = []
         parents: list[Ints] = []
         tokens: list[Ints] = []
         count = 0
@@ -106,9 +108,9 @@ class BeamSearch:
                     group = groups[level]
                     alike.setdefault((group.width, group.count * max(2, 1 + len(group.task.ends))), []).append(group)
             for (_, wide), those in alike.items():
-                for group, *best_of in zip(those, *self._ranked(those, level, wide, logprobs), strict=True):
+                for group, top, beams, ids in zip(those, *self._ranked(those, level, wide, logprobs), strict=True):
                     try:
-                        found = self._step(group, *best_of, logprobs, count, trails)
+                        found = self._step(group, top, beams, ids, logprobs, count, trails)
                     except Exception as error:  # of the task's own stop strings or grammar: it ends alone
                         group.task.error = error
                         continue
@@ -184,7 +186,7 @@ class BeamSearch:
         following = np.flatnonzero(~ended & possible)[: group.count]
         lead = float(top[following[0]]) if len(following) else -np.inf
         if not len(following) or not _can_improve(group, most, lead, length):
-            group.over, group.chosen = True, []
+            group.over, group.chosen = True, tokens[possible][: group.count].tolist()
             return None
         rows, parents, tokens = group.rows[parents[following]], parents[following], tokens[following]
         if settings.top_logprobs:

@@ -219,7 +219,12 @@ def generate_stream(generator: Generator, request: Request, settings: Settings) 
         return
     text = Detokenizer(generator.codec, settings.stop)
     pieces = [text.push(token) for token in request.prompt[len(request.prompt) - request.given :].tolist()]
-    task = generator.task(request, settings, lambda token: pieces.append(text.push(token.id)))
+
+    def heard(token: Token) -> None:
+        if token.finish != "end":
+            pieces.append(text.push(token.id))
+
+    task = generator.task(request, settings, heard)
     scheduler = generator.scheduler(settings, task.width, joins=False)
     try:
         scheduler.submit(task)
