@@ -57,6 +57,8 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         from tformer_export.api import check_writable
 
         check_writable(report, options["force"])
+        if report.absolute() == output.absolute():
+            raise click.UsageError("--report and the output are the same file: name another for the report")
     console = Console(stderr=True)
     with _refusal_reported(report, source):
         if console.is_terminal:
