@@ -260,8 +260,8 @@ class Gate:
         unmasked = [name for name in requests if not self.inputs[name].masked]
         if unmasked:
             return (
-                f"; it hides no padding in {', '.join(unmasked)}, so that rows change each other: let forward take a mask "
-                f"or lengths, described by masks={{…: padding({unmasked[0]!r})}}"
+                f"; it hides no padding in {', '.join(unmasked)}, so that rows change each other: let forward take a "
+                f"mask or lengths, described by masks={{…: padding({unmasked[0]!r})}}"
             )
         return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
 
