@@ -174,7 +174,7 @@ def _stage(
             raise
         raise UnsupportedModelError(
             f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
-            "declare it (special={'pad': …}), and it must not be a token that decoding starts or ends with"
+            "declare it (special={'pad': …}, --pad), and it must not be a token that decoding starts or ends with"
         ) from error
     refuse_mixed_rows(captured, values, other_row)
     tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)

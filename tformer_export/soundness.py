@@ -60,7 +60,8 @@ def rehearse(source: Source) -> Rehearsal:
 def warm_up(source: Source) -> None:
     """Run forward once, so that what the user's code keeps for later calls (masks in a dict, functools.lru_cache) is
     made of numbers and not of a trace's. Whether and why it fails, is said elsewhere."""
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+    writes = _WeightWrites(source.module, [])
+    with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
         _outputs(source.module, source.example)
 
 
