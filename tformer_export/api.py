@@ -20,6 +20,7 @@ from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import Degradation, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.report import ExportReport, peak_memory
+from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_transformers, is_transformers_model
@@ -132,7 +133,7 @@ def _make(
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
-        with clock.stage("verify"):
+        with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)

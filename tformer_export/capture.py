@@ -277,6 +277,16 @@ def vocabulary(captured: Captured, name: str) -> int | None:
     return None
 
 
+def ids_of(captured: Captured, name: str) -> int:
+    """How many ids an input takes: as the graph shows it; else, of the step input, as many as there are logits; else,
+    as many as the example shows."""
+    known = vocabulary(captured, name)
+    if known is None and name == captured.step_name:
+        width = meta(captured.output).shape[-1] if meta(captured.output).dim() == 3 else None
+        known = width if isinstance(width, int) else None
+    return known or int(captured.example[name].max()) + 1
+
+
 def operation(node: Node) -> str:
     """The operation's name; of a part of its results, that of the operation."""
     while node.target is getitem and isinstance(node.args[0], Node):

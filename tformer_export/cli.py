@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
 
+_ID = click.IntRange(min=0)
 NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 
 
@@ -32,6 +34,9 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
+@click.option("--start", metavar="ID", type=_ID, multiple=True, help="What decoding starts from; repeatable.")
+@click.option("--end", metavar="ID", type=_ID, multiple=True, help="What ends a sequence; repeatable.")
+@click.option("--pad", metavar="ID", type=_ID, help="The padding, which the model may hide by its id.")
 @click.option(
     "--alignments",
     metavar="[LAYERS]",
@@ -57,6 +62,8 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         from tformer_export.api import check_writable
 
         check_writable(report, options["force"])
+        if report.absolute() == output.absolute():
+            raise click.UsageError("--report and the output are the same file: name another for the report")
     console = Console(stderr=True)
     with _refusal_reported(report, source):
         if console.is_terminal:
@@ -103,6 +110,9 @@ def _export(
     step: str | None,
     trust_pickle: bool,
     task: str | None,
+    start: tuple[int, ...],
+    end: tuple[int, ...],
+    pad: int | None,
     alignments: str | None,
     **options: Any,
 ) -> Any:
@@ -115,6 +125,11 @@ def _export(
     loaded = load_source(
         source, step=step, factory=factory, config=config, trust_pickle=trust_pickle, tokenizer=tokenizer is None
     )
+    if start or end or pad is not None:
+        held = loaded.special
+        options["special"] = replace(
+            held, start=start or held.start, end=end or held.end, pad=held.pad if pad is None else pad
+        )
     return export(loaded, output, tokenizer=text, task=task, progress=progress, **options)
 
 

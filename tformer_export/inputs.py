@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import IDS, Captured, expression, meta, vocabulary
+from tformer_export.capture import IDS, Captured, expression, ids_of, meta, vocabulary
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level, binding_times, padding_tests
@@ -40,16 +40,16 @@ def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
         tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
         pad = source.special.pad
         if name != captured.step_name and tested and pad not in tested and len(set(tested)) == 1:
-            pad = tested[0]  # the sources' padding is another id than the targets'
+            pad = tested[0]  # the sources' padding is another id than the targets', or was not declared
         known = vocabulary(captured, name) if is_ids else None
         described = any(mask.of == name for mask in source.masks.values())
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
             limit = _limit(captured, level, node)
         found[name] = About(
-            ids=(known or int(captured.example[name].max()) + 1) if is_ids else None,
+            ids=ids_of(captured, name) if is_ids else None,
             vocabulary=known,
-            pad=pad,
+            pad=pad or 0,
             masked=pad in tested or described,
             max_length=limit,
         )

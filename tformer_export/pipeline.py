@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -14,7 +15,7 @@ from tformer_export.alignments import Wanted, add_alignments
 from tformer_export.assemble import ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
-from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line
+from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line, vocabulary
 from tformer_export.describe import describe
 from tformer_export.explain import said
 from tformer_export.hidden import WithHidden, find_modules
@@ -31,8 +32,10 @@ from tformer_export.soundness import (
     refuse_random,
     rehearse,
     unchanged,
+    warm_up,
 )
 from tformer_export.source import Source
+from tformer_export.source.adapter import Adapter, all_outputs
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.emitter import Context, Program
@@ -44,8 +47,10 @@ from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_runtime.errors import OptionError, UnsupportedModelError
 from tformer_runtime.manifest import HIDDEN, Manifest
+
+SUM = 1e-3  # by which a sum of probabilities may miss 1
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -87,14 +92,13 @@ def compile_source(
         if alignments is not None and alignments is not False:
             add_alignments(captured, alignments)
         inputs = about_inputs(captured, source)
+        _check_special(source, inputs)
         pad = source.special.pad
-        fold_padding_tests(captured, None if pad in source.special.start else pad)
+        fold_padding_tests(captured, None if pad in (*source.special.start, *source.special.end) else pad)
         merge_equal(captured)
         level = binding_times(captured)
         extras = find_extras(captured, level)
-        encode, decode, contexts, length, found = _stage(
-            captured, level, extras, source.module, inputs, chosen, max_length, source.max_length
-        )
+        encode, decode, contexts, length, found = _stage(captured, level, extras, source, inputs, chosen, max_length)
     with stage("lowering"):
         models = []
         for program in (encode, decode):
@@ -116,6 +120,7 @@ def _sound(source: Source, hidden: Sequence[str]) -> Captured:
     check_devices(source)
     try:
         with unchanged(source.module):
+            warm_up(source)
             captured = _capture(source, hidden)
             limit_by_branches(captured)
     except UnsupportedModelError:
@@ -138,11 +143,10 @@ def _stage(
     captured: Captured,
     level: Mapping[Node, Level],
     extras: tuple[list[Extra], list[Extra]],
-    module: torch.nn.Module,
+    source: Source,
     inputs: Mapping[str, About],
     target: Target,
     wanted: int | None,
-    preferred: int | None,
 ) -> tuple[Program | None, Program | None, tuple[Context, ...], int, dict[str, int]]:
     probe = _probe(captured, inputs)
     try:
@@ -152,13 +156,14 @@ def _stage(
         raise UnsupportedModelError(
             f"the traced model fails at a length of {LENGTH}{where}: {said(error)}. The file has to run at any size"
         ) from error
-    refuse_not_finite(captured, values, module)
+    refuse_not_finite(captured, values, source.module)
     constants = Constants(captured, level)
     if captured.step is None:
         encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"], extras[0])
         return encode, None, (), 0, {}
     _check_step(captured, inputs)
-    _check_output(captured)
+    _check_output(captured, source)
+    _check_logits(captured, values)
     other_row = run(captured, _other_row(captured, inputs))
     views = Views(captured, level, values, other_row, constants)
     try:
@@ -169,10 +174,10 @@ def _stage(
             raise
         raise UnsupportedModelError(
             f"{error}; the model asks whether a token is {' or '.join(map(str, asked))}: if that is its padding, "
-            "declare it (special={'pad': …}), and it must not be a token that decoding starts with"
+            "declare it (special={'pad': …}, --pad), and it must not be a token that decoding starts or ends with"
         ) from error
     refuse_mixed_rows(captured, values, other_row)
-    tables, length = make_tables(captured, level, views, constants, plan.tables, wanted, preferred)
+    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"context.{i}" for i in range(len(contexts))]
     decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names, extras[1])
@@ -225,6 +230,39 @@ def _context_rows(views: Views, node: Node) -> Rows | None:
     return rows
 
 
+def _check_special(source: Source, inputs: Mapping[str, About]) -> None:
+    """Ids that the model does not have would never come, and could not be fed."""
+    ids = inputs[source.step].vocabulary if source.step is not None else None
+    special = source.special
+    for name, given in (("start", special.start), ("end", special.end)):
+        for i in given:
+            if ids is not None and not 0 <= i < ids:
+                raise OptionError(f"the special id {name}={i} is not in the model's vocabulary, which has {ids} ids")
+
+
+def _wide_output(captured: Captured, source: Source, ids: int) -> str | int | None:
+    """Another output that has a row for each position, as wide as the vocabulary; None if the user chose one."""
+    module = source.module
+    if not isinstance(module, Adapter) or module.output is not None:
+        return None
+    assert captured.step_name is not None
+    with torch.no_grad(), unchanged(module):
+        outputs = all_outputs(module.returned(*captured.example.values()))
+    length = captured.example[captured.step_name].shape[1]
+    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and length in v.shape[:2]]
+    return wide[0] if wide else None
+
+
+def _check_logits(captured: Captured, values: Mapping[Node, Any]) -> None:
+    """Probabilities would be scored, sampled and searched as if they were logits."""
+    output = values[captured.output]
+    if bool((output >= 0).all()) and bool(((output.sum(-1) - 1).abs() < SUM).all()):
+        raise UnsupportedModelError(
+            f"forward returns probabilities, at {source_line(captured.output)}: they are not negative and sum to 1 at "
+            "every position. Return the logits, or the log-probabilities (log_softmax), from which they follow"
+        )
+
+
 def _asked(captured: Captured, name: str) -> list[int]:
     """The ids of an input that the model compares its ids with."""
     return sorted({t.padding for t in padding_tests(captured, name) if t.padding is not None})
@@ -240,11 +278,17 @@ def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
         )
 
 
-def _check_output(captured: Captured) -> None:
+def _check_output(captured: Captured, source: Source) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
     timed = [size for size in shape if expression(size) == captured.time]
-    if len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int):
+    well = len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int)
+    assert captured.step_name is not None
+    ids = vocabulary(captured, captured.step_name)
+    if well and ids in (None, shape[2]):
+        return
+    other = _wide_output(captured, source, ids) if ids else None
+    if well and other is None:
         return
     names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
     sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
@@ -252,6 +296,12 @@ def _check_output(captured: Captured) -> None:
         what = "which has no row for each position of it: it is pooled, or one position is taken out"
     else:
         what = "which is not (batch, time, vocabulary)"
+    if other is not None:
+        raise UnsupportedModelError(
+            f"forward returns ({sizes}) first, at {source_line(captured.output)}, which is not as wide as the "
+            f"vocabulary of {captured.step_name!r}, {ids}, and its output {other!r} is: name the logits, "
+            f"output={other!r}"
+        )
     raise UnsupportedModelError(
         f"forward returns ({sizes}) first, at {source_line(captured.output)}, {what}. To be stepped over "
         f"{captured.step_name!r} it must return logits for every position, (batch, time, vocabulary); a model that "

@@ -75,7 +75,9 @@ class ExportReport:
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
             ("file", f"{self.path}, {self.size / 1e6:.1f} MB, {self.target}, {self.quantization}"),
-            ("cached", f"{found.get('caches', 0)} tensors a step, {found.get('context', 0)} a request"),
+            ("cached", f"{found.get('caches', 0)} tensors a step, {found.get('context', 0)} a request")
+            if self.max_length
+            else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
             ("maximum length", f"{self.max_length}"),
             ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),

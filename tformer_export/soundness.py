@@ -7,6 +7,8 @@ asked first: each check runs the model on small inputs and names the line where 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +55,14 @@ def rehearse(source: Source) -> Rehearsal:
             second = []
         repeats = len(first) == len(second) and all(map(_same, first, second))
     return Rehearsal(repeats, kept)
+
+
+def warm_up(source: Source) -> None:
+    """Run forward once, so that what the user's code keeps for later calls (masks in a dict, functools.lru_cache) is
+    made of numbers and not of a trace's. Whether and why it fails, is said elsewhere."""
+    writes = _WeightWrites(source.module, [])
+    with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
+        _outputs(source.module, source.example)
 
 
 def refuse_random(captured: Captured, rehearsal: Rehearsal) -> None:
@@ -197,6 +207,8 @@ def _ids_out_of_range(source: Source, error: Exception) -> str | None:
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
     """Sets buffers and attributes back afterwards; the list that is given then names those that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
+    own = [value for _, kept in attributes.values() for key, value in kept.items() if key not in _TORCHS]
+    containers = [(value, copy.copy(value)) for value in own if type(value) in (dict, list, set)]
     numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
@@ -212,13 +224,23 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
                 changed.append(name)
                 with torch.no_grad():
                     tensor.copy_(number)
-        for name, (part, held) in attributes.items():
+        for name, (part, before) in attributes.items():
             now = vars(part)
-            new = [k for k in now if k not in held or (now[k] is not held[k] and not k.startswith("_"))]
+            new = [k for k in now if k not in before or (now[k] is not before[k] and not k.startswith("_"))]
             changed += [f"{name}.{key}".lstrip(".") for key in new]
             now.clear()
-            now.update(held)
+            now.update(before)
+        for container, content in containers:
+            _refill(container, content)
         changed[:] = [own_name(name) for name in changed]
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 class _WeightWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]

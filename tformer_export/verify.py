@@ -246,14 +246,24 @@ class Gate:
         if not worst <= TOLERANCE * scale:
             position = int(positions[int((differences > TOLERANCE * scale).argmax())])
             stage = "of the prompt" if position < prompt else f"(step {position - prompt + 1} after the prompt)"
-            unmasked = [name for name, about in self.inputs.items() if not about.masked and name != self.source.step]
-            padded = f"; it hides no padding in {', '.join(unmasked)}, so rows change each other" if unmasked else ""
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
                 f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({TOLERANCE:g} of that is allowed)"
-                f"{padded if case == 'ragged rows' else ''}{where()}; no file was written"
+                f"{self._padding_seen() if case == 'ragged rows' else ''}{where()}; no file was written"
             )
         return worst
+
+    def _padding_seen(self) -> str:
+        """Why ragged rows alone would differ, for the message."""
+        masks = self.source.masks
+        requests = [name for name in self.inputs if name != self.source.step and name not in masks]
+        unmasked = [name for name in requests if not self.inputs[name].masked]
+        if unmasked:
+            return (
+                f"; it hides no padding in {', '.join(unmasked)}, so that rows change each other: let forward take a "
+                f"mask or lengths, described by masks={{…: padding({unmasked[0]!r})}}"
+            )
+        return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
 
     def _where(self, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray) -> str:
         """The layer at which a row begins to differ, for the message."""

@@ -142,11 +142,11 @@ class Decode:
 @dataclass(frozen=True)
 class SpecialTokens:
     """Ids of the step input's vocabulary: `start` is put before what is generated (encoder-decoder) or before the
-    prompt (decoder-only); generation ends at any of `end`; rows are padded with `pad`."""
+    prompt (decoder-only); generation ends at any of `end`; `pad` is the padding, None if the model has none."""
 
     start: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
-    pad: int = 0
+    pad: int | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,10 @@ def mapped(path: str | os.PathLike[str]) -> tuple[bytes, Path]:
     Time and memory: those of the model without its weights. ModelFileError as for `read_metadata`.
     """
     place = Path(path).resolve()  # onnxruntime follows no link out of the folder
+    try:
+        os.fspath(place).encode()
+    except UnicodeEncodeError as error:
+        raise ModelFileError(f"{place!r} is not a name in UTF-8, which onnxruntime needs: rename the file") from error
     with _opened(path) as (file, size):
         return _without_weights(file, size, (_GRAPH, _INITIALIZER), place.name), place.parent
 

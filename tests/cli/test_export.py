@@ -17,6 +17,8 @@ from tformer_export import save_checkpoint
 from tformer_export.quantize import Degradation
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model
+from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.modelfile import read_manifest
 
 ARGUMENTS = {
     "source_vocabulary": 12, "target_vocabulary": 12, "width": 16, "heads": 2, "encoder_layers": 1,
@@ -171,7 +173,7 @@ def test_a_factory_in_a_package(folder, run):
 
 def test_a_state_dict_with_a_factory(folder, run):
     torch.save(seq2seq(9).state_dict(), "weights.pt")
-    assert run("weights.pt", "--factory", "factories:seq2seq", "--step", "tgt")[0] == 0
+    assert run("weights.pt", "--factory", "factories:seq2seq", "--step", "tgt", "--pad", "0")[0] == 0
     assert sorted(os.listdir()) == ["weights.onnx", "weights.pt"]
     scores = Model.load("weights.onnx", "cpu").score([3, 4, 5], [6, 7, 8])
     with torch.no_grad():
@@ -185,7 +187,13 @@ def test_a_pickle_only_with_trust(folder, run, refused):
     message = refused("pickle.pt", "-o", "out.onnx")
     assert "unpickling runs code" in message
     assert "--trust-pickle" in message
-    assert run("pickle.pt", "-o", "out.onnx", "--trust-pickle", "--step", "tgt")[0] == 0
+    assert (
+        run(
+            "pickle.pt", "-o", "out.onnx", "--trust-pickle", "--step", "tgt", "--start", "1", "--end", "2", "--pad", "0"
+        )[0]
+        == 0
+    )
+    assert read_manifest("out.onnx").special == SpecialTokens((1,), (2,), 0)
     assert sorted(os.listdir()) == ["out.onnx", "pickle.pt"]
 
 

@@ -37,5 +37,7 @@ def _turned(value: ir.Value | None) -> ir.Value | None:
     turn = value.producer() if value is not None else None
     if turn is None or turn.op_type != "Transpose" or turn.inputs[0] is None or turn.inputs[0].const_value is None:
         return None
-    order = turn.attributes.get("perm")
-    return turn.inputs[0] if order is None or list(order.as_ints()) == [1, 0] else None
+    table, order = turn.inputs[0], turn.attributes.get("perm")
+    assert table.const_value is not None
+    matrix = len(table.const_value.shape) == 2 and table.const_value.dtype == ir.DataType.FLOAT
+    return table if matrix and (order is None or list(order.as_ints()) == [1, 0]) else None

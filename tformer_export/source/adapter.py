@@ -43,6 +43,11 @@ class Adapter(nn.Module):
         self.positional = [n for n, p in parameters_of(module).items() if p.kind is _BY_POSITION]
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        output = chosen_output(self.returned(*inputs), self.output)
+        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+
+    def returned(self, *inputs: torch.Tensor) -> Any:
+        """What the module returns for the inputs."""
         given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
         keeps = {name: given.pop(keep) for name, keep in self.keeps.items()}
         lengths: dict[Axis, int] = {name: value.shape[1] for name, value in given.items() if value.dim() > 1}
@@ -54,8 +59,7 @@ class Adapter(nn.Module):
         for name, axes in self.layouts.items():
             arguments[name] = arguments[name].movedim((0, 1), axes)
         by_position = [arguments.pop(name) for name in self.positional if name in arguments]
-        output = chosen_output(self.module(*by_position, **arguments), self.output)
-        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+        return self.module(*by_position, **arguments)
 
 
 class EncodeDecode(nn.Module):
@@ -84,7 +88,13 @@ class EncodeDecode(nn.Module):
 
 
 def callable_module(module: nn.Module, given: set[str]) -> nn.Module:
-    """The module, or `EncodeDecode` around one that has these two methods and no forward."""
+    """The module, what torch.compile was given, or `EncodeDecode` around one that has these two methods and no
+    forward."""
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    if isinstance(module, torch.jit.ScriptModule):  # noqa: TID251 (to refuse it)
+        raise SourceError(
+            "the model is TorchScript, which torch.export cannot trace: give the nn.Module that it was made of"
+        )
     if type(module).forward is not nn.Module.forward:
         return module
     if callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None)):
@@ -130,6 +140,16 @@ def chosen_output(output: Any, which: str | int | None = None) -> torch.Tensor:
         raise SourceError(f"forward returned {type(output).__name__}, which holds no tensor to export")
     held = ", ".join(named) if named else f"{len(values)} of them"
     raise SourceError(f"forward has no tensor {which!r} among its outputs: it returns {held}")
+
+
+def all_outputs(output: Any) -> dict[str | int, torch.Tensor]:
+    """Every tensor that forward returns, by name, or by number where outputs have none."""
+    if isinstance(output, torch.Tensor):
+        return {0: output}
+    named = _by_name(output)
+    values: list[Any] = list(output) if isinstance(output, (list, tuple)) else []
+    pairs: list[tuple[str | int, Any]] = [*named.items()] or [*enumerate(values)]
+    return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
 
 
 def _by_name(output: Any) -> dict[str, Any]:

@@ -89,8 +89,7 @@ def special_tokens(given: Mapping[str, Any]) -> SpecialTokens:
             raise OptionError(f"the special id {name} must be a whole number or a list of them, not {given[name]!r}")
         return value
 
-    pad = ids("pad") or (0,)
-    return SpecialTokens(ids("start"), ids("end"), pad[0])
+    return SpecialTokens(ids("start"), ids("end"), next(iter(ids("pad")), None))
 
 
 def as_float32(module: nn.Module) -> nn.Module:

@@ -136,7 +136,6 @@ def _special(config: Any, generation: Any) -> SpecialTokens:
     end = of("eos_token_id")
     ends = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (end,)
     pad = of("pad_token_id")
-    pad = pad if isinstance(pad, int) else (ends or (0,))[0]
     start: tuple[int, ...] = ()
     if config.is_encoder_decoder:
         first = of("decoder_start_token_id")
@@ -144,7 +143,7 @@ def _special(config: Any, generation: Any) -> SpecialTokens:
         if first is None:
             raise SourceError("the model's config names no decoder_start_token_id: set it before exporting")
         start = (int(first),)
-    return SpecialTokens(start, ends, pad)
+    return SpecialTokens(start, ends, pad if isinstance(pad, int) else None)
 
 
 _OPTIONS = {  # transformers' name → ours, of the options that mean the same

@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from tformer_export.capture import Captured, aten, expression, meta
 from tformer_export.staging.batch import Rows
-from tformer_export.staging.levels import Level
+from tformer_export.staging.levels import Level, is_fixed
 from tformer_runtime import manifest
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -157,7 +157,7 @@ class Emitter:
             return self.constant(node.name, self.captured.constants[node.name])
         key = node, str(time)
         if key not in self.made:
-            if _is_fixed(node):
+            if is_fixed(node):
                 value = self.values[node]
                 if isinstance(value, (list, tuple)):
                     return self._copy(key, node, time)
@@ -175,20 +175,6 @@ class Emitter:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
         self.made[key] = self.copied(node, args, kwargs)
         return self.made[key]
-
-
-def _is_fixed(node: Node) -> bool:
-    """Whether no free size has any part in a constant."""
-    seen, todo = set(), [node]
-    while todo:
-        here = todo.pop()
-        if here in seen:
-            continue
-        seen.add(here)
-        if isinstance(meta(here), torch.SymInt):
-            return False
-        todo.extend(here.all_input_nodes)
-    return True
 
 
 def axis_names(captured: Captured, value: torch.Tensor) -> tuple[int | str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import ID_MOVES, IDS, Captured, aten, is_counted, meta, vocabulary
+from tformer_export.capture import ID_MOVES, IDS, Captured, aten, ids_of, is_counted, meta
 
 
 class Level(IntEnum):
@@ -37,6 +37,20 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
         else:
             level[node] = max((level[a] for a in node.all_input_nodes), default=Level.CONSTANT)
     return level
+
+
+def is_fixed(node: Node) -> bool:
+    """Whether no free size has any part in a constant."""
+    seen, todo = set(), [node]
+    while todo:
+        here = todo.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if isinstance(meta(here), torch.SymInt):
+            return False
+        todo.extend(here.all_input_nodes)
+    return True
 
 
 def fold_padding_tests(captured: Captured, pad: int | None) -> None:
@@ -69,7 +83,7 @@ class PaddingTest:
 
 def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
     """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary."""
-    ids = torch.arange(max(3, vocabulary(captured, name) or int(captured.example[name].max()) + 1))
+    ids = torch.arange(max(3, ids_of(captured, name)))
     carriers, found = {captured.inputs[name]}, []
     for node in captured.nodes:
         if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import Captured, aten, meta
-from tformer_export.staging.levels import Level
+from tformer_export.staging.levels import Level, is_fixed
 from tformer_export.staging.views import ALL, FRESH, NEW, ONE, Choice, Roles, Views
 
 
@@ -34,12 +34,14 @@ Fits = Callable[[CachedAttention], bool]
 @dataclass
 class Plan:
     """demands: value → the roles it is wanted in, for values computed in decode. contexts: (value, whether for one
-    position). tables: constants gathered by position. fused: attentions that keep their own caches. select: the value
-    from which on only the wanted positions are computed; None if they are taken at the end."""
+    position). tables: constants gathered by position. still: constants that are made from the length and must be the
+    same at any. fused: attentions that keep their own caches. select: the value from which on only the wanted positions
+    are computed; None if they are taken at the end."""
 
     demands: dict[Node, list[Roles]] = field(default_factory=dict)
     contexts: dict[tuple[Node, bool], None] = field(default_factory=dict)
     tables: dict[Node, None] = field(default_factory=dict)
+    still: dict[Node, None] = field(default_factory=dict)
     fused: dict[Node, CachedAttention] = field(default_factory=dict)
     select: Node | None = None
 
@@ -55,6 +57,8 @@ def make_plan(captured: Captured, level: Mapping[Node, Level], views: Views, fit
         if level[node] == Level.CONSTANT:
             if timed and choice != FRESH:
                 plan.tables[node] = None
+            elif not timed and isinstance(meta(node), torch.Tensor) and not is_fixed(node):
+                plan.still[node] = None
         elif level[node] == Level.REQUEST and not (timed and isinstance(choice, tuple)):
             plan.contexts[node, choice == ONE] = None
         else:

@@ -73,15 +73,17 @@ def make_tables(
     views: Views,
     constants: Constants,
     nodes: Iterable[Node],
+    still: Iterable[Node],
     wanted: int | None,
     preferred: int | None = None,
 ) -> tuple[dict[Node, Table], int]:
     """The tables and the maximum length: `wanted`, or else the greatest up to `preferred` that the model allows.
 
-    Raises UnsupportedModelError if `wanted` is more than the model allows, or a constant is not prefix-consistent.
-    Memory is that of the largest constants, length² for a mask.
+    still: constants without positions, which are proven to be the same at any length. Raises UnsupportedModelError if
+    `wanted` is more than the model allows, or a constant is not prefix-consistent. Memory is that of the largest
+    constants, length² for a mask.
     """
-    source = _Constants(captured, level, views, constants, list(nodes))
+    source = _Constants(captured, level, views, constants, list(nodes), list(still))
     if wanted is not None:
         source.check(wanted)
         length = wanted
@@ -116,6 +118,7 @@ class _Constants:
     views: Views
     constants: Constants
     nodes: list[Node]
+    still: list[Node]
     relative: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class _Constants:
     def at(self, length: int, nodes: list[Node] | None = None) -> dict[Node, torch.Tensor]:
         """Their values, for a batch of two."""
         assert self.captured.time is not None
-        nodes = self.nodes if nodes is None else nodes
+        nodes = [*self.nodes, *self.still] if nodes is None else nodes
         held = [*self.captured.inputs.values(), *nodes]
         sizes = {s: 2 for n in held for d in n.meta["val"].shape for s in expression(d).free_symbols}
         values = self.constants.at(nodes, {**sizes, self.captured.time: length})
@@ -154,19 +157,21 @@ class _Constants:
         """UnsupportedModelError if a value at a shorter length is not the corner of the value at this one."""
         changed = self._first_changed(length)
         if changed is not None:
+            node = changed[0]
             culprit = self._culprit(*changed)
+            what = "a number that changes" if node in self.still else "a table whose values change"
             raise UnsupportedModelError(
-                f"`{culprit.target}` at {source_line(culprit)} makes a table whose values change with the length of "
-                "the sequence, so that what was cached would become wrong as the sequence grows; make it depend on "
+                f"`{culprit.target}` at {source_line(culprit)} makes {what} with the length of the sequence, so "
+                "that what was cached would become wrong as the sequence grows; make it depend on "
                 "positions alone, or fix its length"
             )
 
     def _first_changed(self, length: int) -> tuple[Node, int] | None:
         """The first whose value at a shorter length is not the corner of that at `length`, and that length."""
         long = self.at(length)
-        for shorter in (min(LENGTH, length), length // 2 + 1):
-            short = self.at(shorter)
-            for node in self.nodes:
+        for shorter, nodes in ((1, self.still), (LENGTH, None), (length // 2 + 1, None)):
+            short = self.at(min(shorter, length), nodes)
+            for node in short:
                 if not self._is_corner(node, short[node], long[node]):
                     return node, shorter
         return None
