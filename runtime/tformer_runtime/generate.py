@@ -81,6 +81,11 @@ class Request:
     base: State | None = None
 
     @property
+    def prefix(self) -> list[int]:
+        """The ids that the result begins with."""
+        return [int(i) for i in self.prompt[len(self.prompt) - self.given :]]
+
+    @property
     def size(self) -> int:
         """How many positions are to be computed before the first token: what batches are packed by."""
         return len(self.prompt) + sum(len(array) for array in self.sources.values())
@@ -104,7 +109,7 @@ class Generator:
         """OptionError if the settings do not fit the model."""
         manifest = self.engine.manifest
         vocabulary = int(self.engine.decode.logits.shape[-1])
-        prefix = request.prompt[len(request.prompt) - request.given :].tolist()
+        prefix = request.prefix
         guide = self._grammar(settings, vocabulary)
         for token in prefix:
             if guide is not None:
@@ -218,7 +223,7 @@ def generate_stream(generator: Generator, request: Request, settings: Settings) 
         yield generate_all(generator, [request], settings)[0].text
         return
     text = Detokenizer(generator.codec, settings.stop)
-    pieces = [text.push(token) for token in request.prompt[len(request.prompt) - request.given :].tolist()]
+    pieces = [text.push(token) for token in request.prefix]
 
     def heard(token: Token) -> None:
         if token.finish != "end":

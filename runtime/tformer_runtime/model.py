@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
-from tformer_runtime.engine import Engine
+from tformer_runtime.chat import Chat, Prefix
+from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
@@ -62,19 +63,53 @@ class Model:
         """Where the model runs: "cpu" or "cuda"."""
         return self._engine.session.device
 
-    def generate(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Result:
+    def generate(
+        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+    ) -> Result:
         """Generate for one input. `overrides` are options by name, on top of `options`.
 
-        Raises InputError, OptionError, and UnsupportedCallError for a model that does not generate.
+        after: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
+        UnsupportedCallError for a model that does not generate.
         """
         settings = self._settings(options, overrides)
-        return generate_all(self._generator, [self._inputs.request(input, 0, settings)], settings)[0]
+        request = self._inputs.request(input, 0, settings, after.state if after else None)
+        return generate_all(self._generator, [request], settings)[0]
+
+    def prefix(self, input: Input) -> Prefix:
+        """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
+
+        UnsupportedCallError for a model with an encoder, where all that a request reads follows from its source.
+        """
+        self._must_go_on("prefix")
+        return Prefix(self._engine, self._inputs.parts(input)[1], self._budget)
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
+        self._must_go_on("chat")
+
+        def ids(message: Any, first: bool) -> Ints:
+            if first:
+                return self._inputs.parts(message)[1]
+            return self._inputs.ids(self._engine.decode.step.name, message, special=False)
+
+        def answer(
+            state: State, prompt: Ints, options: GenerationOptions | None, overrides: Mapping[str, Any]
+        ) -> Result:
+            settings = self._settings(options, overrides)
+            return generate_all(self._generator, [self._inputs.request(prompt, 0, settings, state)], settings)[0]
+
+        return Chat(self._engine, self._budget, system, ids, answer)
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
+        return {"held": self._budget.held, "peak": self._budget.peak, "limit": self._budget.limit}
 
     def generate_batch(
         self,
         inputs: Iterable[Input],
         options: GenerationOptions | None = None,
         batch_size: int = 32,
+        after: Prefix | None = None,
         **overrides: Any,
     ) -> Iterator[Result]:
         """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
@@ -85,22 +120,26 @@ class Model:
             raise OptionError(f"batch_size must be at least 1, not {batch_size}")
         settings = self._settings(options, overrides)
         generator = self._generator
-        requests = (self._numbered(index, input, settings) for index, input in enumerate(inputs))
+        base = after.state if after else None
+        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs))
         width = max(settings.beam_size, settings.num_return)
         scheduler = generator.scheduler(settings, batch_size * width)
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, scheduler, batch_size)
 
     def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
+        settings = self._stream_settings(options, overrides)
+        return generate_stream(self._generator, self._inputs.request(input, 0, settings), settings)
+
+    def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self._settings(options, overrides)
-        codec = self._inputs.output_codec
-        if codec is None:
+        if self._inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return > 1:
             raise OptionError("num_return must be 1 for a stream")
         if settings.alignments or settings.hidden:
             raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
-        return generate_stream(self._generator, self._inputs.request(input, 0, settings), settings)
+        return settings
 
     def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
         """The natural-log probability of each token of `target` given `source` and the tokens before it.
@@ -176,11 +215,16 @@ class Model:
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
         return found
 
-    def _numbered(self, index: int, input: Input, settings: Settings) -> Request:
+    def _numbered(self, index: int, input: Input, settings: Settings, base: State | None) -> Request:
         try:
-            return self._inputs.request(input, index, settings)
+            return self._inputs.request(input, index, settings, base)
         except InputError as error:
             raise InputError(f"input {index + 1}: {error}") from error
+
+    def _must_go_on(self, call: str) -> None:
+        self._must_decode(call)
+        if self.manifest.encode is not None:
+            raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
     def _must_decode(self, call: str) -> None:
         if self.manifest.decode is None:

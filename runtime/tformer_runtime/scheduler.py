@@ -130,6 +130,17 @@ class Scheduler:
             self.release()
         return over
 
+    def fail(self, error: Exception) -> list[Task]:
+        """End every task with an error, after a step that raised."""
+        over = [*self._waiting, *self._held, *self._failed]
+        for task in over:
+            task.error = task.error or error
+        self._waiting.clear()
+        self._held.clear()
+        self._failed = []
+        self.release()
+        return over
+
     def release(self) -> None:
         """Give the memory back, when nothing runs."""
         if self._rows is not None:
