@@ -18,7 +18,7 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
-from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest
 
 _MORE = 16  # generated ids that there is room for at first
 
@@ -60,9 +60,9 @@ class _Beams:
         self.ids[:, end], self.logprobs[:, self.length] = tokens, gains
         self.scores, self.rows, self.chosen = scores, places, tokens.tolist()
         self.length += 1
-        self.guides = [self._accepted(p, t) for p, t in zip(parents.tolist(), self.chosen, strict=True)]
+        self.guides = [self.accepted(p, t) for p, t in zip(parents.tolist(), self.chosen, strict=True)]
 
-    def _accepted(self, parent: int, token: int) -> Guide | None:
+    def accepted(self, parent: int, token: int) -> Guide | None:
         guide = self.guides[parent]
         if guide is not None:
             guide = guide.copy()
@@ -206,6 +206,8 @@ class BeamSearch:
         stopped = False
         if task.cuts is not None:
             stopped = task.cuts([*group.so_far(beam)[len(task.prompt) :].tolist(), token])
+        if group.guides[beam] is not None and not task.ends:
+            stopped = stopped or task.complete(group.accepted(beam, token))
         return task.reason(token, group.length + 1, stopped)
 
     def _finish(self, task: Task, groups: list[_Beams]) -> None:
@@ -213,7 +215,7 @@ class BeamSearch:
         if found:
             task.found = found[: task.settings.num_return]
         else:
-            task.error = OptionError("the options leave no token that may come next: allow more tokens, or more beams")
+            task.error = OptionError(NOTHING_LEFT)
 
     def _live(self) -> list[_Beams]:
         return [group for groups in self._beams.values() for group in groups if not group.over]

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
-from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
 
 _ONLY = np.zeros(1, np.int64)
 
@@ -35,7 +36,10 @@ class _Row:
         """The token that follows, by the task's rules, grammar and way of choosing."""
         scores = self.task.ruled(np.array(self.ids), self.guide, logits)
         if self.sampler is None:
-            return int(scores.argmax())
+            token = int(scores.argmax())
+            if scores[token] == -np.inf:
+                raise OptionError(NOTHING_LEFT)
+            return token
         return int(self.sampler(scores[None], _ONLY)[0])
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
@@ -43,7 +47,7 @@ class _Row:
         self.logprobs.append(logprob)
         if self.guide is not None:
             self.guide.accept(token)
-        stopped = self.stopped is not None and self.stopped(token)
+        stopped = (self.stopped is not None and self.stopped(token)) or self.task.complete(self.guide)
         reason = self.task.reason(token, len(self.logprobs), stopped)
         if self.task.listen is not None:
             self.task.listen(Token(self.copy, token, logprob, reason))

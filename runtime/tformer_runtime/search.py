@@ -24,6 +24,8 @@ from tformer_runtime.session import Array
 if TYPE_CHECKING:
     from tformer_runtime.engine import State
 
+NOTHING_LEFT = "the options leave no token that may come next: suppress less, or allow more beams"
+
 FinishReason = Literal["end", "stop", "length"]
 Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
 
@@ -104,16 +106,26 @@ class Task:
             return "end"
         return "stop" if stopped else "length" if length >= self.most else None
 
+    def complete(self, guide: Guide | None) -> bool:
+        """Whether a text is what its grammar asks for, whole, and the model has no end token to say so."""
+        return guide is not None and not self.ends and guide.over
+
     def ruled(self, ids: Ints, guide: Guide | None, scores: Floats) -> Floats:
-        """The scores of a row's next token, as its rules and its grammar leave them."""
+        """The scores of a row's next token, as its rules and its grammar leave them: -inf for what may not come.
+
+        Where a grammar lets the text only end, it ends, whatever the rules say.
+        """
         if not self.rules and guide is None:
             return scores
-        scores = scores.copy()
+        ruled = scores.copy()
         for rule in self.rules:
-            rule(ids, len(self.prompt), scores)
+            rule(ids, len(self.prompt), ruled)
         if guide is not None:
-            guide.mask(scores)
-        return scores
+            guide.mask(ruled)
+            if ruled.max() == -np.inf and guide.over:
+                np.copyto(ruled, scores)
+                guide.mask(ruled)
+        return ruled
 
 
 class Search(Protocol):
