@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.manifest import SLOT, Cache
-from tformer_runtime.memory import Budget
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
@@ -70,10 +70,10 @@ class KVCache:
     """
 
     def __init__(
-        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Budget | None = None
+        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Share | None = None
     ) -> None:
         self._session, self._specs, self._max_length = session, specs, max_length
-        self._budget = budget or Budget()
+        self._budget = budget or Budget().share()
         self.rows = rows
         self.room = 0  # rows that the buffers have, on the host
         self.capacity = 0  # slots that they have
@@ -132,6 +132,8 @@ class KVCache:
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
         before, rows, slots = self.rows, self.rows + other.rows, max(used, others)
+        self._budget.give(other.nbytes)  # what moves over is counted once
+        other.nbytes = 0
         wasteful = self.room > SPARE * rows or self.capacity > SPARE * max(slots, BLOCK)
         self.rows = rows
         if self.room < rows or self.capacity < slots or wasteful or not self._on_host:
@@ -142,9 +144,17 @@ class KVCache:
         other.release()
         self._bind()
 
-    def copy(self, rows: Array, used: int) -> KVCache:
+    def fit(self, used: int) -> bool:
+        """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
+        slots = slots_for(used, self._max_length)
+        if not self.capacity or (self.room == self.rows and self.capacity <= slots):
+            return False
+        self._remake(np.arange(self.rows), self.rows, min(slots, self.capacity), min(used, self.capacity))
+        return True
+
+    def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows), self._budget)
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
         if self.capacity:
             lives = [self._live(slab) for slab in self._slabs]
             other._remake(rows, len(rows), slots_for(used, self._max_length), used, lives)

@@ -34,8 +34,16 @@ class Prefix:
 
     def __init__(self, engine: Engine, ids: Ints, budget: Budget) -> None:
         self.ids = ids
-        self.state = engine.start(None, 1, budget=budget)
-        read(engine, self.state, ids)
+        share = budget.share(kept=True)
+        self.state = engine.start(None, 1, budget=share)
+        share.ask(engine.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
+        try:
+            read(engine, self.state, ids)
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            share.end()
 
     def release(self) -> None:
         """Give the memory back; requests can no longer begin with it."""
@@ -74,7 +82,7 @@ class Chat:
         self._system = system
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
-        self._state = engine.start(None, 1, budget=budget)
+        self._state = engine.start(None, 1, budget=budget.share(kept=True))
         self._read: Ints = np.zeros(0, np.int64)  # what the state has read
         self.turns: list[Turn] = []
 

@@ -34,7 +34,7 @@ from tformer_runtime.manifest import (
     Manifest,
     TensorSpec,
 )
-from tformer_runtime.memory import Budget
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.requests import request_arrays
 from tformer_runtime.session import Array, Session
 
@@ -57,7 +57,7 @@ class State:
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
-        budget: Budget,
+        budget: Share,
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
@@ -70,6 +70,7 @@ class State:
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
         self.budget = budget
+        self.released = False
         self.hold(context)
 
     @property
@@ -82,7 +83,7 @@ class State:
         return self.cache.nbytes + sum(a.nbytes for a in self.context)
 
     def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one. MemoryBudgetError as of `Budget.take`."""
+        """Take another context in the place of the present one. MemoryBudgetError as of `Share.take`."""
         self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
         self.context, self.context_values, self.call = context, [], None
 
@@ -92,9 +93,13 @@ class State:
         self.longest = int(self.lengths.max(initial=0))
 
     def release(self) -> None:
-        """Give the memory back; the state is of no more use."""
+        """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
         self.cache.release()
         self.hold([])
+        self.released = True
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Engine:
@@ -108,6 +113,9 @@ class Engine:
         self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
+        stage = self.session.inputs.get(STAGE, ())
+        # Held here: a binding need not keep alive what is bound.
+        self._decodes = self.session.tensor(np.ones([size or 1 for size in stage], np.bool_))
 
     @property
     def decode(self) -> Decode:
@@ -145,7 +153,7 @@ class Engine:
         rows: int,
         repeat: int = 1,
         extras: Sequence[str] = (),
-        budget: Budget | None = None,
+        budget: Share | None = None,
         joins: bool = False,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
@@ -153,7 +161,7 @@ class Engine:
         extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
         taken from. joins: the state may be joined with others.
         """
-        budget = budget or Budget()
+        budget = budget or Budget().share()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
         wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
         if self.manifest.encode is None:
@@ -178,6 +186,7 @@ class Engine:
         rows, new = tokens.shape
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
+        _check_held(state)
         if new > 1 and counts is not None:
             new = int(counts.max())  # operators reckon from the row's last token back: no column without a valid one
             tokens = tokens[:, :new]
@@ -233,23 +242,40 @@ class Engine:
         state.longest = max(state.longest, other.longest)
         state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
 
-    def copy(self, state: State, rows: Array) -> State:
-        """A state of its own, whose row i is what row rows[i] is."""
+    def copy(self, state: State, rows: Array, budget: Share | None = None) -> State:
+        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from."""
+        budget = budget or Budget().share()
         context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        other = State(
-            context, state.cache.copy(rows, state.longest), len(rows), state.encoded, state.wanted, state.budget
-        )
+        cache = state.cache.copy(rows, state.longest, budget)
+        other = State([], cache, len(rows), state.encoded, state.wanted, budget)
+        other.hold(context)
         other.lengths, other.longest, other.origin = state.lengths[rows], state.longest, state.origin[rows]
+        _check_held(state)  # only now: another thread may have released it meanwhile
         return other
 
-    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1) -> int:
-        """Bytes of caches and context for `rows` rows of so many slots. sizes: free axis of the inputs → length."""
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        context = sum(
-            math.prod(sizes.get(a, 1) if isinstance(a, str) else a for a in spec.shape) * np.dtype(spec.dtype).itemsize
-            for spec in outputs
-        )
-        return rows * context + bytes_of(self.decode.caches, rows, slots_for(slots, self.manifest.max_length))
+    def fit(self, state: State) -> bool:
+        """Give back what the caches have beyond the need of the rows. False if that is nothing to speak of."""
+        if not state.cache.fit(state.longest + 1):
+            return False
+        state.call = None
+        return True
+
+    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
+        """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
+
+        sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
+        they read) is taken to be as long as the longest.
+        """
+        sizes = {**sizes, BATCH: rows}
+        longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
+        context = 0
+        for i, spec in enumerate(self.manifest.encode.outputs if self.manifest.encode else ()):
+            shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
+            if beside is not None:
+                shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
+            context += math.prod(shape) * np.dtype(spec.dtype).itemsize
+        slots = slots_for(slots, self.manifest.max_length)
+        return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
 
     def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
         outputs = self.manifest.encode.outputs if self.manifest.encode else ()
@@ -354,7 +380,7 @@ class _Call:
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
         if STAGE in session.inputs:
-            bound[STAGE] = session.tensor(np.ones([d or 1 for d in session.inputs[STAGE]], np.bool_))
+            bound[STAGE] = engine._decodes
         for name in session.inputs:
             io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
@@ -400,6 +426,11 @@ class _Call:
         if self.want == "all":
             return values
         return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
+
+
+def _check_held(state: State) -> None:
+    if state.released:
+        raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
 
 
 def _writable(array: Array) -> Array:
