@@ -137,23 +137,26 @@ def test_rows_that_left_make_room_for_others(files, strict):
     """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
     model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
     scheduler = model._generator.scheduler(None, 32)
-    for length in (2, 30, 2, 30, 2, 30):
-        scheduler.submit(of_length(model, length))
+    tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
+    for task in tasks:
+        scheduler.submit(task)
     assert [len(scheduler.running) for _ in range(4) if scheduler.step() is not None] == [4, 2, 4, 3]
     while not scheduler.idle:
         scheduler.step()
+    assert all(task.found for task in tasks)
 
 
 def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
     """A row of 50 slots leaves one of 30 and buffers of 64 slots, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
     scheduler = model._generator.scheduler(None, 32)
-    for wait, length in ((25, 50), (27, 30), (20, 30)):
-        scheduler.submit(of_length(model, length))
-        for _ in range(wait):
+    tasks = [of_length(model, length) for length in (50, 30, 30)]
+    for task, steps in zip(tasks, (25, 27, 30), strict=True):
+        scheduler.submit(task)
+        for _ in range(steps):
             scheduler.step()
-    while not scheduler.idle:
-        scheduler.step()
+    assert scheduler.idle
+    assert all(task.found for task in tasks)
 
 
 def test_a_request_that_never_fits_says_what_it_needs(files):
