@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.manifest import SLOT, Cache
-from tformer_runtime.memory import Budget
 from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
@@ -66,20 +65,17 @@ class KVCache:
     """The buffers of every cached tensor for the rows of one batch.
 
     Tensors written in place have one buffer; if any has not, past and present swap roles with each step, which is
-    what `turn` counts. Bytes are taken from `budget` before they are held, and given back by `release`.
+    what `turn` counts. Whoever changes the buffers can ask beforehand how many bytes they will have: `size`.
     """
 
-    def __init__(
-        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Budget | None = None
-    ) -> None:
+    def __init__(self, session: Session, specs: Sequence[Cache], max_length: int, rows: int) -> None:
         self._session, self._specs, self._max_length = session, specs, max_length
-        self._budget = budget or Budget()
+        self._unit = bytes_of(specs, 1, 1)
         self.rows = rows
         self.room = 0  # rows that the buffers have, on the host
         self.capacity = 0  # slots that they have
         self.turn = 0
         self.turns = 1 if all(spec.in_place for spec in specs) else 2
-        self.nbytes = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
@@ -87,6 +83,15 @@ class KVCache:
         for members in groups.values():
             sides = 1 if specs[members[0]].in_place else 2
             self._slabs.append(_Slab(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
+
+    @property
+    def nbytes(self) -> int:
+        return self._unit * self.room * self.capacity
+
+    def size(self, rows: int, slots: int) -> int:
+        """Bytes of the buffers once they have been made to fit so many rows, of which so many slots are in use."""
+        room, capacity = self._fitting(rows, slots)
+        return self._unit * room * capacity
 
     def past(self, turn: int) -> list[Any]:
         """The OrtValues to bind as past, in the order of the manifest's caches."""
@@ -99,31 +104,28 @@ class KVCache:
     def present(self, turn: int) -> list[Any]:
         return self.past(turn + 1)
 
-    def reserve(self, slots: int, used: int) -> bool:
-        """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
-        if slots <= self.capacity:
-            return False
-        self._remake(np.arange(self.rows), max(self.rows, self.room), slots_for(slots, self._max_length), used)
-        return True
+    def reserve(self, slots: int, used: int) -> None:
+        """Make room for `slots` slots a row, keeping the first `used`: new buffers to bind."""
+        self._remake(np.arange(self.rows), self._fitting(self.rows, slots), used)
+        self._bind()
 
     def reorder(self, rows: Array, used: int) -> None:
         """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more.
 
-        Copies the rows that move; all of them where the buffers have no room for as many.
+        Copies the rows that move; all of them where the buffers have no room for as many, or far too much.
         """
-        before, count = self.rows, len(rows)
-        self.rows = count
-        if not self.capacity:
+        before, self.rows = self.rows, len(rows)
+        fitting = self._fitting(len(rows), used)
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(rows, fitting, used)
+            self._bind()
             return
-        if count > self.room or not self._on_host:
-            self._remake(rows, count, self.capacity, used)
-            return
-        moved = np.flatnonzero(rows != np.arange(count))
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
         if moved.size:
             for slab in self._slabs:
                 live = self._live(slab)[_part(slab.axis, used)]
                 live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
-        if count != before:
+        if self.rows != before:
             self._bind()
 
     def join(self, other: KVCache, used: int, others: int) -> None:
@@ -131,71 +133,70 @@ class KVCache:
 
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
-        before, rows, slots = self.rows, self.rows + other.rows, max(used, others)
-        wasteful = self.room > SPARE * rows or self.capacity > SPARE * max(slots, BLOCK)
-        self.rows = rows
-        if self.room < rows or self.capacity < slots or wasteful or not self._on_host:
-            self._remake(np.arange(before), rows, slots_for(slots, self._max_length), used, bind=False)
-        for slab, theirs in zip(self._slabs, other._slabs, strict=True):
-            part = _part(slab.axis, others)
-            self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
+        before, self.rows = self.rows, self.rows + other.rows
+        fitting = self._fitting(self.rows, max(used, others))
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(np.arange(before), fitting, used)
+        if others:
+            for slab, theirs in zip(self._slabs, other._slabs, strict=True):
+                part = _part(slab.axis, others)
+                self._live(slab)[:, before : self.rows][part] = other._live(theirs)[:, : other.rows][part]
         other.release()
         self._bind()
 
     def copy(self, rows: Array, used: int) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows), self._budget)
-        if self.capacity:
-            lives = [self._live(slab) for slab in self._slabs]
-            other._remake(rows, len(rows), slots_for(used, self._max_length), used, lives)
+        other = KVCache(self._session, self._specs, self._max_length, len(rows))
+        other._remake(rows, other._fitting(len(rows), used), used, [self._live(slab) for slab in self._slabs])
+        other._bind()
         return other
 
     def release(self) -> None:
-        """Give the buffers and their bytes back."""
+        """Give the buffers back."""
         for slab in self._slabs:
             slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
-        self._budget.give(self.nbytes)
-        self.nbytes = self.room = self.capacity = 0
+        self.room = self.capacity = 0
 
     @property
     def _on_host(self) -> bool:
         return self._session.device == "cpu"
 
+    def _fitting(self, rows: int, slots: int) -> tuple[int, int]:
+        """The room and the capacity for so many rows and slots: those there are, unless they are too small or more
+        than SPARE times the need."""
+        room = self.room if self._on_host and rows <= self.room <= SPARE * rows else rows
+        if not slots and not self.capacity:  # nothing has been read yet
+            return room, 0
+        fits = slots <= self.capacity <= SPARE * max(slots, BLOCK)
+        return room, self.capacity if fits else slots_for(slots, self._max_length)
+
     def _live(self, slab: _Slab) -> Array:
-        """The side that the next step reads, on the host."""
+        """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""
         side = self.turn % len(slab.arrays)
         held = slab.arrays[side]
-        if held is None:
-            held = slab.arrays[side] = np.stack([value.numpy() for value in slab.values[side]])
-        return held
+        if held is None and slab.values[side]:
+            held = np.stack([value.numpy() for value in slab.values[side]])
+        return np.zeros(0) if held is None else held
 
-    def _remake(
-        self, rows: Array, room: int, slots: int, used: int, lives: Sequence[Array] | None = None, bind: bool = True
-    ) -> None:
-        """New buffers for `room` rows and `slots` slots; row i becomes what row rows[i] was, here or in `lives`."""
-        held = bytes_of(self._specs, room, slots)
-        self._budget.take(held - self.nbytes)
-        self.nbytes = held
-        if lives is None and self.capacity:
+    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
+        """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
+        if lives is None:
             lives = [self._live(slab) for slab in self._slabs]
-        self.room, self.capacity = room, slots
-        for k, slab in enumerate(self._slabs):
-            sizes = [slots if size == SLOT else int(size) for size in slab.spec.shape[1:]]
-            shape = (len(slab.members), room, *sizes)
+        self.room, self.capacity = fitting
+        for slab, live in zip(self._slabs, lives, strict=True):
+            sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
+            shape = (len(slab.members), self.room, *sizes)
             slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
-            if lives and used:
+            if used:
                 part = _part(slab.axis, used)
-                self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
-        if bind:
-            self._bind()
+                self._live(slab)[:, : len(rows)][part] = live[part][:, rows]
 
     def _bind(self) -> None:
         """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""
         for slab in self._slabs:
             for side, array in enumerate(slab.arrays):
-                if array is None:  # on the device, and unchanged
-                    continue
-                slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
+                if array is not None:
+                    slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
             if not self._on_host:
                 slab.arrays = [None] * len(slab.arrays)
 

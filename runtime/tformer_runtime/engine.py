@@ -11,6 +11,7 @@ A `State` belongs to one call and one thread; an `Engine` may be shared by any n
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ class State:
     lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
     encoded: what encode gave beside the context, as it was asked for, one row for each request.
     extras: what the latest step gave beside its logits, in their layout; overwritten by the next.
+
+    Its bytes are taken from `budget` before it holds them, and given back by `release`, or when nobody refers to it.
     """
 
     def __init__(
@@ -59,18 +62,23 @@ class State:
         wanted: tuple[str, ...],
         budget: Budget,
     ) -> None:
-        self.lengths: Ints = np.zeros(rows, np.int64)
-        self.longest = 0  # the greatest of lengths
+        self.budget, self.held = budget, 0
+        self.claim(sum(a.nbytes for a in context) + cache.nbytes)
         self.cache = cache
         self.context: list[Array] = []
+        self.lengths: Ints = np.zeros(rows, np.int64)
+        self.longest = 0  # the greatest of lengths
         self.context_values: list[Any] = []
         self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
-        self.budget = budget
+        self.released = False
         self.hold(context)
+
+    def __del__(self) -> None:
+        self.budget.give(self.held)
 
     @property
     def rows(self) -> int:
@@ -81,9 +89,13 @@ class State:
         """Bytes of the caches and the context."""
         return self.cache.nbytes + sum(a.nbytes for a in self.context)
 
+    def claim(self, count: int) -> None:
+        """Be about to hold so many bytes in all. MemoryBudgetError as of `Budget.take`, and then nothing is changed."""
+        self.budget.take(count - self.held)
+        self.held = count
+
     def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one. MemoryBudgetError as of `Budget.take`."""
-        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
+        """Take another context in the place of the present one; its bytes are claimed."""
         self.context, self.context_values, self.call = context, [], None
 
     def rewind(self, length: int) -> None:
@@ -95,6 +107,8 @@ class State:
         """Give the memory back; the state is of no more use."""
         self.cache.release()
         self.hold([])
+        self.claim(0)
+        self.released = True
 
 
 class Engine:
@@ -116,13 +130,13 @@ class Engine:
         return self.manifest.decode
 
     def encode(
-        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: bool = False
+        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: int = 0
     ) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
-        extras: names of the stage's extras to give too, behind the outputs. widen: with a position of padding at the
-        end of every row, where the model can take one more.
+        extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
+        padding at the end of every row, as far as the model can take them.
         """
         encode = self.manifest.encode
         if encode is None:
@@ -154,12 +168,13 @@ class Engine:
         taken from. joins: the state may be joined with others.
         """
         budget = budget or Budget()
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
-        wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
+        wanted = self._of_steps(extras)
         if self.manifest.encode is None:
             state = State([], cache, rows, {}, wanted, budget)
         else:
-            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras, joins).items()}
+            encoded = self.encode(requests or {}, rows, extras, self.slack if joins else 0)
+            arrays = {name: value.numpy() for name, value in encoded.items()}
             context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
             state = State(context, cache, rows, arrays, wanted, budget)
         if repeat != 1:
@@ -173,8 +188,9 @@ class Engine:
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
         want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
-        InputError if a row would pass the maximum length.
+        InputError if a row would pass the maximum length; MemoryBudgetError.
         """
+        _check(state)
         rows, new = tokens.shape
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
@@ -186,8 +202,7 @@ class Engine:
             return self._columns(state, tokens, counts, want)
         if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
-        if state.cache.reserve(total, state.longest):
-            state.call = None
+        self._reserve(state, total)
         if len(state.context_values) != len(state.context):
             state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
@@ -196,28 +211,40 @@ class Engine:
         return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
-        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
+        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more.
+
+        MemoryBudgetError if there is no memory for more rows; then nothing has changed.
+        """
+        _check(state)
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
-        origin = state.origin[rows]
+        lengths, origin = state.lengths[rows], state.origin[rows]
+        longest = int(lengths.max(initial=0))
+        context = state.context
         if not np.array_equal(origin, state.origin):
-            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
+            context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
+        state.claim(sum(a.nbytes for a in context) + state.cache.size(len(rows), longest))
+        if context is not state.context:
+            state.hold(context)
             state.origin = origin
-        state.cache.reorder(rows, state.longest)
+        state.cache.reorder(rows, longest)
         if len(rows) == state.rows:
-            state.lengths[:] = state.lengths[rows]  # bound calls read this very array
+            state.lengths[:] = lengths  # bound calls read this very array
         else:
-            state.lengths = state.lengths[rows]
+            state.lengths = lengths
             state.call = None
-        state.longest = int(state.lengths.max(initial=0))
+        state.longest = longest
 
     def join(self, state: State, other: State) -> None:
         """Append the other's rows, which were started with `joins`; it is of no more use then.
 
         Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
-        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
+        stands at any. Copies both contexts, the other's caches, and its own if they have no room. MemoryBudgetError if
+        there is no memory for both together; then nothing has changed.
         """
+        _check(state)
+        _check(other)
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
         context = []
@@ -226,34 +253,81 @@ class Engine:
             axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
             wide = [_widened(array, sizes, axis) for array in (one, two)]
             context.append(wide[0] if axis is None else np.concatenate(wide, axis))
-        other.hold([])
+        longest = max(state.longest, other.longest)
+        cache = state.cache.size(state.rows + other.rows, longest)
+        held = sum(a.nbytes for a in context) + cache
+        theirs = other.held if other.budget is state.budget else 0
+        state.budget.take(held - state.held - theirs)
+        state.held, other.held = held, other.held - theirs
         state.hold(context)
         state.cache.join(other.cache, state.longest, other.longest)
+        other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
-        state.longest = max(state.longest, other.longest)
+        state.longest = longest
         state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
 
-    def copy(self, state: State, rows: Array) -> State:
-        """A state of its own, whose row i is what row rows[i] is."""
+    def copy(self, state: State, rows: Array, extras: Sequence[str] | None = None) -> State:
+        """A state of its own, whose row i is what row rows[i] is. extras: as of `start`; None: the state's own."""
+        _check(state)
+        lengths = state.lengths[rows]
+        longest = int(lengths.max(initial=0))
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, len(rows))
+        wanted = state.wanted if extras is None else self._of_steps(extras)
+        other = State([], cache, len(rows), state.encoded, wanted, state.budget)
         context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        other = State(
-            context, state.cache.copy(rows, state.longest), len(rows), state.encoded, state.wanted, state.budget
-        )
-        other.lengths, other.longest, other.origin = state.lengths[rows], state.longest, state.origin[rows]
+        other.claim(sum(a.nbytes for a in context) + cache.size(len(rows), longest))
+        other.hold(context)
+        other.cache = state.cache.copy(rows, longest)
+        other.lengths, other.longest, other.origin = lengths, longest, state.origin[rows]
         return other
 
     def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1) -> int:
         """Bytes of caches and context for `rows` rows of so many slots. sizes: free axis of the inputs → length."""
         outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        context = sum(
-            math.prod(sizes.get(a, 1) if isinstance(a, str) else a for a in spec.shape) * np.dtype(spec.dtype).itemsize
-            for spec in outputs
-        )
+        most = max(sizes.values(), default=1)  # of an axis that follows from an input's
+
+        def length(axis: int | str) -> int:
+            return axis if isinstance(axis, int) else 1 if axis == BATCH else sizes.get(axis, most)
+
+        context = sum(math.prod(map(length, spec.shape)) * np.dtype(spec.dtype).itemsize for spec in outputs)
         return rows * context + bytes_of(self.decode.caches, rows, slots_for(slots, self.manifest.max_length))
+
+    def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
+        return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
 
     def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
         outputs = self.manifest.encode.outputs if self.manifest.encode else ()
         return list(zip(outputs, state.context, strict=True))
+
+    @functools.cached_property
+    def slack(self) -> int:
+        """Positions of padding that give every row some at the end of every axis of the context, for `join`.
+
+        One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
+        how many is seen by encoding: if so many more give two at one length, they give one or more at any.
+        """
+        encode = self.manifest.encode
+        inputs = [spec for spec in encode.inputs if spec.role != "mask"] if encode else []
+        own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
+        outputs = encode.outputs if encode else ()
+        if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
+            return 1
+        limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
+
+        def sizes(length: int) -> Array:
+            given = {}
+            for spec in inputs:
+                first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+                first = length if isinstance(spec.shape[1], str) else first
+                given[spec.name] = [np.zeros((first, *others), spec.dtype)]
+            found = self.encode(given, 1)
+            axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
+            return np.array([found[name].shape()[at] for name, at in axes])
+
+        base, more = limit // 2, 1
+        while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
+            more *= 2
+        return more if base + more < limit else limit
 
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
@@ -261,12 +335,20 @@ class Engine:
             state.longest > 0 and state.rows > 1 and (not self.decode.ragged_chunks or total > self.manifest.max_length)
         )
 
+    def _reserve(self, state: State, total: int) -> None:
+        """Make room for so many slots."""
+        if total > state.cache.capacity:
+            state.claim(state.held - state.cache.nbytes + state.cache.size(state.rows, total))
+            state.cache.reserve(total, state.longest)
+            state.call = None
+
     def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
         rows, new = tokens.shape
         counts = np.full(rows, new) if counts is None else np.asarray(counts)
-        if int((state.lengths + counts).max()) > self.manifest.max_length:
-            total = int((state.lengths + counts).max())
+        total = int((state.lengths + counts).max())
+        if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
+        self._reserve(state, total)
         every, logits = [], np.empty(0, np.float32)
         extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
         for i in range(new):
@@ -316,6 +398,9 @@ class Engine:
                 f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
                 "export the model again"
             ) from error
+
+
+_LIMIT = 256  # positions of an input that has no maximum, at which its strides show
 
 
 class _Call:
@@ -400,6 +485,11 @@ class _Call:
         if self.want == "all":
             return values
         return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
+
+
+def _check(state: State) -> None:
+    if state.released:
+        raise InputError("what was read before has been released: read it again")
 
 
 def _writable(array: Array) -> Array:

@@ -44,7 +44,7 @@ class Result:
         log-probabilities as rules and penalties left them.
     finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
     token_logprobs: the model's natural-log probability of each id; options do not change it.
-    top_logprobs: for each generated id, the likeliest ids at its place and their log-probabilities, if asked for.
+    top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
     alternatives: the other results if num_return is more than 1: next best first, or the other samples.
     alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
         for.
@@ -66,11 +66,19 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Base:
+    """What has been read before a request: the state of one row that has, and the ids."""
+
+    state: State
+    ids: Ints
+
+
+@dataclass(frozen=True)
 class Request:
     """One input, ready to run. index: its place in the list of inputs. sources: request input → its ids or features.
 
-    prompt: the step input's first ids. most: how many tokens may be generated. given: how many of the prompt's last ids
-    are a prefix, which the result begins with. base: what has read what is before the prompt.
+    prompt: the step input's first ids, those that `base` has read included. most: how many tokens may be generated.
+    given: how many of the prompt's last ids are a prefix, which the result begins with.
     """
 
     index: int
@@ -78,7 +86,7 @@ class Request:
     prompt: Ints
     most: int
     given: int = 0
-    base: State | None = None
+    base: Base | None = None
 
     @property
     def prefix(self) -> list[int]:
@@ -88,7 +96,8 @@ class Request:
     @property
     def size(self) -> int:
         """How many positions are to be computed before the first token: what batches are packed by."""
-        return len(self.prompt) + sum(len(array) for array in self.sources.values())
+        read = len(self.base.ids) if self.base else 0
+        return len(self.prompt) - read + sum(len(array) for array in self.sources.values())
 
 
 class Generator:
@@ -126,7 +135,7 @@ class Generator:
             listen=listen,
             sources=request.sources,
             given=request.given,
-            base=request.base,
+            base=request.base.state if request.base else None,
         )
         if codec is not None and stop:
 
@@ -168,7 +177,7 @@ class Generator:
             float(np.float64(found.score)),
             finish,
             (*task.given_logprobs, *found.logprobs),
-            top_logprobs=found.alternatives,
+            top_logprobs=(*task.given_alternatives, *found.alternatives),
             timing=timing,
             **self._besides(task, found),
         )
@@ -183,7 +192,7 @@ class Generator:
         given: dict[str, Array] = {}
         if found.trail is not None:
             shapes = {name: extras[name].shape[2:] for name in found.trail.values}
-            given = found.trail.stacked(len(found.ids), sizes, shapes)
+            given = found.trail.stacked(task.given + len(found.ids), sizes, shapes)
         for name, value in task.encoded.items():
             axes = extras[name].shape[1:]
             given[name] = value[tuple(slice(0, sizes.get(a) if isinstance(a, str) else None) for a in axes)]

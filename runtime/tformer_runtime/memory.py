@@ -17,7 +17,7 @@ class Budget:
         self.limit = limit
         self.held = 0
         self.peak = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a state that is collected gives back, even in the midst of `take`
 
     def take(self, count: int) -> None:
         """Hold `count` bytes more; MemoryBudgetError if that passes the limit, and then nothing is taken."""

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Generator, Request, Result, generate_all, generate_stream
+from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
@@ -72,33 +72,23 @@ class Model:
         UnsupportedCallError for a model that does not generate.
         """
         settings = self._settings(options, overrides)
-        request = self._inputs.request(input, 0, settings, after.state if after else None)
+        request = self._inputs.request(input, 0, settings, self._base(after))
         return generate_all(self._generator, [request], settings)[0]
 
     def prefix(self, input: Input) -> Prefix:
         """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
 
-        UnsupportedCallError for a model with an encoder, where all that a request reads follows from its source.
+        A request then gives what it gives for the ids of both, one after the other; each text is turned into ids by
+        itself, with what the tokenizer puts around a text coming once. UnsupportedCallError for a model with an
+        encoder, where all that a request reads follows from its source.
         """
         self._must_go_on("prefix")
-        return Prefix(self._engine, self._inputs.parts(input)[1], self._budget)
+        return Prefix(self._engine, self._inputs.parts(input, last=False)[1], self._budget)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
-
-        def ids(message: Any, first: bool) -> Ints:
-            if first:
-                return self._inputs.parts(message)[1]
-            return self._inputs.ids(self._engine.decode.step.name, message, special=False)
-
-        def answer(
-            state: State, prompt: Ints, options: GenerationOptions | None, overrides: Mapping[str, Any]
-        ) -> Result:
-            settings = self._settings(options, overrides)
-            return generate_all(self._generator, [self._inputs.request(prompt, 0, settings, state)], settings)[0]
-
-        return Chat(self._engine, self._budget, system, ids, answer)
+        return Chat(self._generator, self._inputs, self._settings, system)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
@@ -120,16 +110,19 @@ class Model:
             raise OptionError(f"batch_size must be at least 1, not {batch_size}")
         settings = self._settings(options, overrides)
         generator = self._generator
-        base = after.state if after else None
+        base = self._base(after)
         requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs))
         width = max(settings.beam_size, settings.num_return)
         scheduler = generator.scheduler(settings, batch_size * width)
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, scheduler, batch_size)
 
-    def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
+    def stream(
+        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+    ) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
         settings = self._stream_settings(options, overrides)
-        return generate_stream(self._generator, self._inputs.request(input, 0, settings), settings)
+        request = self._inputs.request(input, 0, settings, self._base(after))
+        return generate_stream(self._generator, request, settings)
 
     def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self._settings(options, overrides)
@@ -215,7 +208,12 @@ class Model:
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
         return found
 
-    def _numbered(self, index: int, input: Input, settings: Settings, base: State | None) -> Request:
+    def _base(self, after: Prefix | None) -> Base | None:
+        if after is not None and after.engine is not self._engine:
+            raise InputError("the prefix was read by another model: read it with this one's prefix()")
+        return after.base if after is not None else None
+
+    def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
         try:
             return self._inputs.request(input, index, settings, base)
         except InputError as error:

@@ -21,13 +21,12 @@ def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Si
 
 
 def request_arrays(
-    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, widen: bool = False
+    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, widen: int = 0
 ) -> dict[str, Array]:
     """name → array for every request input: rows of any length padded to the longest, masks derived from lengths.
 
-    widen: by one position more than that, where an input takes it.
-
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
+    widen: rows are padded by so many positions more than that, as far as an input takes them.
     Raises InputError for a missing or unknown input, an empty row or one longer than the input's maximum.
     """
     given = [spec.name for spec in specs if spec.role != "mask"]
@@ -39,7 +38,7 @@ def request_arrays(
     return {**arrays, **masks}
 
 
-def _padded(spec: RequestInput, values: Sequence[Array], rows: int, widen: bool) -> Array:
+def _padded(spec: RequestInput, values: Sequence[Array], rows: int, widen: int) -> Array:
     """Stack rows, padding every free axis at its end to the largest."""
     if len(values) != rows:
         raise InputError(f"input {spec.name} has {len(values)} rows where {rows} are to be run")
@@ -56,8 +55,8 @@ def _padded(spec: RequestInput, values: Sequence[Array], rows: int, widen: bool)
             if isinstance(wanted, int) and size != wanted:
                 raise InputError(f"input {spec.name} has the shape {item.shape} where {inner} is needed")
     shape = [max(item.shape[axis] for item in items) for axis in range(len(inner))]
-    if widen and isinstance(inner[0], str) and (spec.max_length is None or shape[0] < spec.max_length):
-        shape[0] += 1
+    if isinstance(inner[0], str):
+        shape[0] = min(shape[0] + widen, spec.max_length or shape[0] + widen)
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in enumerate(items):
         array[row][tuple(slice(0, size) for size in item.shape)] = item
