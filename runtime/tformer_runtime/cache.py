@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.manifest import SLOT, Cache
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
@@ -65,17 +66,20 @@ class KVCache:
     """The buffers of every cached tensor for the rows of one batch.
 
     Tensors written in place have one buffer; if any has not, past and present swap roles with each step, which is
-    what `turn` counts. Whoever changes the buffers can ask beforehand how many bytes they will have: `size`.
+    what `turn` counts. Bytes are taken from `budget` before they are held, and given back by `release`.
     """
 
-    def __init__(self, session: Session, specs: Sequence[Cache], max_length: int, rows: int) -> None:
+    def __init__(
+        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Share | None = None
+    ) -> None:
         self._session, self._specs, self._max_length = session, specs, max_length
-        self._unit = bytes_of(specs, 1, 1)
+        self._budget = budget or Budget().share()
         self.rows = rows
         self.room = 0  # rows that the buffers have, on the host
         self.capacity = 0  # slots that they have
         self.turn = 0
         self.turns = 1 if all(spec.in_place for spec in specs) else 2
+        self.nbytes = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
@@ -83,15 +87,6 @@ class KVCache:
         for members in groups.values():
             sides = 1 if specs[members[0]].in_place else 2
             self._slabs.append(_Slab(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
-
-    @property
-    def nbytes(self) -> int:
-        return self._unit * self.room * self.capacity
-
-    def size(self, rows: int, slots: int) -> int:
-        """Bytes of the buffers once they have been made to fit so many rows, of which so many slots are in use."""
-        room, capacity = self._fitting(rows, slots)
-        return self._unit * room * capacity
 
     def past(self, turn: int) -> list[Any]:
         """The OrtValues to bind as past, in the order of the manifest's caches."""
@@ -104,58 +99,72 @@ class KVCache:
     def present(self, turn: int) -> list[Any]:
         return self.past(turn + 1)
 
-    def reserve(self, slots: int, used: int) -> None:
-        """Make room for `slots` slots a row, keeping the first `used`: new buffers to bind."""
+    def reserve(self, slots: int, used: int) -> bool:
+        """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
+        if slots <= self.capacity:
+            return False
         self._remake(np.arange(self.rows), self._fitting(self.rows, slots), used)
         self._bind()
+        return True
 
     def reorder(self, rows: Array, used: int) -> None:
         """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more.
 
         Copies the rows that move; all of them where the buffers have no room for as many, or far too much.
         """
-        before, self.rows = self.rows, len(rows)
-        fitting = self._fitting(len(rows), used)
+        before, fitting = self.rows, self._fitting(len(rows), used)
         if fitting != (self.room, self.capacity) or not self._on_host:
             self._remake(rows, fitting, used)
-            self._bind()
-            return
-        moved = np.flatnonzero(rows != np.arange(len(rows)))
-        if moved.size:
-            for slab in self._slabs:
+        else:
+            moved = np.flatnonzero(rows != np.arange(len(rows)))
+            for slab in self._slabs if moved.size else ():
                 live = self._live(slab)[_part(slab.axis, used)]
                 live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
-        if self.rows != before:
-            self._bind()
+            if len(rows) == before:
+                return
+        self.rows = len(rows)
+        self._bind()
 
     def join(self, other: KVCache, used: int, others: int) -> None:
         """Append the other's rows. used, others: how many slots of each are in use. The other is released.
 
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
-        before, self.rows = self.rows, self.rows + other.rows
-        fitting = self._fitting(self.rows, max(used, others))
+        before, rows = self.rows, self.rows + other.rows
+        fitting = self._fitting(rows, max(used, others))
+        self._budget.give(other.nbytes)  # what moves over is counted once
+        other.nbytes = 0
         if fitting != (self.room, self.capacity) or not self._on_host:
             self._remake(np.arange(before), fitting, used)
-        if others:
-            for slab, theirs in zip(self._slabs, other._slabs, strict=True):
-                part = _part(slab.axis, others)
-                self._live(slab)[:, before : self.rows][part] = other._live(theirs)[:, : other.rows][part]
+        for slab, theirs in zip(self._slabs, other._slabs, strict=True) if others else ():
+            part = _part(slab.axis, others)
+            self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
         other.release()
+        self.rows = rows
         self._bind()
 
-    def copy(self, rows: Array, used: int) -> KVCache:
+    def fit(self, used: int) -> bool:
+        """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
+        slots = slots_for(used, self._max_length)
+        if not self.capacity or (self.room == self.rows and self.capacity <= slots):
+            return False
+        self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
+        self._bind()
+        return True
+
+    def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows))
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
         other._remake(rows, other._fitting(len(rows), used), used, [self._live(slab) for slab in self._slabs])
         other._bind()
         return other
 
     def release(self) -> None:
-        """Give the buffers back."""
+        """Give the buffers and their bytes back."""
         for slab in self._slabs:
             slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
-        self.room = self.capacity = 0
+        self._budget.give(self.nbytes)
+        self.nbytes = self.room = self.capacity = 0
 
     @property
     def _on_host(self) -> bool:
@@ -174,22 +183,27 @@ class KVCache:
         """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""
         side = self.turn % len(slab.arrays)
         held = slab.arrays[side]
-        if held is None and slab.values[side]:
+        if held is None:
             held = np.stack([value.numpy() for value in slab.values[side]])
-        return np.zeros(0) if held is None else held
+        return held
 
-    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
+    def _remake(
+        self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None
+    ) -> None:
         """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
-        if lives is None:
+        held = bytes_of(self._specs, *fitting)
+        self._budget.take(held - self.nbytes)
+        self.nbytes = held
+        if lives is None and used:
             lives = [self._live(slab) for slab in self._slabs]
         self.room, self.capacity = fitting
-        for slab, live in zip(self._slabs, lives, strict=True):
+        for k, slab in enumerate(self._slabs):
             sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
             shape = (len(slab.members), self.room, *sizes)
             slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
-            if used:
+            if lives and used:
                 part = _part(slab.axis, used)
-                self._live(slab)[:, : len(rows)][part] = live[part][:, rows]
+                self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
 
     def _bind(self) -> None:
         """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.engine import Engine, State
-from tformer_runtime.errors import InputError, MissingExtraError, OptionError, TformerError
+from tformer_runtime.errors import InputError, MissingExtraError, OptionError, TformerError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Result, generate_all
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.memory import Budget
@@ -38,14 +38,22 @@ class Prefix:
 
     def __init__(self, engine: Engine, ids: Ints, budget: Budget) -> None:
         self.engine, self.ids = engine, ids
-        self._state = engine.start(None, 1, budget=budget)
-        read(engine, self._state, ids)
+        share = budget.share(kept=True)
+        self._state = engine.start(None, 1, budget=share)
+        share.ask(engine.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
+        try:
+            read(engine, self._state, ids)
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            share.end()
 
     @property
     def base(self) -> Base:
-        """InputError once it has been released."""
+        """UnsupportedCallError once it has been released."""
         if self._state.released:
-            raise InputError("the prefix has been released: read it again with prefix()")
+            raise UnsupportedCallError("the prefix has been released, and nothing can follow it: read it again")
         return Base(self._state, self.ids)
 
     def release(self) -> None:
@@ -84,7 +92,7 @@ class Chat:
         self._template = _template(manifest.chat_template, manifest.chat_tokens) if manifest.chat_template else None
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
-        self._state = self._engine.start(None, 1, budget=generator.budget)
+        self._state = self._engine.start(None, 1, budget=generator.budget.share(kept=True))
         self._read: Ints = np.zeros(0, np.int64)  # what the state has read, or the beginning of it
         self.turns: list[Turn] = []
 

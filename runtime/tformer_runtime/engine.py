@@ -35,7 +35,7 @@ from tformer_runtime.manifest import (
     Manifest,
     TensorSpec,
 )
-from tformer_runtime.memory import Budget
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.requests import request_arrays
 from tformer_runtime.session import Array, Session
 
@@ -49,8 +49,6 @@ class State:
     lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
     encoded: what encode gave beside the context, as it was asked for, one row for each request.
     extras: what the latest step gave beside its logits, in their layout; overwritten by the next.
-
-    Its bytes are taken from `budget` before it holds them, and given back by `release`, or when nobody refers to it.
     """
 
     def __init__(
@@ -60,25 +58,21 @@ class State:
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
-        budget: Budget,
+        budget: Share,
     ) -> None:
-        self.budget, self.held = budget, 0
-        self.claim(sum(a.nbytes for a in context) + cache.nbytes)
-        self.cache = cache
-        self.context: list[Array] = []
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
+        self.cache = cache
+        self.context: list[Array] = []
         self.context_values: list[Any] = []
         self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
+        self.budget = budget
         self.released = False
         self.hold(context)
-
-    def __del__(self) -> None:
-        self.budget.give(self.held)
 
     @property
     def rows(self) -> int:
@@ -89,13 +83,9 @@ class State:
         """Bytes of the caches and the context."""
         return self.cache.nbytes + sum(a.nbytes for a in self.context)
 
-    def claim(self, count: int) -> None:
-        """Be about to hold so many bytes in all. MemoryBudgetError as of `Budget.take`, and then nothing is changed."""
-        self.budget.take(count - self.held)
-        self.held = count
-
     def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one; its bytes are claimed."""
+        """Take another context in the place of the present one. MemoryBudgetError as of `Share.take`."""
+        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
         self.context, self.context_values, self.call = context, [], None
 
     def rewind(self, length: int) -> None:
@@ -104,11 +94,13 @@ class State:
         self.longest = int(self.lengths.max(initial=0))
 
     def release(self) -> None:
-        """Give the memory back; the state is of no more use."""
+        """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
         self.cache.release()
         self.hold([])
-        self.claim(0)
         self.released = True
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class Engine:
@@ -122,6 +114,9 @@ class Engine:
         self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
+        stage = self.session.inputs.get(STAGE, ())
+        # Held here: a binding need not keep alive what is bound.
+        self._decodes = self.session.tensor(np.ones([size or 1 for size in stage], np.bool_))
 
     @property
     def decode(self) -> Decode:
@@ -159,7 +154,7 @@ class Engine:
         rows: int,
         repeat: int = 1,
         extras: Sequence[str] = (),
-        budget: Budget | None = None,
+        budget: Share | None = None,
         joins: bool = False,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
@@ -167,8 +162,8 @@ class Engine:
         extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
         taken from. joins: the state may be joined with others.
         """
-        budget = budget or Budget()
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
+        budget = budget or Budget().share()
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
         wanted = self._of_steps(extras)
         if self.manifest.encode is None:
             state = State([], cache, rows, {}, wanted, budget)
@@ -188,12 +183,12 @@ class Engine:
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
         want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
-        InputError if a row would pass the maximum length; MemoryBudgetError.
+        InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
-        _check(state)
         rows, new = tokens.shape
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
+        _check_held(state)
         if new > 1 and counts is not None:
             new = int(counts.max())  # operators reckon from the row's last token back: no column without a valid one
             tokens = tokens[:, :new]
@@ -202,7 +197,8 @@ class Engine:
             return self._columns(state, tokens, counts, want)
         if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
-        self._reserve(state, total)
+        if state.cache.reserve(total, state.longest):
+            state.call = None
         if len(state.context_values) != len(state.context):
             state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
@@ -211,22 +207,15 @@ class Engine:
         return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
-        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more.
-
-        MemoryBudgetError if there is no memory for more rows; then nothing has changed.
-        """
-        _check(state)
+        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
+        _check_held(state)
         lengths, origin = state.lengths[rows], state.origin[rows]
         longest = int(lengths.max(initial=0))
-        context = state.context
         if not np.array_equal(origin, state.origin):
-            context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        state.claim(sum(a.nbytes for a in context) + state.cache.size(len(rows), longest))
-        if context is not state.context:
-            state.hold(context)
+            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
             state.origin = origin
         state.cache.reorder(rows, longest)
         if len(rows) == state.rows:
@@ -240,11 +229,10 @@ class Engine:
         """Append the other's rows, which were started with `joins`; it is of no more use then.
 
         Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
-        stands at any. Copies both contexts, the other's caches, and its own if they have no room. MemoryBudgetError if
-        there is no memory for both together; then nothing has changed.
+        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
         """
-        _check(state)
-        _check(other)
+        _check_held(state)
+        _check_held(other)
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
         context = []
@@ -253,44 +241,56 @@ class Engine:
             axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
             wide = [_widened(array, sizes, axis) for array in (one, two)]
             context.append(wide[0] if axis is None else np.concatenate(wide, axis))
-        longest = max(state.longest, other.longest)
-        cache = state.cache.size(state.rows + other.rows, longest)
-        held = sum(a.nbytes for a in context) + cache
-        theirs = other.held if other.budget is state.budget else 0
-        state.budget.take(held - state.held - theirs)
-        state.held, other.held = held, other.held - theirs
+        other.hold([])
         state.hold(context)
         state.cache.join(other.cache, state.longest, other.longest)
         other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
-        state.longest = longest
+        state.longest = max(state.longest, other.longest)
         state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
 
-    def copy(self, state: State, rows: Array, extras: Sequence[str] | None = None) -> State:
-        """A state of its own, whose row i is what row rows[i] is. extras: as of `start`; None: the state's own."""
-        _check(state)
+    def copy(
+        self, state: State, rows: Array, budget: Share | None = None, extras: Sequence[str] | None = None
+    ) -> State:
+        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
+        `start`; None: the state's own."""
+        budget = budget or Budget().share()
         lengths = state.lengths[rows]
         longest = int(lengths.max(initial=0))
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, len(rows))
-        wanted = state.wanted if extras is None else self._of_steps(extras)
-        other = State([], cache, len(rows), state.encoded, wanted, state.budget)
-        context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        other.claim(sum(a.nbytes for a in context) + cache.size(len(rows), longest))
-        other.hold(context)
-        other.cache = state.cache.copy(rows, longest)
+        try:
+            context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
+            cache = state.cache.copy(rows, longest, budget)
+            wanted = state.wanted if extras is None else self._of_steps(extras)
+            other = State([], cache, len(rows), state.encoded, wanted, budget)
+            other.hold(context)
+        finally:
+            _check_held(state)  # only now: another thread may have released it meanwhile
         other.lengths, other.longest, other.origin = lengths, longest, state.origin[rows]
         return other
 
-    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1) -> int:
-        """Bytes of caches and context for `rows` rows of so many slots. sizes: free axis of the inputs → length."""
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        most = max(sizes.values(), default=1)  # of an axis that follows from an input's
+    def fit(self, state: State) -> bool:
+        """Give back what the caches have beyond the need of the rows. False if that is nothing to speak of."""
+        if not state.cache.fit(state.longest + 1):
+            return False
+        state.call = None
+        return True
 
-        def length(axis: int | str) -> int:
-            return axis if isinstance(axis, int) else 1 if axis == BATCH else sizes.get(axis, most)
+    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
+        """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
 
-        context = sum(math.prod(map(length, spec.shape)) * np.dtype(spec.dtype).itemsize for spec in outputs)
-        return rows * context + bytes_of(self.decode.caches, rows, slots_for(slots, self.manifest.max_length))
+        sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
+        they read) is taken to be as long as the longest.
+        """
+        sizes = {**sizes, BATCH: rows}
+        longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
+        context = 0
+        for i, spec in enumerate(self.manifest.encode.outputs if self.manifest.encode else ()):
+            shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
+            if beside is not None:
+                shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
+            context += math.prod(shape) * np.dtype(spec.dtype).itemsize
+        slots = slots_for(slots, self.manifest.max_length)
+        return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
 
     def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
         return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
@@ -335,20 +335,14 @@ class Engine:
             state.longest > 0 and state.rows > 1 and (not self.decode.ragged_chunks or total > self.manifest.max_length)
         )
 
-    def _reserve(self, state: State, total: int) -> None:
-        """Make room for so many slots."""
-        if total > state.cache.capacity:
-            state.claim(state.held - state.cache.nbytes + state.cache.size(state.rows, total))
-            state.cache.reserve(total, state.longest)
-            state.call = None
-
     def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
         rows, new = tokens.shape
         counts = np.full(rows, new) if counts is None else np.asarray(counts)
         total = int((state.lengths + counts).max())
         if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
-        self._reserve(state, total)
+        if state.cache.reserve(total, state.longest):
+            state.call = None
         every, logits = [], np.empty(0, np.float32)
         extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
         for i in range(new):
@@ -439,7 +433,7 @@ class _Call:
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
         if STAGE in session.inputs:
-            bound[STAGE] = session.tensor(np.ones([d or 1 for d in session.inputs[STAGE]], np.bool_))
+            bound[STAGE] = engine._decodes
         for name in session.inputs:
             io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
@@ -487,9 +481,9 @@ class _Call:
         return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
 
 
-def _check(state: State) -> None:
+def _check_held(state: State) -> None:
     if state.released:
-        raise InputError("what was read before has been released: read it again")
+        raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
 
 
 def _writable(array: Array) -> Array:

@@ -108,18 +108,20 @@ class Generator:
         self.engine, self.codec, self._tokenizer, self.budget = engine, codec, tokenizer, budget
         self._extras = {extra.name: extra for extra in engine.manifest.extras}
 
-    def scheduler(self, settings: Settings | None, rows: int, joins: bool = True) -> Scheduler:
-        """A batch of at most `rows` rows. settings: of what the file gives besides, what is wanted."""
+    def scheduler(self, settings: Settings | None, rows: int, joins: bool = True, waits: bool = True) -> Scheduler:
+        """A batch of at most `rows` rows. settings: of what the file gives besides, what is wanted. waits: a step may
+        wait for memory that other requests hold."""
         asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden} if settings else {}
         wanted = tuple(name for name, extra in self._extras.items() if asked.get(extra.kind))
-        return Scheduler(Starter(self.engine, wanted, self.budget, joins), rows, limit=self.budget.limit)
+        share = self.budget.share(waits=waits)
+        return Scheduler(Starter(self.engine, wanted, share, joins), rows, memory=share)
 
     def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
         """OptionError if the settings do not fit the model."""
         manifest = self.engine.manifest
         vocabulary = int(self.engine.decode.logits.shape[-1])
         prefix = request.prefix
-        guide = self._grammar(settings, vocabulary)
+        guide = self.guide(settings)
         for token in prefix:
             if guide is not None:
                 guide.accept(token)
@@ -199,7 +201,9 @@ class Generator:
         hidden = {extras[name].module: value for name, value in given.items() if extras[name].kind == HIDDEN}
         return {"alignments": given.get(ALIGNMENTS), "hidden": hidden}
 
-    def _grammar(self, settings: Settings, vocabulary: int) -> Guide | None:
+    def guide(self, settings: Settings) -> Guide | None:
+        """What a constraint allows, from its beginning. Its grammar is compiled once, which may take a while."""
+        vocabulary = int(self.engine.decode.logits.shape[-1])
         for kind in _KINDS:
             definition = getattr(settings, kind)
             if definition is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tformer_runtime.engine import Engine, State
-from tformer_runtime.memory import Budget
+from tformer_runtime.memory import Share
 from tformer_runtime.record import Trail
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
@@ -34,6 +34,9 @@ class LiveRows:
         self._engine.join(self.state, other.state)
         self._trails += other._trails
 
+    def fit(self) -> bool:
+        return self._engine.fit(self.state)
+
     def trails(self) -> list[Trail] | None:
         return [trail for trail in self._trails if trail is not None] if self.state.wanted else None
 
@@ -59,7 +62,7 @@ class LiveRows:
 class Starter:
     """Begins tasks. wanted: names of the file's extras that are given. joins: whether tasks are to join others."""
 
-    def __init__(self, engine: Engine, wanted: tuple[str, ...], budget: Budget, joins: bool = True) -> None:
+    def __init__(self, engine: Engine, wanted: tuple[str, ...], budget: Share, joins: bool = True) -> None:
         self._engine, self._wanted, self._budget, self._joins = engine, wanted, budget, joins
 
     def begin(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
@@ -76,11 +79,17 @@ class Starter:
     def size(self, task: Task) -> int:
         return len(task.unread) + sum(len(array) for array in task.sources.values())
 
-    def need(self, task: Task) -> int:
+    def need(self, running: Sequence[Task], coming: Sequence[Task], rows: LiveRows | None = None) -> int:
         encode = self._engine.manifest.encode
-        sizes = own_sizes(encode.inputs, task.sources) if encode else {}
-        padded = {axis: size + self._engine.slack for axis, size in sizes.items()}
-        return self._engine.need(len(task.prompt) + task.most, padded, task.width)
+        beside = None if rows is None else rows.state
+        slots, width = 0, sum(task.width for task in running)
+        sizes: dict[str, int] = {}
+        for task in (*running, *coming):
+            slots = max(slots, len(task.prompt) + task.most)
+            for axis, size in own_sizes(encode.inputs, task.sources).items() if encode else ():
+                sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
+        width = max(width, beside.cache.room if beside else 0) + sum(task.width for task in coming)
+        return self._engine.need(slots, sizes, width, beside)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
         """One after the other: rows that have a past read several tokens at once only alone."""
@@ -91,14 +100,14 @@ class Starter:
                 if task.base is None:
                     mine, after = self.begin([task])
                 else:
-                    copy = self._engine.copy(task.base, np.zeros(1, np.int64), self._wanted)
+                    copy = self._engine.copy(task.base, _FIRST, self._budget, self._wanted)
                     mine, after = self._read(copy, [task])
                 logits.append(after.copy())
                 if rows is None:
                     rows = mine
                 else:
                     rows.join(mine)
-        except Exception:
+        except BaseException:
             if rows is not None:
                 rows.release()
             raise
@@ -106,26 +115,33 @@ class Starter:
         return rows, np.concatenate(logits)
 
     def _read(self, state: State, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
-        """Read what is new of the prompts. The state is released if that fails."""
-        tokens, counts = padded([task.unread for task in tasks])
         rows = LiveRows(self._engine, state)
         try:
-            if any(task.given for task in tasks):
-                every = self._engine.step(state, tokens, counts, want="all")
-                for row, task in enumerate(tasks):
-                    chosen = range(counts[row] - task.given - 1, counts[row] - 1)  # where each of the prefix was
-                    rows.record_given(row, chosen)
-                    _note_given(task, every[row, list(chosen)])
-                last = np.arange(len(tasks)), counts - 1
-                state.extras = {name: values[last] for name, values in state.extras.items()}
-                logits = every[last]
-            else:
-                logits = self._engine.step(state, tokens, counts)
-        except Exception:
+            return rows, self._after_prompts(rows, tasks)
+        except BaseException:  # which would hold them as long as somebody looks at it
             rows.release()
             raise
+
+    def _after_prompts(self, rows: LiveRows, tasks: Sequence[Task]) -> Floats:
+        """Read what is new of the prompts; the logits after it."""
+        tokens, counts = padded([task.unread for task in tasks])
+        state = rows.state
+        if any(task.given for task in tasks):
+            every = self._engine.step(state, tokens, counts, want="all")
+            for row, task in enumerate(tasks):
+                chosen = range(counts[row] - task.given - 1, counts[row] - 1)  # where each of the prefix was
+                rows.record_given(row, chosen)
+                _note_given(task, every[row, list(chosen)])
+            last = np.arange(len(tasks)), counts - 1
+            state.extras = {name: values[last] for name, values in state.extras.items()}
+            logits = every[last]
+        else:
+            logits = self._engine.step(state, tokens, counts)
         rows.record()
-        return rows, logits
+        return logits
+
+
+_FIRST = np.zeros(1, np.int64)
 
 
 def _note_given(task: Task, logits: Floats) -> None:

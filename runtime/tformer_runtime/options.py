@@ -203,6 +203,10 @@ class Settings:
         return self.temperature != 0 and any(getattr(self, name) is not None for name in _SAMPLING)
 
     @property
+    def constrained(self) -> bool:
+        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+
+    @property
     def enough(self) -> int:
         """How many complete hypotheses end a beam search."""
         return math.floor(self.beam_size * self.patience + 0.5)

@@ -15,12 +15,14 @@ import numpy as np
 
 from tformer_runtime.beam import BeamSearch
 from tformer_runtime.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.record import Trail
 from tformer_runtime.rows import RowSearch
 from tformer_runtime.sampling import Floats, Ints
 from tformer_runtime.search import Search, Task, placed
 
 ROWS = 32  # that are decoded at once
+LATE = "the deadline passed before the request was finished"
 POSITIONS = 16384  # of prompts and sources, padded, that are computed at once before the first token
 
 
@@ -35,6 +37,9 @@ class Rows(Protocol):
 
     def join(self, other: Any) -> None:
         """Append the other's rows; it is of no more use then."""
+
+    def fit(self) -> bool:
+        """Give back memory that is not used now. False if that is nothing to speak of."""
 
     def trails(self) -> list[Trail] | None:
         """What was recorded of each row up to the latest step, if anything is."""
@@ -55,8 +60,8 @@ class Model(Protocol):
     def size(self, task: Task) -> int:
         """Positions that are computed before a task's first token."""
 
-    def need(self, task: Task) -> int:
-        """The most bytes that a task may come to hold."""
+    def need(self, running: Sequence[Task], coming: Sequence[Task], rows: Any = None) -> int:
+        """The most bytes that tasks may come to hold as rows of one batch. rows: those of the running ones."""
 
 
 class Scheduler:
@@ -66,16 +71,17 @@ class Scheduler:
     step, one or two passes over the logits, and some microseconds a row.
     """
 
-    def __init__(self, model: Model, rows: int = ROWS, positions: int = POSITIONS, limit: int | None = None) -> None:
-        """rows: decoded at once. positions: computed at once before first tokens. limit: bytes that tasks may hold."""
-        self._model, self._most_rows, self._positions, self._limit = model, rows, positions, limit
+    def __init__(self, model: Model, rows: int = ROWS, positions: int = POSITIONS, memory: Share | None = None) -> None:
+        """rows: decoded at once. positions: computed at once before first tokens. memory: what tasks may hold."""
+        self._model, self._most_rows, self._positions = model, rows, positions
+        self._memory = memory or Budget().share()
         self._waiting: deque[Task] = deque()
         self._searches: dict[object, Search] = {}
         self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
         self._rows: Rows | None = None
         self._logits: Floats | None = None
-        self._held: dict[Task, int] = {}  # bytes that a running task may come to hold
-        self._failed: list[Task] = []
+        self._running: dict[Task, None] = {}
+        self._over: list[Task] = []  # not yet told of
         self._dropped = False
 
     @property
@@ -84,18 +90,23 @@ class Scheduler:
 
     @property
     def running(self) -> list[Task]:
-        return list(self._held)
+        return list(self._running)
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._held and not self._failed
+        return not self._waiting and not self._running and not self._over
+
+    @property
+    def stalled(self) -> bool:
+        """Whether, after a step, nothing runs because others hold the memory that it would need."""
+        return bool(self._waiting) and not self._running and not self._over
 
     def submit(self, task: Task) -> None:
         """Let a task wait for its turn. MemoryBudgetError if it can never fit, with what it would need."""
-        need = self._model.need(task)
-        if self._limit is not None and need > self._limit:
+        limit = self._memory.limit
+        if limit is not None and (need := self._model.need((), [task])) > limit:
             raise MemoryBudgetError(
-                f"the request may need {need:,} bytes of cache and max_memory allows {self._limit:,}: allow more, or "
+                f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or "
                 "ask for fewer tokens or beams"
             )
         self._waiting.append(task)
@@ -107,38 +118,43 @@ class Scheduler:
             self._dropped = True
             if task in self._waiting:
                 self._waiting.remove(task)
-                self._failed.append(task)
+                self._over.append(task)
 
     def step(self) -> list[Task]:
-        """One token for every row; returns the tasks that are over."""
+        """One token for every row; returns the tasks that are over.
+
+        Where nothing runs, for want of memory that others hold, it waits for that, or does nothing (`Share`).
+        """
         self._expire()
-        running = list(self._held)
         if self._dropped:
             self._drop()
+        self._take_out()
         self._admit()
-        if self._rows is not None and self._logits is not None and self._held:
+        if self._rows is not None and self._logits is not None:
             self._advance()
-        over = [*self._failed, *(task for task in dict.fromkeys((*running, *self._held)) if task.over)]
-        self._failed = []
         now = time.monotonic()
-        for task in self._held:
+        for task in self._running:
             task.first = task.first or now
+        self._take_out()
+        if not self._running:
+            self.release()
+        over, self._over = self._over, []
         for task in over:
             task.ended = now
-            self._held.pop(task, None)
-        if not self._held:
-            self.release()
         return over
 
-    def fail(self, error: Exception) -> list[Task]:
-        """End every task with an error, after a step that raised."""
-        over = [*self._waiting, *self._held, *self._failed]
+    def fail(self, error: BaseException) -> list[Task]:
+        """End every task with an error, after a step that raised; those that were through before keep their result."""
+        over = [*self._waiting, *self._running, *self._over]
         for task in over:
-            task.error = task.error or error
+            if not task.over:
+                task.error = error
+            task.ended = time.monotonic()
         self._waiting.clear()
-        self._held.clear()
-        self._failed = []
+        self._running.clear()
+        self._over = []
         self.release()
+        self._memory.leave()
         return over
 
     def release(self) -> None:
@@ -148,12 +164,20 @@ class Scheduler:
         self._rows = self._logits = None
         self._searches.clear()
         self._places.clear()
+        self._memory.end()
+
+    def _take_out(self) -> None:
+        """Tasks that are over run no longer."""
+        over = [task for task in self._running if task.over]
+        for task in over:
+            del self._running[task]
+        self._over += over
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for task in [*self._waiting, *self._held]:
+        for task in [*self._waiting, *self._running]:
             if task.deadline is not None and now > task.deadline and not task.over:
-                self.cancel(task, DeadlineError("the deadline passed before the request was finished"))
+                self.cancel(task, DeadlineError(LATE))
 
     def _drop(self) -> None:
         """Take the rows of cancelled tasks out, between two steps."""
@@ -180,26 +204,43 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Begin tasks that wait, in their order, if enough rows are free for it to pay."""
-        used = sum(task.width for task in self._held)
+        if not self._waiting:
+            self._memory.leave()
+            return
+        used = sum(task.width for task in self._running)
         free = self._most_rows - used
-        if not self._waiting or (used and free < min(self._most_rows // 4, sum(t.width for t in self._waiting))):
+        if used and free < min(self._most_rows // 4, sum(t.width for t in self._waiting)):
             return
         batch: list[Task] = []
-        held = sum(self._held.values())
         longest = 0
         while self._waiting:
             task = self._waiting[0]
-            size, need = self._model.size(task), self._model.need(task)
+            longest = max(longest, self._model.size(task))
             first = not batch and not used
-            fits = free >= task.width and (len(batch) + 1) * max(longest, size) <= self._positions
-            if not first and (not fits or (self._limit is not None and held + need > self._limit)):
+            if not first and (free < task.width or (len(batch) + 1) * longest > self._positions):
                 break
+            try:
+                if not self._promised([*batch, task], idle=first):
+                    break
+                batch.append(task)
+                free -= task.width
+            except MemoryBudgetError as error:  # it does not fit beside what is kept
+                task.error = error
+                self._over.append(task)
             self._waiting.popleft()
-            batch.append(task)
-            self._held[task] = need
-            free, held, longest = free - task.width, held + need, max(longest, size)
         if batch:
+            self._running |= dict.fromkeys(batch)
             self._begin(batch)
+
+    def _promised(self, coming: Sequence[Task], idle: bool) -> bool:
+        """Whether there will be memory for tasks beside those that run, to their end."""
+        if self._memory.limit is None:
+            return True
+        if self._memory.ask(self._model.need(self.running, coming, self._rows), idle):
+            return True
+        if self._rows is None or not self._rows.fit():
+            return False
+        return self._memory.ask(self._model.need(self.running, coming, self._rows), idle)
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         try:
@@ -216,7 +257,11 @@ class Scheduler:
             self._rows, self._logits = rows, logits
         else:
             kept = self._logits.copy()
-            self._rows.join(rows)
+            try:
+                self._rows.join(rows)
+            except BaseException:
+                rows.release()
+                raise
             self._logits = np.concatenate([kept, logits])
         alike: dict[object, list[int]] = {}
         for i, task in enumerate(tasks):

@@ -90,7 +90,7 @@ class Task:
     first: float = 0.0
     ended: float = 0.0
     found: list[Hypothesis] | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def unread(self) -> Ints:

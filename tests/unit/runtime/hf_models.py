@@ -96,6 +96,9 @@ class HfRows:
         self.ids += other.ids
         self.sources += other.sources
 
+    def fit(self) -> bool:
+        return False
+
     def trails(self) -> None:
         return None
 
@@ -120,8 +123,8 @@ class HfStarter:
     def size(self, task: Any) -> int:
         return len(task.prompt)
 
-    def need(self, task: Any) -> int:
-        return task.width
+    def need(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
+        return sum(task.width for task in (*running, *coming))
 
 
 @torch.no_grad()

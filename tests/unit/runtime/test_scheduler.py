@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_search import decoded, tasks_for
 
 from tformer_runtime.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.memory import Budget
 from tformer_runtime.scheduler import Scheduler
 
 WAYS = [
@@ -149,7 +150,7 @@ def test_what_is_cancelled_or_late_gives_its_rows_away(options):
 
 def test_a_budget_of_memory():
     """HfStarter says that a task needs as many bytes as it has rows."""
-    scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), limit=5)
+    scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=Budget(5).share())
     ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, beam_size=6)
     with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
         scheduler.submit(wide)

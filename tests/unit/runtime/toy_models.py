@@ -337,3 +337,11 @@ def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
     h.set_model_props(model, {m.KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
     onnx.save(model, copy)
     return copy
+
+
+def assert_alike(result: Any, expected: Any) -> None:
+    """The same texts and ids, and the same scores but for rounding, which hangs on the rows beside."""
+    ours, theirs = ((r, *r.alternatives) for r in (result, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        np.testing.assert_allclose([one.score, *one.token_logprobs], [other.score, *other.token_logprobs], atol=1e-4)
