@@ -107,8 +107,9 @@ class KVCache:
         self._bind()
         return True
 
-    def reorder(self, rows: Array, used: int) -> None:
-        """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more.
+    def reorder(self, rows: Array, used: int) -> bool:
+        """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more. True if
+        there are new buffers to bind.
 
         Copies the rows that move; all of them where the buffers have no room for as many, or far too much.
         """
@@ -121,9 +122,10 @@ class KVCache:
                 live = self._live(slab)[_part(slab.axis, used)]
                 live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
             if len(rows) == before:
-                return
+                return False
         self.rows = len(rows)
         self._bind()
+        return True
 
     def join(self, other: KVCache, used: int, others: int) -> None:
         """Append the other's rows. used, others: how many slots of each are in use. The other is released.
@@ -155,7 +157,8 @@ class KVCache:
     def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
         other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
-        other._remake(rows, other._fitting(len(rows), used), used, [self._live(slab) for slab in self._slabs])
+        lives = [self._live(slab) for slab in self._slabs] if used else []
+        other._remake(rows, other._fitting(len(rows), used), used, lives)
         other._bind()
         return other
 
@@ -165,6 +168,9 @@ class KVCache:
             slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
         self._budget.give(self.nbytes)
         self.nbytes = self.room = self.capacity = 0
+
+    def __del__(self) -> None:
+        self.release()
 
     @property
     def _on_host(self) -> bool:
@@ -187,9 +193,7 @@ class KVCache:
             held = np.stack([value.numpy() for value in slab.values[side]])
         return held
 
-    def _remake(
-        self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None
-    ) -> None:
+    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
         """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
         held = bytes_of(self._specs, *fitting)
         self._budget.take(held - self.nbytes)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
+from tformer_runtime.context import Context
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
     BATCH,
@@ -36,7 +37,7 @@ from tformer_runtime.manifest import (
     TensorSpec,
 )
 from tformer_runtime.memory import Budget, Share
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
@@ -53,40 +54,40 @@ class State:
 
     def __init__(
         self,
-        context: list[Array],
+        context: Context,
         cache: KVCache,
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
-        budget: Share,
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
-        self.context: list[Array] = []
-        self.context_values: list[Any] = []
-        self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
+        self.held = context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
-        self.budget = budget
         self.released = False
-        self.hold(context)
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
     @property
+    def room(self) -> int:
+        """Rows that there are buffers for."""
+        return max(self.cache.room, self.held.room)
+
+    @property
+    def context(self) -> list[Array]:
+        """What the encode stage gave for each row, in the order of its outputs."""
+        return self.held.arrays
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches and the context."""
-        return self.cache.nbytes + sum(a.nbytes for a in self.context)
-
-    def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one. MemoryBudgetError as of `Share.take`."""
-        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
-        self.context, self.context_values, self.call = context, [], None
+        return self.cache.nbytes + self.held.nbytes
 
     def rewind(self, length: int) -> None:
         """Forget what each row has beyond its first `length` tokens."""
@@ -96,11 +97,8 @@ class State:
     def release(self) -> None:
         """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
         self.cache.release()
-        self.hold([])
+        self.held.release()
         self.released = True
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class Engine:
@@ -164,14 +162,16 @@ class Engine:
         """
         budget = budget or Budget().share()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
-        wanted = self._of_steps(extras)
-        if self.manifest.encode is None:
-            state = State([], cache, rows, {}, wanted, budget)
-        else:
-            encoded = self.encode(requests or {}, rows, extras, self.slack if joins else 0)
-            arrays = {name: value.numpy() for name, value in encoded.items()}
-            context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
-            state = State(context, cache, rows, arrays, wanted, budget)
+        arrays: dict[str, Array] = {}
+        context: list[Array] = []
+        lengths: dict[str, Ints] = {}
+        if self.manifest.encode is not None:
+            requests, more = requests or {}, self.slack if joins else 0
+            arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, more).items()}
+            context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
+            lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
+        held = Context(self.session, self._contexts, context, lengths, rows, budget)
+        state = State(held, cache, rows, arrays, self._of_steps(extras))
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -199,8 +199,6 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
-        if len(state.context_values) != len(state.context):
-            state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.call = _Call(self, state, new, want)
@@ -212,12 +210,12 @@ class Engine:
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
         _check_held(state)
-        lengths, origin = state.lengths[rows], state.origin[rows]
+        lengths = state.lengths[rows]
         longest = int(lengths.max(initial=0))
-        if not np.array_equal(origin, state.origin):
-            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
-            state.origin = origin
-        state.cache.reorder(rows, longest)
+        if state.held.reorder(rows):
+            state.call = None
+        if state.cache.reorder(rows, longest):
+            state.call = None
         if len(rows) == state.rows:
             state.lengths[:] = lengths  # bound calls read this very array
         else:
@@ -228,52 +226,47 @@ class Engine:
     def join(self, state: State, other: State) -> None:
         """Append the other's rows, which were started with `joins`; it is of no more use then.
 
-        Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
-        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
+        Copies the other's rows, and its own where the buffers have no room, or far too much.
         """
         _check_held(state)
         _check_held(other)
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
-        context = []
-        for (spec, one), (_, two) in zip(self._contexts(state), self._contexts(other), strict=True):
-            sizes = [max(pair) for pair in zip(one.shape, two.shape, strict=True)]
-            axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
-            wide = [_widened(array, sizes, axis) for array in (one, two)]
-            context.append(wide[0] if axis is None else np.concatenate(wide, axis))
-        other.hold([])
-        state.hold(context)
+        state.held.join(other.held)
         state.cache.join(other.cache, state.longest, other.longest)
         other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.longest = max(state.longest, other.longest)
-        state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
+        state.call = None
 
     def copy(
         self, state: State, rows: Array, budget: Share | None = None, extras: Sequence[str] | None = None
     ) -> State:
         """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
         `start`; None: the state's own."""
+        _check_held(state)
         budget = budget or Budget().share()
         lengths = state.lengths[rows]
         longest = int(lengths.max(initial=0))
+        wanted = state.wanted if extras is None else self._of_steps(extras)
+        context = state.held.copy(rows, budget)
         try:
-            context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
             cache = state.cache.copy(rows, longest, budget)
-            wanted = state.wanted if extras is None else self._of_steps(extras)
-            other = State([], cache, len(rows), state.encoded, wanted, budget)
-            other.hold(context)
+        except BaseException:
+            context.release()
+            raise
         finally:
-            _check_held(state)  # only now: another thread may have released it meanwhile
-        other.lengths, other.longest, other.origin = lengths, longest, state.origin[rows]
+            _check_held(state)  # again: another thread may have released it meanwhile
+        other = State(context, cache, len(rows), state.encoded, wanted)
+        other.lengths, other.longest = lengths, longest
         return other
 
     def fit(self, state: State) -> bool:
-        """Give back what the caches have beyond the need of the rows. False if that is nothing to speak of."""
-        if not state.cache.fit(state.longest + 1):
-            return False
-        state.call = None
-        return True
+        """Give back what the buffers have beyond the need of the rows. False if that is nothing to speak of."""
+        less = [state.cache.fit(state.longest + 1), state.held.fit()]
+        if any(less):
+            state.call = None
+        return any(less)
 
     def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
         """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
@@ -284,7 +277,7 @@ class Engine:
         sizes = {**sizes, BATCH: rows}
         longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
         context = 0
-        for i, spec in enumerate(self.manifest.encode.outputs if self.manifest.encode else ()):
+        for i, spec in enumerate(self._contexts):
             shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
             if beside is not None:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
@@ -295,9 +288,9 @@ class Engine:
     def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
         return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
 
-    def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        return list(zip(outputs, state.context, strict=True))
+    @property
+    def _contexts(self) -> Sequence[TensorSpec]:
+        return self.manifest.encode.outputs if self.manifest.encode else ()
 
     @functools.cached_property
     def slack(self) -> int:
@@ -428,7 +421,7 @@ class _Call:
     def _bound(self, engine: Engine, state: State, turn: int) -> Any:
         session, io = self.session, self.session.binding()
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
-        bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
+        bound |= dict(zip(engine._context_inputs, state.held.values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
@@ -484,18 +477,3 @@ class _Call:
 def _check_held(state: State) -> None:
     if state.released:
         raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
-
-
-def _writable(array: Array) -> Array:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
-
-
-def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
-    """A context tensor of other rows; one that has no batch is the same for all."""
-    return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array
-
-
-def _widened(array: Array, sizes: Sequence[int], batch: int | None) -> Array:
-    """Every axis but the batch's as long as `sizes`, by what stands at its end."""
-    more = [(0, 0 if axis == batch else size - array.shape[axis]) for axis, size in enumerate(sizes)]
-    return np.pad(array, more, mode="edge") if any(end for _, end in more) else array

@@ -88,7 +88,7 @@ class Starter:
             slots = max(slots, len(task.prompt) + task.most)
             for axis, size in own_sizes(encode.inputs, task.sources).items() if encode else ():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
-        width = max(width, beside.cache.room if beside else 0) + sum(task.width for task in coming)
+        width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
         return self._engine.need(slots, sizes, width, beside)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:

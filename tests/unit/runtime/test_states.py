@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from toy_models import Toy
 
-from tformer_runtime import InputError, MemoryBudgetError
+from tformer_runtime import InputError, MemoryBudgetError, UnsupportedCallError
 from tformer_runtime.cache import BLOCK, SPARE, KVCache
 from tformer_runtime.engine import Engine
 from tformer_runtime.memory import Budget
@@ -60,12 +60,13 @@ class World:
 
     def __init__(self, toy, engine, limit=None):
         self.toy, self.engine, self.budget = toy, engine, Budget(limit)
+        self.share = self.budget.share(waits=False)
         self.groups: list[Group] = []
 
     def start(self, sources):
         """sources: a list of ids for each row."""
         requests = {"src": [np.array(s) for s in sources]} if self.toy.encoder else None
-        state = self.engine.start(requests, len(sources), budget=self.budget, joins=True)
+        state = self.engine.start(requests, len(sources), budget=self.share, joins=True)
         self.groups.append(Group(state, [Row(s) for s in sources]))
         return self.groups[-1]
 
@@ -93,12 +94,12 @@ class World:
         self.engine.join(group.state, other.state)
         group.rows += other.rows
         self.groups.remove(other)
-        assert other.state.held == other.state.nbytes == 0
+        assert other.state.nbytes == 0
         self.check(group)
         self.fits(group.state)
 
     def copy(self, group, order):
-        state = self.engine.copy(group.state, np.array(order))
+        state = self.engine.copy(group.state, np.array(order), self.share)
         self.groups.append(Group(state, [group.rows[i].copy() for i in order]))
         self.check(self.groups[-1])
         self.fits(state)
@@ -118,20 +119,21 @@ class World:
     def fits(self, state):
         """Buffers have no more than SPARE times what is needed, once rows have come or gone."""
         if state.cache.capacity:
-            assert state.rows <= state.cache.room <= SPARE * state.rows
+            assert state.rows <= state.cache.room <= state.room <= SPARE * state.rows
         assert state.longest <= state.cache.capacity <= SPARE * max(state.longest, BLOCK)
 
     def count(self):
         """What is counted is what there is."""
         for group in self.groups:
-            assert group.state.held == group.state.nbytes == allocated(group.state)
-        assert self.budget.held == sum(group.state.nbytes for group in self.groups)
+            assert group.state.nbytes == allocated(group.state)
+        assert self.budget.held == self.share.held == sum(group.state.nbytes for group in self.groups)
         assert self.budget.held <= self.budget.peak
 
     @contextmanager
     def full(self):
         """Nothing more may be held for a while; who is refused has changed nothing."""
         before = self.snapshot()
+        self.share.end()  # what it may hold is what it holds
         self.budget.limit = self.budget.held
         try:
             yield
@@ -143,18 +145,18 @@ class World:
 
     def snapshot(self):
         return self.budget.held, [
-            (g.state.held, g.state.nbytes, g.state.rows, g.state.lengths.tolist()) for g in self.groups
+            (g.state.nbytes, allocated(g.state), g.state.rows, g.state.lengths.tolist()) for g in self.groups
         ]
 
 
 def allocated(state):
     """Bytes of the arrays that a state refers to."""
     arrays = [array for slab in state.cache._slabs for array in slab.arrays if array is not None]
-    return sum(array.nbytes for array in [*arrays, *state.context])
+    return sum(array.nbytes for array in [*arrays, *state.held._arrays])
 
 
 class Plan(RuleBasedStateMachine):
-    """Any operations in any order. Each is tried with no memory to spare first, and then done."""
+    """Any operations in any order. Those that begin or read are tried with no memory to spare first, and then done."""
 
     def __init__(self, toy, engine):
         super().__init__()
@@ -202,13 +204,13 @@ class Plan(RuleBasedStateMachine):
     def move(self, data):
         group = self.group(data)
         orders = st.lists(st.integers(0, len(group.rows) - 1), min_size=1, max_size=8)
-        self.done(self.world.reorder, group, data.draw(orders))
+        self.world.reorder(group, data.draw(orders))
 
     @precondition(lambda self: len(self.world.groups) > 1)
     @rule(data=st.data())
     def unite(self, data):
         group, other = data.draw(st.permutations(self.world.groups))[:2]
-        self.done(self.world.join, group, other)
+        self.world.join(group, other)
 
     @precondition(lambda self: 0 < len(self.world.groups) < 4)
     @rule(data=st.data())
@@ -287,9 +289,7 @@ def test_a_state_that_has_read_nothing_joins_and_is_joined(made):
     world.groups.remove(two)
     one.rows += two.rows
     world.feed(one, [[4], [5, 6], [7]])
-    world.engine.join(one.state, three.state)
-    world.groups.remove(three)
-    one.rows += three.rows
+    world.join(one, three)
     world.reorder(one, [3, 0])
     world.feed(one, [[8, 9], [10]])
     world.count()
@@ -370,7 +370,7 @@ def test_a_state_that_was_released_is_of_no_more_use(made, used):
         "joined": lambda: world.engine.join(there.state, gone.state),
         "copy": lambda: world.engine.copy(gone.state, np.array([0])),
     }
-    with pytest.raises(InputError, match="has been released: read it again"):
+    with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it: read it again"):
         calls[used]()
     world.feed(there, [[7]])
     assert world.budget.held == there.state.nbytes
