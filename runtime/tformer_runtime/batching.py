@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from tformer_runtime.errors import InputError, MemoryBudgetError
 from tformer_runtime.generate import Request, Result
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Task
@@ -27,7 +28,8 @@ def in_order(
 ) -> Iterator[Result]:
     """Results of all requests, in the order of the requests, each as soon as it and those before it are known.
 
-    A request that cannot be prepared or that fails raises in its turn, after the results of those before it.
+    A request that cannot be prepared or that fails raises in its turn, after the results of those before it. What was
+    wrong with an input, or too much for the memory, names it by its number, counted from 1.
     """
     source = iter(requests)
     over: dict[int, Task] = {}
@@ -46,10 +48,18 @@ def in_order(
                 more = len(window) == WINDOW * batch_size
                 order += [request.index for request in window]
                 for request in sorted(window, key=lambda r: -r.size):
-                    scheduler.submit(start(request))
+                    task = start(request)
+                    try:
+                        scheduler.submit(task)
+                    except MemoryBudgetError as error:
+                        task.error = error
+                        over[task.index] = task
             over.update((task.index, task) for task in scheduler.step())
             while order and order[0] in over:
-                yield result(over.pop(order.popleft()))
+                task = over.pop(order.popleft())
+                if isinstance(task.error, (InputError, MemoryBudgetError)):
+                    raise type(task.error)(f"input {task.index + 1}: {task.error}") from task.error
+                yield result(task)
         if failed is not None:
             raise failed
     finally:

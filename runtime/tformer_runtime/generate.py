@@ -122,9 +122,8 @@ class Generator:
         vocabulary = int(self.engine.decode.logits.shape[-1])
         prefix = request.prefix
         guide = self.guide(settings)
-        for token in prefix:
-            if guide is not None:
-                guide.accept(token)
+        if guide is not None:
+            self._begin(guide, prefix)
         codec, stop = self.codec, settings.stop
         task = Task(
             index=request.index,
@@ -210,8 +209,25 @@ class Generator:
                 if self._tokenizer is None:
                     raise OptionError(f"{kind} needs text and the file has no tokenizer")
                 ends = self.engine.manifest.special.end
-                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start()
+                first = settings.first_token if not settings.prefix else None
+                before = first if first is not None and self._silent(first) else None
+                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
         return None
+
+    def _begin(self, guide: Guide, prefix: Sequence[int]) -> None:
+        """Have a guide follow a prefix. OptionError if no text that is allowed begins so."""
+        for token in prefix:
+            if not self._silent(token):
+                guide.accept(token)
+        if guide.lost:
+            assert self.codec is not None
+            raise OptionError(
+                f"no text that the constraint allows begins with the prefix {self.codec.decode(prefix)!r}"
+            )
+
+    def _silent(self, token: int) -> bool:
+        """Whether an id adds nothing to any text, as the code of a language does."""
+        return self.codec is not None and self.codec.piece(token) is None
 
 
 def generate_all(generator: Generator, requests: Sequence[Request], settings: Settings) -> list[Result]:
