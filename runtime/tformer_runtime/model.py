@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
@@ -19,6 +20,7 @@ from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
 
@@ -237,12 +239,12 @@ class Model:
         total = self.manifest.max_length
         if len(ids) > total:
             raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
-        state = self._engine.start(_one_row(sources), rows=1)
         scores = np.empty(len(ids) - 1, np.float32)
-        for at in range(0, len(scores), _CHUNK):
-            fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
-            logits = self._engine.step(state, fed[None], want="all")[0]
-            scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
+        with self._state(sources, len(ids)) as state:
+            for at in range(0, len(scores), _CHUNK):
+                fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
+                logits = self._engine.step(state, fed[None], want="all")[0]
+                scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
         return scores
 
     def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
@@ -252,14 +254,29 @@ class Model:
             return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
         if len(ids) > self.manifest.max_length:
             raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
-        state = self._engine.start(_one_row(sources), rows=1, extras=extras)
-        parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
-        for at in range(0, len(ids), _CHUNK):
-            self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
-            for name, values in state.extras.items():
-                parts[name].append(values[0].copy())
-        encoded = {name: values[0] for name, values in state.encoded.items()}
+        with self._state(sources, len(ids), extras) as state:
+            parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
+            for at in range(0, len(ids), _CHUNK):
+                self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
+                for name, values in state.extras.items():
+                    parts[name].append(values[0].copy())
+            encoded = {name: values[0] for name, values in state.encoded.items()}
         return {**encoded, **{name: np.concatenate(values) for name, values in parts.items()}}
+
+    @contextmanager
+    def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
+        """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
+        encode = self.manifest.encode
+        share = self._budget.share()
+        share.ask(self._engine.need(length, own_sizes(encode.inputs, sources) if encode else {}))
+        state: State | None = None
+        try:
+            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)
+            yield state
+        finally:
+            if state is not None:
+                state.release()
+            share.end()
 
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:

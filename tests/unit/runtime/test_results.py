@@ -392,6 +392,20 @@ def test_what_never_fits_is_refused_before_it_starts(made):
     assert limited.memory()["held"] == 0
 
 
+def test_what_reads_a_given_target_is_counted_too(tmp_path):
+    toy = Toy(seed=27, extras=True)
+    engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)._engine
+    free, limited, narrow = Model(engine), Model(engine, max_memory=20_000), Model(engine, max_memory=4_000)
+    for call in ("score", "align", "hidden"):
+        expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
+        np.testing.assert_equal(found, expected)
+        with pytest.raises(MemoryBudgetError, match=r"[\d,]+ bytes may be needed"):
+            getattr(narrow, call)("hello", "a" * 30)
+    assert 0 < limited.memory()["peak"] == free.memory()["peak"]
+    assert [model.memory()["held"] for model in (free, limited, narrow)] == [0, 0, 0]
+    assert narrow.memory()["peak"] == 0
+
+
 def test_what_does_not_fit_yet_waits(made):
     """Rows for all would need several times as much; one that never fits fails in its turn, by its number."""
     toy, model = made
