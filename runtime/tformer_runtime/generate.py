@@ -42,7 +42,8 @@ class Result:
     token_ids: every generated id, a prefix that was asked for and the end token, if it came to that, included.
     score: Σ log-probability / length ** length_penalty of what was generated after the prefix; of beam search, of the
         log-probabilities as rules and penalties left them.
-    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
+    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string; or a constrained
+        text is complete, and the model has no end token to say so).
     token_logprobs: the model's natural-log probability of each id; options do not change it.
     top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
     alternatives: the other results if num_return is more than 1: next best first, or the other samples.

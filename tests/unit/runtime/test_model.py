@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
-from tformer_runtime.generate import Request
 from tformer_runtime.manifest import SpecialTokens
 
 TOYS = {
@@ -124,6 +123,7 @@ def test_samples_differ_and_repeat_by_seed(both):
     assert len({first.token_ids, *(r.token_ids for r in first.alternatives)}) == 4
     assert model.generate("hello", options, seed=1) == first
     assert model.generate("hello", options, seed=2) != first
+    assert len({model.generate("hello", options).token_ids for _ in range(4)}) > 1  # without a seed, anew each time
 
 
 def test_temperature_zero_and_top_k_one_are_greedy(both):
@@ -349,7 +349,3 @@ def test_info(both):
     assert info["cache_bytes_per_token"] == 2 * 16 * 4
     assert info["device"] == model.device == "cpu"
     assert info["bytes"] > 1000
-
-
-def _requests(sizes: list[int]) -> list[Request]:
-    return [Request(i, {}, np.zeros(n, np.int64), 1) for i, n in enumerate(sizes)]
