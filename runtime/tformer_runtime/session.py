@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from tformer_runtime import pages
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
@@ -133,6 +134,8 @@ class Session:
             raise self._translated(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
+        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
+            pages.forget(file)
         return session
 
     def _translated(self, error: Exception) -> TformerError:
