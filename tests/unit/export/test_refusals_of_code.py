@@ -310,9 +310,9 @@ def test_half_precision_of_the_models_own(tmp_path):
 
     message = r"gives bfloat16, in which a file cannot compute\. Leave out autocast"
     with pytest.raises(UnsupportedModelError, match=message):
-        export(Cast(True).eval(), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)})
+        export(Cast(True).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)})
     assert not list(tmp_path.iterdir())
-    assert export(Cast(False).eval(), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)}).size
+    assert export(Cast(False).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)}).size
 
 
 def test_half_precision_is_exported_in_single(tmp_path):
