@@ -110,18 +110,22 @@ class Model:
         options: GenerationOptions | None = None,
         batch_size: int = 32,
         after: Prefix | None = None,
+        first: int = 0,
         **overrides: Any,
     ) -> Iterator[Result]:
         """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
 
         Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
+
+        first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
+            named in errors, as those that follow.
         """
         if batch_size < 1:
             raise OptionError(f"batch_size must be at least 1, not {batch_size}")
         settings = self._settings(options, overrides)
         generator = self._generator
         base = after.state if after else None
-        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs))
+        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         width = max(settings.beam_size, settings.num_return)
         scheduler = generator.scheduler(settings, batch_size * width)
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, scheduler, batch_size)

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
-
+from running import failed, run
 from toy_models import Toy
 
 import tformer_export.cli
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model, OptionError
-from tformer_runtime.cli import main
 from tformer_runtime.plot import heat_map
 
 SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
@@ -28,18 +23,6 @@ SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return str(Toy(seed=1, extras=True).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
-
-
-def run(*arguments, stdin=""):
-    return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
-
-
-def failed(result, status=1):
-    """The last line of a failure's message; there is no traceback and nothing on standard output."""
-    assert result.exit_code == status, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert result.stdout == ""
-    return result.stderr.splitlines()[-1]
 
 
 def picture(path):
@@ -104,7 +87,7 @@ def test_a_picture_that_is_there_is_kept(path, tmp_path):
     out = tmp_path / "out.png"
     out.write_text("old")
     assert failed(run(path, "hello", *SHORT, "--alignments", out)) == (
-        f"tformer-run: {out} exists already: give --force to overwrite it"
+        f"{out} exists already: give --force to overwrite it"
     )
     assert out.read_text() == "old"
     assert run(path, "hello", *SHORT, "--alignments", out, "--force").exit_code == 0
@@ -114,23 +97,23 @@ def test_a_picture_that_is_there_is_kept(path, tmp_path):
 def test_what_cannot_be_asked_for(path, tmp_path):
     plain, out = Toy().write(tmp_path / "plain.onnx"), tmp_path / "out.png"
     assert failed(run(plain, "hello", *SHORT, "--alignments", out)) == (
-        f"tformer-run: {plain} holds no alignments: export the model with --alignments (alignments=True)"
+        f"{plain} holds no alignments: export the model with --alignments (alignments=True)"
     )
     assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
-        "tformer-run: alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
+        "alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
     assert "--alignments - adds to --json" in failed(run(path, "hello", "--alignments", "-"), 2)
     assert "--hidden adds to --json" in failed(run(path, "hello", "--hidden"), 2)
     assert "not with --alignments" in failed(run(path, "hello", "--stream", "--alignments", out), 2)
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--alignments", missing)
-    assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
+    assert result.stderr == f"{missing} cannot be written: No such file or directory\n"
 
 
 def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert failed(run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")) == (
-        "tformer-run: drawing alignments needs matplotlib; pip install tformer[plot]"
+        "drawing alignments needs matplotlib; pip install tformer[plot]"
     )
 
 
