@@ -27,3 +27,12 @@ def failed(result, status=1):
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("tformer-run: ")
     return lines[0].removeprefix("tformer-run: ")
+
+
+def misused(result):
+    """What click says of options that do not go together."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    *_, last = result.stderr.splitlines()
+    assert last.startswith("Error: ")
+    return last.removeprefix("Error: ")

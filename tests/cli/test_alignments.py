@@ -8,12 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from running import failed, run
+from running import failed, misused, run
 from toy_models import Toy
 
 import tformer_export.cli
-from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model, OptionError
 from tformer_runtime.plot import heat_map
 
@@ -102,12 +100,19 @@ def test_what_cannot_be_asked_for(path, tmp_path):
     assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
         "alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
-    assert "--alignments - adds to --json" in failed(run(path, "hello", "--alignments", "-"), 2)
-    assert "--hidden adds to --json" in failed(run(path, "hello", "--hidden"), 2)
-    assert "not with --alignments" in failed(run(path, "hello", "--stream", "--alignments", out), 2)
+    assert "--alignments - adds to --json" in misused(run(path, "hello", "--alignments", "-"))
+    assert "--hidden adds to --json" in misused(run(path, "hello", "--hidden"))
+    assert "not with --alignments" in misused(run(path, "hello", "--stream", "--alignments", out))
+    resumed = run(path, "hello", "--alignments", out, "--resume", "--output-file", tmp_path / "out")
+    assert misused(resumed) == "--resume goes on with results alone: not with --alignments OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--alignments", missing)
-    assert result.stderr == f"{missing} cannot be written: No such file or directory\n"
+    assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
+    results = tmp_path / "results"
+    assert f"{missing} cannot be written" in failed(
+        run(path, *["hello"] * 9, *SHORT, "--alignments", missing, "--output-file", results)
+    )
+    assert not list(tmp_path.glob("results*"))  # pictures are not resumed, so nothing is kept
 
 
 def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
@@ -126,30 +131,44 @@ def test_layers_on_the_command_line():
         layers("model.pt")
 
 
-def test_export_and_run(tmp_path, monkeypatch, capsys):
-    """From a checkpoint to a picture, through both programs."""
-    from tformer_export import save_checkpoint
+MODULE = """
+import torch
+from torch import nn
 
-    arguments = {
-        "source_vocabulary": 12, "target_vocabulary": 12, "width": 16, "heads": 2, "encoder_layers": 1,
-        "decoder_layers": 2, "feedforward": 24, "max_length": 20, "dropout": 0.0,
-    }  # fmt: skip
+
+class Looking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.embed, self.out = nn.Embedding(12, 8), nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, src, tgt):
+        x, y = self.embed(tgt).unsqueeze(1), self.read(src).unsqueeze(1)
+        scores = (x @ y.transpose(2, 3)).masked_fill((src == 0)[:, None, None], -torch.inf)
+        return self.out((scores.softmax(-1) @ y).squeeze(1))
+
+
+def make():
     torch.manual_seed(0)
-    save_checkpoint(
-        Seq2SeqTransformer(**arguments), tmp_path / "model.pt", factory="tformer_models.seq2seq:Seq2SeqTransformer",
-        arguments=arguments, special={"start": [1], "end": [2], "pad": 0}, max_length=20,
-    )  # fmt: skip
+    special = {"start": 1, "end": 2, "pad": 0}
+    return Looking(), {n: torch.tensor([[3, 4, 5], [6, 7, 8]]) for n in ("src", "tgt")}, {"special": special}
+"""
+
+
+def test_export_and_run(tmp_path, monkeypatch, capsys):
+    """From a module to a picture, through both programs."""
+    (tmp_path / "looking.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     made = tmp_path / "model.onnx"
-    command = ["tformer-export", str(tmp_path / "model.pt"), "--alignments", "1:0", "--hidden", "decoder.0"]
-    monkeypatch.setattr(sys, "argv", command)
+    command = ["tformer-export", "looking:make", "--step", "tgt", "--alignments", "0:0", "--hidden", "embed"]
+    monkeypatch.setattr(sys, "argv", [*command, "-o", str(made)])
     tformer_export.cli.main()
     table = capsys.readouterr().err
     assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [
-        ["hidden.decoder.0", "max"],
+        ["hidden.embed", "max"],
         ["alignments", "max"],
     ]
     result = run(made, "3 4 5", "--ids", *SHORT, "--alignments", tmp_path / "out.png")
     assert result.exit_code == 0
     assert picture(tmp_path / "out.png").size
     info = json.loads(run(made, "--info", "--json").stdout)
-    assert info["extras"] == ["hidden.decoder.0", "alignments"]
+    assert info["extras"] == ["hidden.embed", "alignments"]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import PROGRAM, failed, run
+from running import PROGRAM, failed, misused, run
 from toy_models import LETTERS, Toy, with_manifest
 
 from tformer_runtime import Model, __version__, cli
@@ -134,25 +134,25 @@ def test_version_and_help():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["x.onnx", "a", "--input-file", "f"],
-        ["x.onnx", "a", "--stream", "--json"],
-        ["x.onnx", "a", "--stream", "--beam-size", "2", "--num-return", "2"],
-        ["x.onnx", "a", "--batch-size", "0"],
-        ["x.onnx", "a", "--timing"],
-        ["x.onnx", "a", "--top-logprobs", "2"],
-        ["x.onnx", "a", "--resume"],
-        ["x.onnx", "a", "--resume", "--output-file", "f", "--alignments", "f.png"],
-        ["x.onnx", "a", "--device", "tpu"],
-        ["x.onnx", "a", "--beem-size", "2"],
-        [],
+        (["--input-file", "f"], "give INPUT or --input-file, not both"),
+        (["--stream", "--json"], "--stream writes text to standard output: not with"),
+        (["--stream", "--beam-size", "2", "--num-return", "2"], "--stream writes text to standard output: not with"),
+        (["--batch-size", "0"], "Invalid value for '--batch-size'"),
+        (["--device", "tpu"], "Invalid value for '--device'"),
+        (["--beem-size", "2"], "No such option '--beem-size'"),
+        (["--timing"], "--timing adds to --json: give that too"),
+        (["--top-logprobs", "2"], "--top-logprobs adds to --json: give that too"),
+        (["--resume"], "--resume goes on with an output file: give --output-file too"),
     ],
 )
-def test_wrong_usage(arguments):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
+def test_wrong_usage(arguments, message):
+    assert misused(run("x.onnx", "a", *arguments)).startswith(message)
+
+
+def test_no_usage():
+    assert run().exit_code == 2
 
 
 @pytest.mark.parametrize(
