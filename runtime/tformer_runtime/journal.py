@@ -71,6 +71,8 @@ class ResultFile:
         self._begun = False
         self._now = self._kept = self._found() if resume else _Place()
         self._due = 0.0
+        if resume and not force and path.exists() and not self._part.exists():
+            raise OutputError(f"{path} is there and {self._part} is not: nothing is left to resume")
         self._may_end()
         if not (resume or force) and self._part.exists():
             raise OutputError(

@@ -109,9 +109,8 @@ def test_what_cannot_be_asked_for(path, tmp_path):
     result = run(path, "hello", *SHORT, "--alignments", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
     results = tmp_path / "results"
-    assert f"{missing} cannot be written" in failed(
-        run(path, *["hello"] * 9, *SHORT, "--alignments", missing, "--output-file", results)
-    )
+    several = run(path, "hello", "a", *SHORT, "--alignments", missing, "--output-file", results)
+    assert "nowhere/out-1.png cannot be written" in failed(several)
     assert not list(tmp_path.glob("results*"))  # pictures are not resumed, so nothing is kept
 
 

@@ -87,7 +87,7 @@ def test_a_kill_at_any_moment(tmp_path, monkeypatch, resumed):
         out, part = state / "out", state / "out.part"
         if out.exists():
             assert out.read_text() == EXPECTED
-            with pytest.raises(OutputError, match="exists already"):
+            with pytest.raises(OutputError, match="nothing is left to resume"):
                 ResultFile(out, ASKED, resume=True)
             continue
         with part.open("a") as file:
@@ -152,7 +152,7 @@ def test_what_stands_in_the_way(tmp_path):
     write(path, force=True)
     assert path.read_text() == EXPECTED
     assert refused(path) == "out exists already: give --force to overwrite it"
-    assert refused(path, resume=True) == "out exists already: give --force to overwrite it"
+    assert refused(path, resume=True) == "out is there and out.part is not: nothing is left to resume"
 
 
 def test_an_old_file_stays_until_the_end(tmp_path):
