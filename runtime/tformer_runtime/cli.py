@@ -48,6 +48,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core]")
 @click.option("--batch-size", type=_AT_LEAST_1, default=32, show_default=True, help="Inputs computed together.")
+@click.option("--workers", type=_AT_LEAST_1, default=1, show_default=True, help="Batches computed side by side.")
 @click.option("--max-memory", metavar="SIZE", help="Bytes that caches may take, such as 500M or 2G.")
 @click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
@@ -100,6 +101,7 @@ def _run(
     device: str,
     threads: int | None,
     batch_size: int,
+    workers: int,
     max_memory: str | None,
     stream: bool,
     ids: bool,
@@ -136,7 +138,7 @@ def _run(
         return
     if drawing:
         values = drawing.watch(values)
-    results = loaded.generate_batch(values, options, batch_size, first=done)
+    results = loaded.generate_batch(values, options, batch_size, workers=workers, first=done)
     write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
     with (
         file or contextlib.nullcontext(),

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
+from tformer_runtime.context import Context
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
-    BATCH,
     LAST,
     POSITIONS,
     SELECT,
@@ -35,7 +35,7 @@ from tformer_runtime.manifest import (
     TensorSpec,
 )
 from tformer_runtime.memory import Budget
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
@@ -52,39 +52,34 @@ class State:
 
     def __init__(
         self,
-        context: list[Array],
+        context: Context,
         cache: KVCache,
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
-        budget: Budget,
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
-        self.context: list[Array] = []
-        self.context_values: list[Any] = []
-        self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
+        self.held = context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
-        self.budget = budget
-        self.hold(context)
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
     @property
+    def context(self) -> list[Array]:
+        """What the encode stage gave for each row, in the order of its outputs."""
+        return self.held.arrays
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches and the context."""
-        return self.cache.nbytes + sum(a.nbytes for a in self.context)
-
-    def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one. MemoryBudgetError as of `Budget.take`."""
-        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
-        self.context, self.context_values, self.call = context, [], None
+        return self.cache.nbytes + self.held.nbytes
 
     def rewind(self, length: int) -> None:
         """Forget what each row has beyond its first `length` tokens."""
@@ -94,7 +89,7 @@ class State:
     def release(self) -> None:
         """Give the memory back; the state is of no more use."""
         self.cache.release()
-        self.hold([])
+        self.held.release()
 
 
 class Engine:
@@ -156,12 +151,16 @@ class Engine:
         budget = budget or Budget()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
         wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
-        if self.manifest.encode is None:
-            state = State([], cache, rows, {}, wanted, budget)
-        else:
-            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras, joins).items()}
-            context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
-            state = State(context, cache, rows, arrays, wanted, budget)
+        arrays: dict[str, Array] = {}
+        context: list[Array] = []
+        lengths: dict[str, Ints] = {}
+        if self.manifest.encode is not None:
+            requests = requests or {}
+            arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, joins).items()}
+            context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
+            lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more=int(joins))
+        held = Context(self.session, self._contexts, context, lengths, rows, budget)
+        state = State(held, cache, rows, arrays, wanted)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -188,8 +187,6 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
-        if len(state.context_values) != len(state.context):
-            state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.call = _Call(self, state, new, want)
@@ -200,10 +197,8 @@ class Engine:
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
-        origin = state.origin[rows]
-        if not np.array_equal(origin, state.origin):
-            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
-            state.origin = origin
+        if state.held.reorder(rows):
+            state.call = None
         state.cache.reorder(rows, state.longest)
         if len(rows) == state.rows:
             state.lengths[:] = state.lengths[rows]  # bound calls read this very array
@@ -215,45 +210,34 @@ class Engine:
     def join(self, state: State, other: State) -> None:
         """Append the other's rows, which were started with `joins`; it is of no more use then.
 
-        Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
-        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
+        Copies the other's rows, and its own where the buffers have no room, or far too much.
         """
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
-        context = []
-        for (spec, one), (_, two) in zip(self._contexts(state), self._contexts(other), strict=True):
-            sizes = [max(pair) for pair in zip(one.shape, two.shape, strict=True)]
-            axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
-            wide = [_widened(array, sizes, axis) for array in (one, two)]
-            context.append(wide[0] if axis is None else np.concatenate(wide, axis))
-        other.hold([])
-        state.hold(context)
+        state.held.join(other.held)
         state.cache.join(other.cache, state.longest, other.longest)
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.longest = max(state.longest, other.longest)
-        state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
+        state.call = None
 
     def copy(self, state: State, rows: Array) -> State:
         """A state of its own, whose row i is what row rows[i] is."""
-        context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        other = State(
-            context, state.cache.copy(rows, state.longest), len(rows), state.encoded, state.wanted, state.budget
-        )
-        other.lengths, other.longest, other.origin = state.lengths[rows], state.longest, state.origin[rows]
+        cache = state.cache.copy(rows, state.longest)
+        other = State(state.held.copy(rows), cache, len(rows), state.encoded, state.wanted)
+        other.lengths, other.longest = state.lengths[rows], state.longest
         return other
 
     def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1) -> int:
         """Bytes of caches and context for `rows` rows of so many slots. sizes: free axis of the inputs → length."""
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
         context = sum(
             math.prod(sizes.get(a, 1) if isinstance(a, str) else a for a in spec.shape) * np.dtype(spec.dtype).itemsize
-            for spec in outputs
+            for spec in self._contexts
         )
         return rows * context + bytes_of(self.decode.caches, rows, slots_for(slots, self.manifest.max_length))
 
-    def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        return list(zip(outputs, state.context, strict=True))
+    @property
+    def _contexts(self) -> Sequence[TensorSpec]:
+        return self.manifest.encode.outputs if self.manifest.encode else ()
 
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
@@ -349,7 +333,7 @@ class _Call:
     def _bound(self, engine: Engine, state: State, turn: int) -> Any:
         session, io = self.session, self.session.binding()
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
-        bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
+        bound |= dict(zip(engine._context_inputs, state.held.values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
@@ -400,18 +384,3 @@ class _Call:
         if self.want == "all":
             return values
         return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
-
-
-def _writable(array: Array) -> Array:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
-
-
-def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
-    """A context tensor of other rows; one that has no batch is the same for all."""
-    return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array
-
-
-def _widened(array: Array, sizes: Sequence[int], batch: int | None) -> Array:
-    """Every axis but the batch's as long as `sizes`, by what stands at its end."""
-    more = [(0, 0 if axis == batch else size - array.shape[axis]) for axis, size in enumerate(sizes)]
-    return np.pad(array, more, mode="edge") if any(end for _, end in more) else array

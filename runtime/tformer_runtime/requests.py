@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tformer_runtime.errors import InputError
 from tformer_runtime.manifest import RequestInput
@@ -18,6 +19,16 @@ def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Si
     given = [(spec.shape[1:], sources[spec.name].shape) for spec in specs if spec.name in sources]
     sizes = ((axis, size) for axes, shape in given for axis, size in zip(axes, shape, strict=True))
     return {axis: size for axis, size in sizes if isinstance(axis, str)}
+
+
+def lengths_of(
+    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, more: int
+) -> dict[str, npt.NDArray[np.int64]]:
+    """name of a free axis → (rows,) how long each row is there, and `more`."""
+    sizes = [
+        own_sizes(specs, {name: np.asarray(values[row]) for name, values in requests.items()}) for row in range(rows)
+    ]
+    return {axis: np.array([own[axis] + more for own in sizes], np.int64) for axis in (sizes[0] if sizes else ())}
 
 
 def request_arrays(

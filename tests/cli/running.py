@@ -18,11 +18,11 @@ def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
-def failed(result, status=1):
-    """The one sentence of a failure; nothing is on standard output and there is no traceback."""
+def failed(result, status=1, before=0):
+    """The one sentence of a failure; there is no traceback. before: results on standard output, of inputs before it."""
     assert result.exit_code == status, result.output
     assert isinstance(result.exception, SystemExit)
-    assert result.stdout == ""
+    assert len(result.stdout.splitlines()) == before
     lines = [line for line in result.stderr.splitlines() if not line.startswith(("device: ", "resume: "))]
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("tformer-run: ")

@@ -69,11 +69,14 @@ def test_an_output_file(path, expected, tmp_path):
 def test_a_failure_leaves_the_old_output(path, tmp_path):
     out = tmp_path / "out"
     out.write_text("old")
-    assert failed(run(path, *SHORT, "--output-file", out, "--force", stdin="ab\né\n")) == (
-        "line 2: 'é' (character 1 of the input) is not in the model's vocabulary"
-    )
-    assert out.read_text() == "old"
+    message = "'é' (character 1 of the input) is not in the model's vocabulary"
+    assert failed(run(path, *SHORT, "--output-file", out, "--force", stdin="é\n")) == f"line 1: {message}"
     assert os.listdir(tmp_path) == ["out"]
+    assert failed(run(path, *SHORT, "--output-file", out, "--force", stdin="ab\né\n")) == (
+        f"line 2: {message}; --resume goes on after input 1"
+    )
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.part", "out.part.json"]
+    assert out.read_text() == "old"
 
 
 def test_an_output_that_cannot_be_written(path, tmp_path):
@@ -164,22 +167,22 @@ def test_no_usage():
     ],
 )
 def test_bad_inputs(path, word, message):
-    assert message in failed(run(path, "ok", word))
-    assert "input 2" in failed(run(path, "ok", word))
+    assert message in (sentence := failed(run(path, "ok", word), before=1))
+    assert "input 2" in sentence
     assert message in failed(run(path, "--stream", word))
 
 
 def test_bad_lines_are_named_by_file_and_number(path, tmp_path):
     (tmp_path / "in").write_bytes(b"ab\ncd\n\xff\n")
-    assert failed(run(path, "--input-file", tmp_path / "in")) == f"{tmp_path / 'in'}, line 3: it is not UTF-8"
+    assert failed(run(path, "--input-file", tmp_path / "in"), before=2) == f"{tmp_path / 'in'}, line 3: it is not UTF-8"
     (tmp_path / "in").write_text("ab\n\ncd\n")
-    assert failed(run(path, "--input-file", tmp_path / "in")).endswith("line 2: the input is empty")
+    assert failed(run(path, "--input-file", tmp_path / "in"), before=1).endswith("line 2: the input is empty")
     assert "cannot be read: No such file" in failed(run(path, "--input-file", tmp_path / "none"))
 
 
 def test_a_line_without_end_is_not_read_to_its_end(path, monkeypatch):
     monkeypatch.setattr(cli, "LONGEST", 1 << 20)
-    message = failed(run(path, stdin="ab\n" + "a" * (1 << 20)))
+    message = failed(run(path, stdin="ab\n" + "a" * (1 << 20)), before=1)
     assert message == "line 2: it is longer than 1 MiB"
 
 

@@ -24,10 +24,11 @@ def model(tmp_path_factory):
 
 def alive():
     gc.collect()
-    return sum(isinstance(thing, (Request, Task, Result)) for thing in gc.get_objects())
+    return sum(type(thing) in (Request, Task, Result) for thing in gc.get_objects())
 
 
-def test_of_endless_inputs_a_bounded_number_is_held(model):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_endless_inputs_a_bounded_number_is_held(model, workers):
     read = 0
 
     def endless():
@@ -36,12 +37,12 @@ def test_of_endless_inputs_a_bounded_number_is_held(model):
             read += 1
             yield word
 
-    results = model.generate_batch(endless(), batch_size=ROWS, max_new_tokens=4)
+    results = model.generate_batch(endless(), batch_size=ROWS, workers=workers, max_new_tokens=4)
     ahead, held, before = [], [], alive()
     for given in range(1, 501):
         next(results)
         ahead.append(read - given)
-        if given % 100 == 0:
+        if given in (250, 500):
             held.append(alive() - before)
     results.close()
     assert ahead[0] < 2 * WINDOW * ROWS
