@@ -30,7 +30,7 @@ def in_order(
     A request that cannot be prepared or that fails raises in its turn, after the results of those before it.
     """
     source = iter(requests)
-    over: dict[int, Task] = {}
+    over: dict[int, Task | Exception] = {}
     order: deque[int] = deque()
     failed: Exception | None = None
     more = True
@@ -46,10 +46,16 @@ def in_order(
                 more = len(window) == WINDOW * batch_size
                 order += [request.index for request in window]
                 for request in sorted(window, key=lambda r: -r.size):
-                    scheduler.submit(start(request))
+                    try:
+                        scheduler.submit(start(request))
+                    except Exception as error:  # its turn has not come
+                        over[request.index] = error
             over.update((task.index, task) for task in scheduler.step())
             while order and order[0] in over:
-                yield result(over.pop(order.popleft()))
+                ended = over.pop(order.popleft())
+                if isinstance(ended, Exception):
+                    raise ended
+                yield result(ended)
         if failed is not None:
             raise failed
     finally:

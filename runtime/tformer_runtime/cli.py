@@ -46,9 +46,9 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--resume", is_flag=True, help="Go on with the output file of a run that was stopped.")
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core]")
+@click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
 @click.option("--batch-size", type=_AT_LEAST_1, default=32, show_default=True, help="Inputs computed together.")
-@click.option("--workers", type=_AT_LEAST_1, default=1, show_default=True, help="Batches computed side by side.")
+@click.option("--workers", type=_AT_LEAST_1, help="Batches side by side.  [default: one per core for --input-file]")
 @click.option("--max-memory", metavar="SIZE", help="Bytes that caches may take, such as 500M or 2G.")
 @click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
@@ -101,7 +101,7 @@ def _run(
     device: str,
     threads: int | None,
     batch_size: int,
-    workers: int,
+    workers: int | None,
     max_memory: str | None,
     stream: bool,
     ids: bool,
@@ -123,7 +123,11 @@ def _run(
         asked = _asked(model, options, {"--ids": ids, "--json": as_json, "--timing": timing})
         file = ResultFile(output_file, asked, force, resume, keep=drawing is None)
     done = file.done if file else 0
-    loaded = Model.load(model, device, threads, memory)
+    if workers is None:
+        workers = _cores() if input_file and threads is None and not stream and device != "cuda" else 1
+    loaded = Model.load(model, device, 1 if workers > 1 and threads is None else threads, memory)
+    if loaded.device == "cuda":
+        workers = 1
     if device == "auto":
         click.echo(f"device: {loaded.device}", err=True)
     if resume:
@@ -161,6 +165,12 @@ def _stream(model: Model, values: Iterable[Value], options: GenerationOptions) -
         for piece in model.stream(value, options):
             click.echo(piece, nl=False)
         click.echo()
+
+
+def _cores() -> int:
+    """How many workers are worth having: those of Python's own work take turns."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(own, 8)
 
 
 def _asked(model: Path, options: GenerationOptions, flags: dict[str, bool]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from running import failed, run
 from toy_models import Toy
 
-SMALL = ["--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
+SMALL = ["--workers", "1", "--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
 SAMPLES = ["--json", "--num-return", "2", "--temperature", "1.3", "--seed", "5"]
 OFTEN = "from tformer_runtime import cli, journal; journal.RESULTS = 8; cli.main()"
 LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 11)) for i in range(200)]

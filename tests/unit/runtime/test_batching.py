@@ -8,13 +8,15 @@ import itertools
 import pytest
 from toy_models import Toy
 
-from tformer_runtime import InputError, Model, Result
+from tformer_runtime import InputError, MemoryBudgetError, Model, Result
 from tformer_runtime.batching import WINDOW
 from tformer_runtime.generate import Request
+from tformer_runtime.options import Settings
 from tformer_runtime.search import Task
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 ROWS = 2
+S = Settings(max_new_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,19 @@ def test_a_run_that_goes_on_with_another(model, options):
         assert rest == whole[done:]
     with pytest.raises(InputError, match=r"^input 8: 'é'"):
         list(model.generate_batch(["ab", "é"], first=6))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_request_that_is_refused_is_refused_in_its_turn(model, workers):
+    """One too large for the memory, behind shorter ones that are begun after it."""
+    small = Model(model._engine, max_memory=1)
+    with pytest.raises(MemoryBudgetError):
+        next(small.generate_batch(["a"], max_new_tokens=2))
+    needs = [model._generator.task(model._inputs.request(t, 0, S), S) for t in ("ab", "ab" * 20)]
+    least, most = (model._generator.scheduler(None, 1)._model.need(task) for task in needs)
+    assert least < most
+    limited = Model(model._engine, max_memory=(least + most) // 2)
+    results = limited.generate_batch(["ab", "ba", "ab" * 20, "ab"], batch_size=2, workers=workers, max_new_tokens=4)
+    assert [len(next(results).token_ids) > 0 for _ in range(2)] == [True, True]
+    with pytest.raises(MemoryBudgetError, match="max_memory"):
+        next(results)
