@@ -32,7 +32,7 @@ def in_order(
     wrong with an input, or too much for the memory, names it by its number, counted from 1.
     """
     source = iter(requests)
-    over: dict[int, Task] = {}
+    over: dict[int, Task | Exception] = {}
     order: deque[int] = deque()
     failed: Exception | None = None
     more = True
@@ -48,18 +48,20 @@ def in_order(
                 more = len(window) == WINDOW * batch_size
                 order += [request.index for request in window]
                 for request in sorted(window, key=lambda r: -r.size):
-                    task = start(request)
                     try:
-                        scheduler.submit(task)
-                    except MemoryBudgetError as error:
-                        task.error = error
-                        over[task.index] = task
+                        scheduler.submit(start(request))
+                    except Exception as error:  # its turn has not come
+                        over[request.index] = error
             over.update((task.index, task) for task in scheduler.step())
             while order and order[0] in over:
-                task = over.pop(order.popleft())
-                if isinstance(task.error, (InputError, MemoryBudgetError)):
-                    raise type(task.error)(f"input {task.index + 1}: {task.error}") from task.error
-                yield result(task)
+                index = order.popleft()
+                ended = over.pop(index)
+                wrong = ended if isinstance(ended, Exception) else ended.error
+                if isinstance(wrong, (InputError, MemoryBudgetError)):
+                    raise type(wrong)(f"input {index + 1}: {wrong}") from wrong
+                if isinstance(ended, Exception):
+                    raise ended
+                yield result(ended)
         if failed is not None:
             raise failed
     finally:

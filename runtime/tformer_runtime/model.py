@@ -103,13 +103,17 @@ class Model:
         batch_size: int = 32,
         after: Prefix | None = None,
         workers: int = 1,
+        first: int = 0,
         **overrides: Any,
     ) -> Iterator[Result]:
         """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
 
         Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
+
         workers: how many batches are decoded side by side, each by a thread. With many inputs, as many workers as
             there are cores and a model that was loaded with threads=1 give the most results a second.
+        first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
+            named in errors, as those that follow.
         """
         for name, value in (("batch_size", batch_size), ("workers", workers)):
             if value < 1:
@@ -117,7 +121,7 @@ class Model:
         settings = self._settings(options, overrides)
         generator = self._generator
         base = self._base(after)
-        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs))
+        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         width = max(settings.beam_size, settings.num_return)
         schedulers = [generator.scheduler(settings, batch_size * width) for _ in range(workers)]
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
