@@ -70,7 +70,7 @@ def test_a_request_that_is_refused_is_refused_in_its_turn(model, workers):
     with pytest.raises(MemoryBudgetError):
         next(small.generate_batch(["a"], max_new_tokens=2))
     needs = [model._generator.task(model._inputs.request(t, 0, S), S) for t in ("ab", "ab" * 20)]
-    least, most = (model._generator.scheduler(None, 1)._model.need(task) for task in needs)
+    least, most = (model._generator.scheduler(None, 1)._model.need((), [task]) for task in needs)
     assert least < most
     limited = Model(model._engine, max_memory=(least + most) // 2)
     results = limited.generate_batch(["ab", "ba", "ab" * 20, "ab"], batch_size=2, workers=workers, max_new_tokens=4)
