@@ -107,20 +107,30 @@ class KVCache:
         self._bind()
         return True
 
-    def reorder(self, rows: Array, used: int) -> bool:
-        """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more. True if
-        there are new buffers to bind.
+    def reorder(self, rows: Array, lengths: Array) -> bool:
+        """Row i becomes what row rows[i] was. Rows may repeat, be fewer or be more. True if there are new buffers to
+        bind. lengths: the slots in use of each row as it was.
 
-        Copies the rows that move; all of them where the buffers have no room for as many, or far too much.
+        Copies what is in use of the rows that move; all rows where the buffers have no room for as many, or far too
+        much.
         """
+        used = int(lengths[rows].max(initial=0))
         before, fitting = self.rows, self._fitting(len(rows), used)
         if fitting != (self.room, self.capacity) or not self._on_host:
             self._remake(rows, fitting, used)
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
+            sources = rows[moved]
+            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
             for slab in self._slabs if moved.size else ():
-                live = self._live(slab)[_part(slab.axis, used)]
-                live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
+                live = self._live(slab)
+                if apart:
+                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
+                        own = _part(slab.axis - 1, lengths[source])
+                        live[:, to][own] = live[:, source][own]
+                else:
+                    live = live[_part(slab.axis, used)]
+                    live[:, moved] = live[:, sources]  # the right-hand side is a copy before anything is written
             if len(rows) == before:
                 return False
         self.rows = len(rows)

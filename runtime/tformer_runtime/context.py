@@ -73,9 +73,16 @@ class Context:
             both = min(count, self.rows)
             stays[:both] = origin[:both] == self._origin[:both]
             moved = np.flatnonzero(~stays)
+            sources = rows[moved]
+            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
             for array, axis in zip(self._arrays, self._axes, strict=True):
-                if axis is not None and len(moved):
-                    array[moved] = array[rows[moved]]  # the right-hand side is a copy before anything is written
+                if axis is None:
+                    continue
+                if apart:
+                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
+                        array[to] = array[source]
+                else:
+                    array[moved] = array[sources]  # the right-hand side is a copy before anything is written
             changed = count != self.rows
             self._values = [] if changed else self._values
         else:

@@ -211,17 +211,16 @@ class Engine:
             return
         _check_held(state)
         lengths = state.lengths[rows]
-        longest = int(lengths.max(initial=0))
         if state.held.reorder(rows):
             state.call = None
-        if state.cache.reorder(rows, longest):
+        if state.cache.reorder(rows, state.lengths):
             state.call = None
         if len(rows) == state.rows:
             state.lengths[:] = lengths  # bound calls read this very array
         else:
             state.lengths = lengths
             state.call = None
-        state.longest = longest
+        state.longest = int(lengths.max(initial=0))
 
     def join(self, state: State, other: State) -> None:
         """Append the other's rows, which were started with `joins`; it is of no more use then.

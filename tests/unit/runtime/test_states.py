@@ -452,7 +452,7 @@ def test_buffers_on_another_device(attention):
     np.testing.assert_array_equal(content(again, 4), first)
     caches[0].reserve(40, 4)
     np.testing.assert_array_equal(content(caches[0], 4), first)
-    caches[0].reorder(np.array([1, 1, 0]), 4)
+    caches[0].reorder(np.array([1, 1, 0]), np.full(2, 4))
     np.testing.assert_array_equal(content(caches[0], 4), first[:, [1, 1, 0]])
     caches[0].join(caches[1], 4, 3)
     np.testing.assert_array_equal(content(caches[0], 4)[:, :3], first[:, [1, 1, 0]])
