@@ -6,12 +6,15 @@ length, since each window is sorted. Memory is that of the batch and of two wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from tformer_runtime.errors import InputError, MemoryBudgetError
 from tformer_runtime.generate import Request, Result
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Task
+from tformer_runtime.workers import Workers
 
 WINDOW = 16  # times the rows of the batch: how many requests are sorted together
 
@@ -20,52 +23,46 @@ def in_order(
     requests: Iterable[Request],
     start: Callable[[Request], Task],
     result: Callable[[Task], Result],
-    scheduler: Scheduler,
+    schedulers: Sequence[Scheduler],
     batch_size: int,
 ) -> Iterator[Result]:
     """Results of all requests, in the order of the requests, each as soon as it and those before it are known.
 
-    A window is taken before any of it is run: a request that cannot be prepared raises then, after the results of those
-    before the window.
+    A request that cannot be prepared or that fails raises in its turn, after the results of those before it. What was
+    wrong with an input, or too much for the memory, names it by its number, counted from 1.
     """
     source = iter(requests)
-    results: dict[int, Result] = {}
-    order: list[int] = []
-    running: set[Task] = set()
+    over: dict[int, Task | Exception] = {}
+    order: deque[int] = deque()
+    failed: Exception | None = None
     more = True
+    scheduler = schedulers[0] if len(schedulers) == 1 else Workers(schedulers)
     try:
-        while more or running or order:
+        while more or order:
             if more and scheduler.waiting < batch_size and len(order) <= WINDOW * batch_size:
-                failed: Exception | None = None
                 window: list[Request] = []
                 try:
-                    window = list(islice(source, WINDOW * batch_size))
-                except Exception as error:  # what came before it is answered first
+                    window.extend(islice(source, WINDOW * batch_size))
+                except Exception as error:
                     failed = error
-                if failed is not None:
-                    yield from _rest(scheduler, result, results, order)
-                    raise failed
                 more = len(window) == WINDOW * batch_size
                 order += [request.index for request in window]
                 for request in sorted(window, key=lambda r: -r.size):
-                    task = start(request)
-                    running.add(task)
-                    scheduler.submit(task)
-            for task in scheduler.step():
-                running.discard(task)
-                results[task.index] = result(task)
-            while order and order[0] in results:
-                yield results.pop(order.pop(0))
+                    try:
+                        scheduler.submit(start(request))
+                    except Exception as error:  # its turn has not come
+                        over[request.index] = error
+            over.update((task.index, task) for task in scheduler.step())
+            while order and order[0] in over:
+                index = order.popleft()
+                ended = over.pop(index)
+                wrong = ended if isinstance(ended, Exception) else ended.error
+                if isinstance(wrong, (InputError, MemoryBudgetError)):
+                    raise type(wrong)(f"input {index + 1}: {wrong}") from wrong
+                if isinstance(ended, Exception):
+                    raise ended
+                yield result(ended)
+        if failed is not None:
+            raise failed
     finally:
         scheduler.release()
-
-
-def _rest(
-    scheduler: Scheduler, result: Callable[[Task], Result], results: dict[int, Result], order: list[int]
-) -> Iterator[Result]:
-    """The results of what was submitted."""
-    while not scheduler.idle:
-        for task in scheduler.step():
-            results[task.index] = result(task)
-    while order and order[0] in results:
-        yield results.pop(order.pop(0))

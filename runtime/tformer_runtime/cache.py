@@ -103,45 +103,56 @@ class KVCache:
         """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
         if slots <= self.capacity:
             return False
-        self._remake(np.arange(self.rows), max(self.rows, self.room), slots_for(slots, self._max_length), used)
+        self._remake(np.arange(self.rows), self._fitting(self.rows, slots), used)
+        self._bind()
         return True
 
-    def reorder(self, rows: Array, used: int) -> None:
-        """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more.
+    def reorder(self, rows: Array, lengths: Array) -> bool:
+        """Row i becomes what row rows[i] was. Rows may repeat, be fewer or be more. True if there are new buffers to
+        bind. lengths: the slots in use of each row as it was.
 
-        Copies the rows that move; all of them where the buffers have no room for as many.
+        Copies what is in use of the rows that move; all rows where the buffers have no room for as many, or far too
+        much.
         """
-        before, count = self.rows, len(rows)
-        self.rows = count
-        if not self.capacity:
-            return
-        if count > self.room or not self._on_host:
-            self._remake(rows, count, self.capacity, used)
-            return
-        moved = np.flatnonzero(rows != np.arange(count))
-        if moved.size:
-            for slab in self._slabs:
-                live = self._live(slab)[_part(slab.axis, used)]
-                live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
-        if count != before:
-            self._bind()
+        used = int(lengths[rows].max(initial=0))
+        before, fitting = self.rows, self._fitting(len(rows), used)
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(rows, fitting, used)
+        else:
+            moved = np.flatnonzero(rows != np.arange(len(rows)))
+            sources = rows[moved]
+            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
+            for slab in self._slabs if moved.size else ():
+                live = self._live(slab)
+                if apart:
+                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
+                        own = _part(slab.axis - 1, lengths[source])
+                        live[:, to][own] = live[:, source][own]
+                else:
+                    live = live[_part(slab.axis, used)]
+                    live[:, moved] = live[:, sources]  # the right-hand side is a copy before anything is written
+            if len(rows) == before:
+                return False
+        self.rows = len(rows)
+        self._bind()
+        return True
 
     def join(self, other: KVCache, used: int, others: int) -> None:
         """Append the other's rows. used, others: how many slots of each are in use. The other is released.
 
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
-        before, rows, slots = self.rows, self.rows + other.rows, max(used, others)
+        before, rows = self.rows, self.rows + other.rows
+        fitting = self._fitting(rows, max(used, others))
         self._budget.give(other.nbytes)  # what moves over is counted once
         other.nbytes = 0
-        wasteful = self.room > SPARE * rows or self.capacity > SPARE * max(slots, BLOCK)
-        self.rows = rows
-        if self.room < rows or self.capacity < slots or wasteful or not self._on_host:
-            self._remake(np.arange(before), rows, slots_for(slots, self._max_length), used, bind=False)
-        for slab, theirs in zip(self._slabs, other._slabs, strict=True):
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(np.arange(before), fitting, used)
+        for slab, theirs in zip(self._slabs, other._slabs, strict=True) if others else ():
             part = _part(slab.axis, others)
             self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
         other.release()
+        self.rows = rows
         self._bind()
 
     def fit(self, used: int) -> bool:
@@ -149,15 +160,16 @@ class KVCache:
         slots = slots_for(used, self._max_length)
         if not self.capacity or (self.room == self.rows and self.capacity <= slots):
             return False
-        self._remake(np.arange(self.rows), self.rows, min(slots, self.capacity), min(used, self.capacity))
+        self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
+        self._bind()
         return True
 
     def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
         other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
-        if self.capacity:
-            lives = [self._live(slab) for slab in self._slabs]
-            other._remake(rows, len(rows), slots_for(used, self._max_length), used, lives)
+        lives = [self._live(slab) for slab in self._slabs] if used else []
+        other._remake(rows, other._fitting(len(rows), used), used, lives)
+        other._bind()
         return other
 
     def release(self) -> None:
@@ -167,45 +179,52 @@ class KVCache:
         self._budget.give(self.nbytes)
         self.nbytes = self.room = self.capacity = 0
 
+    def __del__(self) -> None:
+        self.release()
+
     @property
     def _on_host(self) -> bool:
         return self._session.device == "cpu"
 
+    def _fitting(self, rows: int, slots: int) -> tuple[int, int]:
+        """The room and the capacity for so many rows and slots: those there are, unless they are too small or more
+        than SPARE times the need."""
+        room = self.room if self._on_host and rows <= self.room <= SPARE * rows else rows
+        if not slots and not self.capacity:  # nothing has been read yet
+            return room, 0
+        fits = slots <= self.capacity <= SPARE * max(slots, BLOCK)
+        return room, self.capacity if fits else slots_for(slots, self._max_length)
+
     def _live(self, slab: _Slab) -> Array:
-        """The side that the next step reads, on the host."""
+        """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""
         side = self.turn % len(slab.arrays)
         held = slab.arrays[side]
         if held is None:
-            held = slab.arrays[side] = np.stack([value.numpy() for value in slab.values[side]])
+            held = np.stack([value.numpy() for value in slab.values[side]])
         return held
 
-    def _remake(
-        self, rows: Array, room: int, slots: int, used: int, lives: Sequence[Array] | None = None, bind: bool = True
-    ) -> None:
-        """New buffers for `room` rows and `slots` slots; row i becomes what row rows[i] was, here or in `lives`."""
-        held = bytes_of(self._specs, room, slots)
+    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
+        """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
+        held = bytes_of(self._specs, *fitting)
         self._budget.take(held - self.nbytes)
         self.nbytes = held
-        if lives is None and self.capacity:
+        if lives is None and used:
             lives = [self._live(slab) for slab in self._slabs]
-        self.room, self.capacity = room, slots
+        self.room, self.capacity = fitting
         for k, slab in enumerate(self._slabs):
-            sizes = [slots if size == SLOT else int(size) for size in slab.spec.shape[1:]]
-            shape = (len(slab.members), room, *sizes)
+            sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
+            shape = (len(slab.members), self.room, *sizes)
             slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
             if lives and used:
                 part = _part(slab.axis, used)
                 self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
-        if bind:
-            self._bind()
 
     def _bind(self) -> None:
         """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""
         for slab in self._slabs:
             for side, array in enumerate(slab.arrays):
-                if array is None:  # on the device, and unchanged
-                    continue
-                slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
+                if array is not None:
+                    slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
             if not self._on_host:
                 slab.arrays = [None] * len(slab.arrays)
 

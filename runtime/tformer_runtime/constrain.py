@@ -58,9 +58,10 @@ class Grammar:
             raise OptionError(f'a constraint is a "regex", "json_schema", "grammar" or "choices", not {kind!r}')
         return _compiled(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
 
-    def start(self) -> Guide:
-        """The guide of a row that has generated nothing yet. 10 µs."""
-        return Guide(self, self._matcher.deep_copy(), fresh=True)
+    def start(self, before: int | None = None) -> Guide:
+        """The guide of a row that has generated nothing yet. 10 µs. before: an id that comes first and is no part of
+        the text."""
+        return Guide(self, self._matcher.deep_copy(), fresh=True, before=before)
 
 
 class Guide:
@@ -70,11 +71,23 @@ class Guide:
     only end tokens follow.
     """
 
-    __slots__ = ("_allowed", "_fresh", "_grammar", "_matcher")
+    __slots__ = ("_allowed", "_before", "_fresh", "_grammar", "_matcher")
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher | None, fresh: bool, allowed: Bools | None = None) -> None:
-        self._grammar, self._matcher, self._fresh = grammar, matcher, fresh
+    def __init__(
+        self,
+        grammar: Grammar,
+        matcher: LLMatcher | None,
+        fresh: bool,
+        allowed: Bools | None = None,
+        before: int | None = None,
+    ) -> None:
+        self._grammar, self._matcher, self._fresh, self._before = grammar, matcher, fresh, before
         self._allowed = allowed  # (vocabulary,) what may come next, once it has been asked for; never written to
+
+    @property
+    def lost(self) -> bool:
+        """Whether the row has taken an end token, or one that was not allowed."""
+        return self._matcher is None
 
     def mask(self, scores: Floats) -> None:
         """Set what may not come next to −inf in scores, (vocabulary,). End tokens may where the text is complete.
@@ -94,7 +107,10 @@ class Guide:
         vocabulary = self._grammar._vocabulary
         if self._matcher is None:
             return
-        if token in vocabulary.ends or not 0 <= token < vocabulary.size:
+        if self._before is not None:
+            self._matcher = self._matcher if token == self._before else None
+            self._before = None
+        elif token in vocabulary.ends or not 0 <= token < vocabulary.size:
             self._matcher = None
         elif self._fresh:
             self._fresh = False
@@ -109,7 +125,8 @@ class Guide:
 
     def copy(self) -> Guide:
         """A guide at the same place that goes its own way. 5 µs."""
-        return Guide(self._grammar, self._matcher and self._matcher.deep_copy(), self._fresh, self._allowed)
+        matcher = self._matcher and self._matcher.deep_copy()
+        return Guide(self._grammar, matcher, self._fresh, self._allowed, self._before)
 
     @property
     def over(self) -> bool:
@@ -121,6 +138,8 @@ class Guide:
             vocabulary = self._grammar._vocabulary
             if self._matcher is None:
                 self._allowed = vocabulary.only_ends
+            elif self._before is not None:
+                self._allowed = np.arange(vocabulary.size) == self._before
             elif self._fresh:
                 self._allowed = self._grammar._first
             else:

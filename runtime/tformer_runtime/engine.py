@@ -11,6 +11,7 @@ A `State` belongs to one call and one thread; an `Engine` may be shared by any n
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
+from tformer_runtime.context import Context
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
     BATCH,
@@ -35,7 +37,7 @@ from tformer_runtime.manifest import (
     TensorSpec,
 )
 from tformer_runtime.memory import Budget, Share
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
@@ -52,40 +54,40 @@ class State:
 
     def __init__(
         self,
-        context: list[Array],
+        context: Context,
         cache: KVCache,
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
-        budget: Share,
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
-        self.context: list[Array] = []
-        self.context_values: list[Any] = []
-        self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
+        self.held = context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
-        self.budget = budget
         self.released = False
-        self.hold(context)
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
     @property
+    def room(self) -> int:
+        """Rows that there are buffers for."""
+        return max(self.cache.room, self.held.room)
+
+    @property
+    def context(self) -> list[Array]:
+        """What the encode stage gave for each row, in the order of its outputs."""
+        return self.held.arrays
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches and the context."""
-        return self.cache.nbytes + sum(a.nbytes for a in self.context)
-
-    def hold(self, context: list[Array]) -> None:
-        """Take another context in the place of the present one. MemoryBudgetError as of `Share.take`."""
-        self.budget.take(sum(a.nbytes for a in context) - sum(a.nbytes for a in self.context))
-        self.context, self.context_values, self.call = context, [], None
+        return self.cache.nbytes + self.held.nbytes
 
     def rewind(self, length: int) -> None:
         """Forget what each row has beyond its first `length` tokens."""
@@ -95,11 +97,8 @@ class State:
     def release(self) -> None:
         """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
         self.cache.release()
-        self.hold([])
+        self.held.release()
         self.released = True
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class Engine:
@@ -124,13 +123,13 @@ class Engine:
         return self.manifest.decode
 
     def encode(
-        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: bool = False
+        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: int = 0
     ) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
-        extras: names of the stage's extras to give too, behind the outputs. widen: with a position of padding at the
-        end of every row, where the model can take one more.
+        extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
+        padding at the end of every row, as far as the model can take them.
         """
         encode = self.manifest.encode
         if encode is None:
@@ -163,13 +162,16 @@ class Engine:
         """
         budget = budget or Budget().share()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
-        wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
-        if self.manifest.encode is None:
-            state = State([], cache, rows, {}, wanted, budget)
-        else:
-            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras, joins).items()}
-            context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
-            state = State(context, cache, rows, arrays, wanted, budget)
+        arrays: dict[str, Array] = {}
+        context: list[Array] = []
+        lengths: dict[str, Ints] = {}
+        if self.manifest.encode is not None:
+            requests, more = requests or {}, self.slack if joins else 0
+            arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, more).items()}
+            context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
+            lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
+        held = Context(self.session, self._contexts, context, lengths, rows, budget)
+        state = State(held, cache, rows, arrays, self._of_steps(extras))
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -181,7 +183,7 @@ class Engine:
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
         want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
-        InputError if a row would pass the maximum length.
+        InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
         rows, new = tokens.shape
         if rows != state.rows:
@@ -197,8 +199,6 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
-        if len(state.context_values) != len(state.context):
-            state.context_values = [self.session.tensor(array) for array in state.context]
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.call = _Call(self, state, new, want)
@@ -209,56 +209,63 @@ class Engine:
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
-        origin = state.origin[rows]
-        if not np.array_equal(origin, state.origin):
-            state.hold([_taken(array, rows, spec.shape) for spec, array in self._contexts(state)])
-            state.origin = origin
-        state.cache.reorder(rows, state.longest)
-        if len(rows) == state.rows:
-            state.lengths[:] = state.lengths[rows]  # bound calls read this very array
-        else:
-            state.lengths = state.lengths[rows]
+        _check_held(state)
+        lengths = state.lengths[rows]
+        if state.held.reorder(rows):
             state.call = None
-        state.longest = int(state.lengths.max(initial=0))
+        if state.cache.reorder(rows, state.lengths):
+            state.call = None
+        if len(rows) == state.rows:
+            state.lengths[:] = lengths  # bound calls read this very array
+        else:
+            state.lengths = lengths
+            state.call = None
+        state.longest = int(lengths.max(initial=0))
 
     def join(self, state: State, other: State) -> None:
         """Append the other's rows, which were started with `joins`; it is of no more use then.
 
-        Contexts of different lengths are made as long as the longer: what stands at a row's position of padding is what
-        stands at any. Copies both contexts, the other's caches, and its own if they have no room.
+        Copies the other's rows, and its own where the buffers have no room, or far too much.
         """
+        _check_held(state)
+        _check_held(other)
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
-        context = []
-        for (spec, one), (_, two) in zip(self._contexts(state), self._contexts(other), strict=True):
-            sizes = [max(pair) for pair in zip(one.shape, two.shape, strict=True)]
-            axis = spec.shape.index(BATCH) if BATCH in spec.shape else None
-            wide = [_widened(array, sizes, axis) for array in (one, two)]
-            context.append(wide[0] if axis is None else np.concatenate(wide, axis))
-        other.hold([])
-        state.hold(context)
+        state.held.join(other.held)
         state.cache.join(other.cache, state.longest, other.longest)
+        other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.longest = max(state.longest, other.longest)
-        state.origin = np.concatenate([state.origin, other.origin + int(state.origin.max(initial=-1)) + 1])
+        state.call = None
 
-    def copy(self, state: State, rows: Array, budget: Share | None = None) -> State:
-        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from."""
+    def copy(
+        self, state: State, rows: Array, budget: Share | None = None, extras: Sequence[str] | None = None
+    ) -> State:
+        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
+        `start`; None: the state's own."""
+        _check_held(state)
         budget = budget or Budget().share()
-        context = [_taken(array, rows, spec.shape) for spec, array in self._contexts(state)]
-        cache = state.cache.copy(rows, state.longest, budget)
-        other = State([], cache, len(rows), state.encoded, state.wanted, budget)
-        other.hold(context)
-        other.lengths, other.longest, other.origin = state.lengths[rows], state.longest, state.origin[rows]
-        _check_held(state)  # only now: another thread may have released it meanwhile
+        lengths = state.lengths[rows]
+        longest = int(lengths.max(initial=0))
+        wanted = state.wanted if extras is None else self._of_steps(extras)
+        context = state.held.copy(rows, budget)
+        try:
+            cache = state.cache.copy(rows, longest, budget)
+        except BaseException:
+            context.release()
+            raise
+        finally:
+            _check_held(state)  # again: another thread may have released it meanwhile
+        other = State(context, cache, len(rows), state.encoded, wanted)
+        other.lengths, other.longest = lengths, longest
         return other
 
     def fit(self, state: State) -> bool:
-        """Give back what the caches have beyond the need of the rows. False if that is nothing to speak of."""
-        if not state.cache.fit(state.longest + 1):
-            return False
-        state.call = None
-        return True
+        """Give back what the buffers have beyond the need of the rows. False if that is nothing to speak of."""
+        less = [state.cache.fit(state.longest + 1), state.held.fit()]
+        if any(less):
+            state.call = None
+        return any(less)
 
     def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
         """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
@@ -269,7 +276,7 @@ class Engine:
         sizes = {**sizes, BATCH: rows}
         longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
         context = 0
-        for i, spec in enumerate(self.manifest.encode.outputs if self.manifest.encode else ()):
+        for i, spec in enumerate(self._contexts):
             shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
             if beside is not None:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
@@ -277,9 +284,42 @@ class Engine:
         slots = slots_for(slots, self.manifest.max_length)
         return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
 
-    def _contexts(self, state: State) -> list[tuple[TensorSpec, Array]]:
-        outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        return list(zip(outputs, state.context, strict=True))
+    def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
+        return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
+
+    @property
+    def _contexts(self) -> Sequence[TensorSpec]:
+        return self.manifest.encode.outputs if self.manifest.encode else ()
+
+    @functools.cached_property
+    def slack(self) -> int:
+        """Positions of padding that give every row some at the end of every axis of the context, for `join`.
+
+        One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
+        how many is seen by encoding: if so many more give two at one length, they give one or more at any.
+        """
+        encode = self.manifest.encode
+        inputs = [spec for spec in encode.inputs if spec.role != "mask"] if encode else []
+        own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
+        outputs = encode.outputs if encode else ()
+        if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
+            return 1
+        limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
+
+        def sizes(length: int) -> Array:
+            given = {}
+            for spec in inputs:
+                first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+                first = length if isinstance(spec.shape[1], str) else first
+                given[spec.name] = [np.zeros((first, *others), spec.dtype)]
+            found = self.encode(given, 1)
+            axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
+            return np.array([found[name].shape()[at] for name, at in axes])
+
+        base, more = limit // 2, 1
+        while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
+            more *= 2
+        return more if base + more < limit else limit
 
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
@@ -290,9 +330,11 @@ class Engine:
     def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
         rows, new = tokens.shape
         counts = np.full(rows, new) if counts is None else np.asarray(counts)
-        if int((state.lengths + counts).max()) > self.manifest.max_length:
-            total = int((state.lengths + counts).max())
+        total = int((state.lengths + counts).max())
+        if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
+        if state.cache.reserve(total, state.longest):
+            state.call = None
         every, logits = [], np.empty(0, np.float32)
         extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
         for i in range(new):
@@ -344,6 +386,9 @@ class Engine:
             ) from error
 
 
+_LIMIT = 256  # positions of an input that has no maximum, at which its strides show
+
+
 class _Call:
     """One shape of decode call with everything bound: a run only writes the few numbers that change.
 
@@ -375,7 +420,7 @@ class _Call:
     def _bound(self, engine: Engine, state: State, turn: int) -> Any:
         session, io = self.session, self.session.binding()
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
-        bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
+        bound |= dict(zip(engine._context_inputs, state.held.values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
@@ -431,18 +476,3 @@ class _Call:
 def _check_held(state: State) -> None:
     if state.released:
         raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
-
-
-def _writable(array: Array) -> Array:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
-
-
-def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
-    """A context tensor of other rows; one that has no batch is the same for all."""
-    return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array
-
-
-def _widened(array: Array, sizes: Sequence[int], batch: int | None) -> Array:
-    """Every axis but the batch's as long as `sizes`, by what stands at its end."""
-    more = [(0, 0 if axis == batch else size - array.shape[axis]) for axis, size in enumerate(sizes)]
-    return np.pad(array, more, mode="edge") if any(end for _, end in more) else array

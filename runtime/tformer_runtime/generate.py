@@ -42,9 +42,10 @@ class Result:
     token_ids: every generated id, a prefix that was asked for and the end token, if it came to that, included.
     score: Σ log-probability / length ** length_penalty of what was generated after the prefix; of beam search, of the
         log-probabilities as rules and penalties left them.
-    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
+    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string; or a constrained
+        text is complete, and the model has no end token to say so).
     token_logprobs: the model's natural-log probability of each id; options do not change it.
-    top_logprobs: for each generated id, the likeliest ids at its place and their log-probabilities, if asked for.
+    top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
     alternatives: the other results if num_return is more than 1: next best first, or the other samples.
     alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
         for.
@@ -66,11 +67,19 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Base:
+    """What has been read before a request: the state of one row that has, and the ids."""
+
+    state: State
+    ids: Ints
+
+
+@dataclass(frozen=True)
 class Request:
     """One input, ready to run. index: its place in the list of inputs. sources: request input → its ids or features.
 
-    prompt: the step input's first ids. most: how many tokens may be generated. given: how many of the prompt's last ids
-    are a prefix, which the result begins with. base: what has read what is before the prompt.
+    prompt: the step input's first ids, those that `base` has read included. most: how many tokens may be generated.
+    given: how many of the prompt's last ids are a prefix, which the result begins with.
     """
 
     index: int
@@ -78,7 +87,7 @@ class Request:
     prompt: Ints
     most: int
     given: int = 0
-    base: State | None = None
+    base: Base | None = None
 
     @property
     def prefix(self) -> list[int]:
@@ -88,7 +97,8 @@ class Request:
     @property
     def size(self) -> int:
         """How many positions are to be computed before the first token: what batches are packed by."""
-        return len(self.prompt) + sum(len(array) for array in self.sources.values())
+        read = len(self.base.ids) if self.base else 0
+        return len(self.prompt) - read + sum(len(array) for array in self.sources.values())
 
 
 class Generator:
@@ -113,9 +123,8 @@ class Generator:
         vocabulary = int(self.engine.decode.logits.shape[-1])
         prefix = request.prefix
         guide = self.guide(settings)
-        for token in prefix:
-            if guide is not None:
-                guide.accept(token)
+        if guide is not None:
+            self._begin(guide, prefix)
         codec, stop = self.codec, settings.stop
         task = Task(
             index=request.index,
@@ -128,7 +137,7 @@ class Generator:
             listen=listen,
             sources=request.sources,
             given=request.given,
-            base=request.base,
+            base=request.base.state if request.base else None,
         )
         if codec is not None and stop:
 
@@ -170,7 +179,7 @@ class Generator:
             float(np.float64(found.score)),
             finish,
             (*task.given_logprobs, *found.logprobs),
-            top_logprobs=found.alternatives,
+            top_logprobs=(*task.given_alternatives, *found.alternatives),
             timing=timing,
             **self._besides(task, found),
         )
@@ -185,7 +194,7 @@ class Generator:
         given: dict[str, Array] = {}
         if found.trail is not None:
             shapes = {name: extras[name].shape[2:] for name in found.trail.values}
-            given = found.trail.stacked(len(found.ids), sizes, shapes)
+            given = found.trail.stacked(task.given + len(found.ids), sizes, shapes)
         for name, value in task.encoded.items():
             axes = extras[name].shape[1:]
             given[name] = value[tuple(slice(0, sizes.get(a) if isinstance(a, str) else None) for a in axes)]
@@ -201,8 +210,25 @@ class Generator:
                 if self._tokenizer is None:
                     raise OptionError(f"{kind} needs text and the file has no tokenizer")
                 ends = self.engine.manifest.special.end
-                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start()
+                first = settings.first_token if not settings.prefix else None
+                before = first if first is not None and self._silent(first) else None
+                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
         return None
+
+    def _begin(self, guide: Guide, prefix: Sequence[int]) -> None:
+        """Have a guide follow a prefix. OptionError if no text that is allowed begins so."""
+        for token in prefix:
+            if not self._silent(token):
+                guide.accept(token)
+        if guide.lost:
+            assert self.codec is not None
+            raise OptionError(
+                f"no text that the constraint allows begins with the prefix {self.codec.decode(prefix)!r}"
+            )
+
+    def _silent(self, token: int) -> bool:
+        """Whether an id adds nothing to any text, as the code of a language does."""
+        return self.codec is not None and self.codec.piece(token) is None
 
 
 def generate_all(generator: Generator, requests: Sequence[Request], settings: Settings) -> list[Result]:

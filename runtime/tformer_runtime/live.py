@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from tformer_runtime.memory import Share
 from tformer_runtime.record import Trail
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
-from tformer_runtime.search import Task, padded
+from tformer_runtime.search import Task, likeliest, padded
 
 
 class LiveRows:
@@ -43,6 +43,12 @@ class LiveRows:
     def release(self) -> None:
         self.state.release()
 
+    def record_given(self, row: int, positions: Iterable[int]) -> None:
+        """Note what a step over several tokens gave at some of a row's."""
+        for at in positions if self.state.extras else ():
+            values = {name: values[row, at].copy() for name, values in self.state.extras.items()}
+            self._trails[row] = Trail(self._trails[row], values)
+
     def record(self) -> None:
         """Note what the latest step gave."""
         extras = self.state.extras
@@ -71,7 +77,7 @@ class Starter:
         return self._read(state, tasks)
 
     def size(self, task: Task) -> int:
-        return len(task.prompt) + sum(len(array) for array in task.sources.values())
+        return len(task.unread) + sum(len(array) for array in task.sources.values())
 
     def need(self, running: Sequence[Task], coming: Sequence[Task], rows: LiveRows | None = None) -> int:
         encode = self._engine.manifest.encode
@@ -79,11 +85,10 @@ class Starter:
         slots, width = 0, sum(task.width for task in running)
         sizes: dict[str, int] = {}
         for task in (*running, *coming):
-            before = int(task.base.lengths[0]) if task.base is not None else 0
-            slots = max(slots, before + len(task.prompt) + task.most)
+            slots = max(slots, len(task.prompt) + task.most)
             for axis, size in own_sizes(encode.inputs, task.sources).items() if encode else ():
-                sizes[axis] = max(sizes.get(axis, 0), size + 1)  # with the position of padding that joining wants
-        width = max(width, beside.cache.room if beside else 0) + sum(task.width for task in coming)
+                sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
+        width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
         return self._engine.need(slots, sizes, width, beside)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
@@ -95,7 +100,8 @@ class Starter:
                 if task.base is None:
                     mine, after = self.begin([task])
                 else:
-                    mine, after = self._read(self._engine.copy(task.base, _FIRST, self._budget), [task])
+                    copy = self._engine.copy(task.base, _FIRST, self._budget, self._wanted)
+                    mine, after = self._read(copy, [task])
                 logits.append(after.copy())
                 if rows is None:
                     rows = mine
@@ -117,14 +123,18 @@ class Starter:
             raise
 
     def _after_prompts(self, rows: LiveRows, tasks: Sequence[Task]) -> Floats:
-        tokens, counts = padded([task.prompt for task in tasks])
+        """Read what is new of the prompts; the logits after it."""
+        tokens, counts = padded([task.unread for task in tasks])
         state = rows.state
         if any(task.given for task in tasks):
             every = self._engine.step(state, tokens, counts, want="all")
-            state.extras = {name: values[np.arange(len(tasks)), counts - 1] for name, values in state.extras.items()}
-            logits = every[np.arange(len(tasks)), counts - 1]
-            for task, own in zip(tasks, every, strict=True):
-                task.given_logprobs = _of_prefix(task, own)
+            for row, task in enumerate(tasks):
+                chosen = range(counts[row] - task.given - 1, counts[row] - 1)  # where each of the prefix was
+                rows.record_given(row, chosen)
+                _note_given(task, every[row, list(chosen)])
+            last = np.arange(len(tasks)), counts - 1
+            state.extras = {name: values[last] for name, values in state.extras.items()}
+            logits = every[last]
         else:
             logits = self._engine.step(state, tokens, counts)
         rows.record()
@@ -134,9 +144,12 @@ class Starter:
 _FIRST = np.zeros(1, np.int64)
 
 
-def _of_prefix(task: Task, logits: Floats) -> tuple[float, ...]:
-    """The log-probability of each id of the prefix. logits: (prompt, vocabulary), each what follows an id."""
-    first, end = len(task.prompt) - task.given, len(task.prompt)
-    before = logits[first - 1 : end - 1]
-    norm = log_normalizer(before)
-    return tuple((before[np.arange(task.given), task.prompt[first:end]] - norm).tolist())
+def _note_given(task: Task, logits: Floats) -> None:
+    """Note the log-probabilities of the prefix, and of what was likeliest there. logits: (prefix, vocabulary)."""
+    ids = task.prompt[len(task.prompt) - task.given :]
+    logprobs = logits - log_normalizer(logits)[:, None]
+    known = ids < logits.shape[-1]  # the step input may have ids that are never generated
+    own = np.where(known, logprobs[np.arange(len(ids)), np.where(known, ids, 0)], -np.inf)
+    task.given_logprobs = tuple(own.tolist())
+    count = task.settings.top_logprobs
+    task.given_alternatives = tuple(likeliest(row, count) for row in logprobs) if count else ()

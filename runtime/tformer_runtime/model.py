@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Generator, Request, Result, generate_all, generate_stream
+from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
 
@@ -72,33 +74,23 @@ class Model:
         UnsupportedCallError for a model that does not generate.
         """
         settings = self._settings(options, overrides)
-        request = self._inputs.request(input, 0, settings, after.state if after else None)
+        request = self._inputs.request(input, 0, settings, self._base(after))
         return generate_all(self._generator, [request], settings)[0]
 
     def prefix(self, input: Input) -> Prefix:
         """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
 
-        UnsupportedCallError for a model with an encoder, where all that a request reads follows from its source.
+        A request then gives what it gives for the ids of both, one after the other; each text is turned into ids by
+        itself, with what the tokenizer puts around a text coming once. UnsupportedCallError for a model with an
+        encoder, where all that a request reads follows from its source.
         """
         self._must_go_on("prefix")
-        return Prefix(self._engine, self._inputs.parts(input)[1], self._budget)
+        return Prefix(self._engine, self._inputs.parts(input, last=False)[1], self._budget)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
-
-        def ids(message: Any, first: bool) -> Ints:
-            if first:
-                return self._inputs.parts(message)[1]
-            return self._inputs.ids(self._engine.decode.step.name, message, special=False)
-
-        def answer(
-            state: State, prompt: Ints, options: GenerationOptions | None, overrides: Mapping[str, Any]
-        ) -> Result:
-            settings = self._settings(options, overrides)
-            return generate_all(self._generator, [self._inputs.request(prompt, 0, settings, state)], settings)[0]
-
-        return Chat(self._engine, self._budget, system, ids, answer)
+        return Chat(self._generator, self._inputs, self._settings, system)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
@@ -110,26 +102,37 @@ class Model:
         options: GenerationOptions | None = None,
         batch_size: int = 32,
         after: Prefix | None = None,
+        workers: int = 1,
+        first: int = 0,
         **overrides: Any,
     ) -> Iterator[Result]:
         """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
 
         Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
+
+        workers: how many batches are decoded side by side, each by a thread. With many inputs, as many workers as
+            there are cores and a model that was loaded with threads=1 give the most results a second.
+        first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
+            named in errors, as those that follow.
         """
-        if batch_size < 1:
-            raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}")
         settings = self._settings(options, overrides)
         generator = self._generator
-        base = after.state if after else None
-        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs))
+        base = self._base(after)
+        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         width = max(settings.beam_size, settings.num_return)
-        scheduler = generator.scheduler(settings, batch_size * width)
-        return in_order(requests, lambda r: generator.task(r, settings), generator.result, scheduler, batch_size)
+        schedulers = [generator.scheduler(settings, batch_size * width) for _ in range(workers)]
+        return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
 
-    def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
+    def stream(
+        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+    ) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
         settings = self._stream_settings(options, overrides)
-        return generate_stream(self._generator, self._inputs.request(input, 0, settings), settings)
+        request = self._inputs.request(input, 0, settings, self._base(after))
+        return generate_stream(self._generator, request, settings)
 
     def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self._settings(options, overrides)
@@ -215,7 +218,12 @@ class Model:
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
         return found
 
-    def _numbered(self, index: int, input: Input, settings: Settings, base: State | None) -> Request:
+    def _base(self, after: Prefix | None) -> Base | None:
+        if after is not None and after.engine is not self._engine:
+            raise InputError("the prefix was read by another model: read it with this one's prefix()")
+        return after.base if after is not None else None
+
+    def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
         try:
             return self._inputs.request(input, index, settings, base)
         except InputError as error:
@@ -235,12 +243,12 @@ class Model:
         total = self.manifest.max_length
         if len(ids) > total:
             raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
-        state = self._engine.start(_one_row(sources), rows=1)
         scores = np.empty(len(ids) - 1, np.float32)
-        for at in range(0, len(scores), _CHUNK):
-            fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
-            logits = self._engine.step(state, fed[None], want="all")[0]
-            scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
+        with self._state(sources, len(ids)) as state:
+            for at in range(0, len(scores), _CHUNK):
+                fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
+                logits = self._engine.step(state, fed[None], want="all")[0]
+                scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
         return scores
 
     def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
@@ -250,14 +258,29 @@ class Model:
             return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
         if len(ids) > self.manifest.max_length:
             raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
-        state = self._engine.start(_one_row(sources), rows=1, extras=extras)
-        parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
-        for at in range(0, len(ids), _CHUNK):
-            self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
-            for name, values in state.extras.items():
-                parts[name].append(values[0].copy())
-        encoded = {name: values[0] for name, values in state.encoded.items()}
+        with self._state(sources, len(ids), extras) as state:
+            parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
+            for at in range(0, len(ids), _CHUNK):
+                self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
+                for name, values in state.extras.items():
+                    parts[name].append(values[0].copy())
+            encoded = {name: values[0] for name, values in state.encoded.items()}
         return {**encoded, **{name: np.concatenate(values) for name, values in parts.items()}}
+
+    @contextmanager
+    def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
+        """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
+        encode = self.manifest.encode
+        share = self._budget.share()
+        share.ask(self._engine.need(length, own_sizes(encode.inputs, sources) if encode else {}))
+        state: State | None = None
+        try:
+            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)
+            yield state
+        finally:
+            if state is not None:
+                state.release()
+            share.end()
 
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:

@@ -80,7 +80,7 @@ class GenerationOptions:
     logits_processor: a callable (ids so far, float32 logits (vocabulary,)) → logits of that shape. In beam search it
         gets log-probabilities. It gets copies. Not for a file's defaults.
 
-    Constraints, of which one may be set. The text of the result
+    Constraints, of which one may be set. The text of the result, unless max_new_tokens or a stop string ends it before,
 
     regex: matches this regular expression as a whole;
     json_schema: is JSON of this schema, given as JSON or as a dict;

@@ -12,8 +12,6 @@ from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
 
-_ONLY = np.zeros(1, np.int64)
-
 
 class _Row:
     """One sample of a task, or its only sequence."""
@@ -29,7 +27,7 @@ class _Row:
         self.sampler: Sampler | None = None
         if settings.sampling:
             way = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-            self.sampler = Sampler([(task.index, copy)], seed, *way)
+            self.sampler = Sampler(seed, task.index, copy, *way)
         self.plain = not (task.rules or self.guide or self.sampler)
 
     def choose(self, logits: Floats) -> int:
@@ -40,7 +38,7 @@ class _Row:
             if scores[token] == -np.inf:
                 raise OptionError(NOTHING_LEFT)
             return token
-        return int(self.sampler(scores[None], _ONLY)[0])
+        return self.sampler(scores)
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
         self.ids.append(token)

@@ -1,12 +1,6 @@
-"""How one next token is chosen from logits: the likeliest, or a draw.
-
-A chooser is a callable (logits (rows, vocabulary), the rows' own numbers) → token ids (rows,).
-"""
+"""How the next token is drawn from logits, and what logits are in probabilities."""
 
 from __future__ import annotations
-
-import secrets
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +9,6 @@ from tformer_runtime.errors import OptionError
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-Chooser = Callable[[Floats, Ints], Ints]
 
 
 def log_normalizer(logits: Floats) -> Floats:
@@ -28,43 +21,34 @@ def log_normalizer(logits: Floats) -> Floats:
     return total
 
 
-def greedy(logits: Floats, rows: Ints) -> Ints:
-    """The likeliest token of each row."""
-    tokens: Ints = logits.argmax(-1)
-    return tokens
-
-
 class Sampler:
-    """A draw from each row's distribution, warped by temperature, then top-k, top-p and min-p (transformers' order).
+    """Draws from a row's distribution, warped by temperature, then top-k, top-p and min-p (transformers' order).
 
-    Each row draws from a generator of its own, seeded by (seed, its request's index, which sample of the request), one
-    number a token, so that a row's draws do not depend on its neighbours.
+    The row has a generator of its own, seeded by (seed, its request's index, which sample of the request), one number a
+    token, so that its draws do not depend on its neighbours.
     """
 
     def __init__(
         self,
-        keys: Sequence[tuple[int, int]],
-        seed: int | None,
+        seed: int,
+        index: int,
+        copy: int,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
     ) -> None:
-        if seed is None:
-            seed = secrets.randbits(64)
-        self._generators = [np.random.default_rng([seed, *key]) for key in keys]
+        self._generator = np.random.default_rng([seed, index, copy])
         self._temperature = 1.0 if temperature is None else temperature
         self._top_k = top_k or 0
         self._top_p = 1.0 if top_p is None else top_p
         self._min_p = min_p or 0.0
 
-    def __call__(self, logits: Floats, rows: Ints) -> Ints:
-        return np.array([self._draw(row, self._generators[i]) for row, i in zip(logits, rows, strict=True)], np.int64)
-
-    def _draw(self, logits: Floats, generator: np.random.Generator) -> int:
+    def __call__(self, logits: Floats) -> int:
+        """A token for (vocabulary,) logits. OptionError if all are -inf."""
         tokens, probabilities = warped(logits, self._temperature, self._top_k, self._top_p, self._min_p)
         cumulative = np.cumsum(probabilities)
-        at = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
+        at = np.searchsorted(cumulative, self._generator.random() * cumulative[-1], side="right")
         return int(tokens[min(int(at), len(tokens) - 1)])
 
 

@@ -93,6 +93,12 @@ class Scheduler:
         return list(self._running)
 
     @property
+    def wants_more(self) -> bool:
+        """Whether it has fewer tasks than it could admit at its next step."""
+        waiting = sum(task.width for task in self._waiting)
+        return waiting < max(self._most_rows - sum(task.width for task in self._running), self._most_rows // 4, 1)
+
+    @property
     def idle(self) -> bool:
         return not self._waiting and not self._running and not self._over
 

@@ -59,8 +59,8 @@ class Task:
     """One request while it is decoded.
 
     index: its number, which samples are seeded by. prompt: the decoder's ids before the first generated one, of which
-        the last `given` are a prefix that the result begins with; given_logprobs: of these. base: a state of one row
-        that has read what is before the prompt. most: how many ids may be generated.
+        the last `given` are a prefix that the result begins with; given_logprobs, given_alternatives: of these. base: a
+        state of one row that has read the first ids of the prompt. most: how many ids may be generated.
     stopped: makes a test that is told each of a row's ids and says whether the text has come to a stop string; cuts:
         the same of all generated ids at once, for beams.
     listen: told of each token of greedy decoding and sampling as it is chosen.
@@ -82,6 +82,7 @@ class Task:
     sources: Mapping[str, Array] = field(default_factory=dict)
     given: int = 0
     given_logprobs: tuple[float, ...] = ()
+    given_alternatives: tuple[Alternatives, ...] = ()
     base: State | None = None
     encoded: Mapping[str, Array] = field(default_factory=dict)
     deadline: float | None = None
@@ -90,6 +91,11 @@ class Task:
     ended: float = 0.0
     found: list[Hypothesis] | None = None
     error: BaseException | None = None
+
+    @property
+    def unread(self) -> Ints:
+        """The ids of the prompt that its base has not read."""
+        return self.prompt if self.base is None else self.prompt[int(self.base.lengths[0]) :]
 
     @property
     def width(self) -> int:

@@ -43,9 +43,12 @@ class Codec:
         """How many ids there are."""
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str, special: bool, known: int | None = None) -> list[int]:
-        """Ids of a text. special: with the tokens that the tokenizer puts around a text. known: how many ids the model
-        has, if the tokenizer may have more. InputError names unknowns."""
+    def encode(
+        self, text: str, special: bool, known: int | None = None, first: bool = True, last: bool = True
+    ) -> list[int]:
+        """Ids of a text. special: with the tokens that the tokenizer puts around a text; first, last: with those before
+        it, and those after it. known: how many ids the model has, if the tokenizer may have more. InputError names
+        unknowns."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # a tokenizer without an unknown token may refuse instead
@@ -59,8 +62,10 @@ class Codec:
             for at, character in enumerate(text):
                 if self._is_dropped(character):
                     raise _outside(character, at)
-        nothing = all(encoding.special_tokens_mask)  # but what was put around it
-        return [] if nothing else list(encoding.ids)
+        own = [i for i, around in enumerate(encoding.special_tokens_mask) if not around]
+        if not own:
+            return []
+        return list(encoding.ids[0 if first else own[0] : None if last else own[-1] + 1])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""

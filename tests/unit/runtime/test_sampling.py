@@ -12,7 +12,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from tformer_runtime import OptionError
-from tformer_runtime.sampling import Sampler, greedy, log_normalizer, warped
+from tformer_runtime.sampling import Sampler, log_normalizer, warped
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -66,19 +66,19 @@ def test_draws_follow_the_distribution_of_transformers(options):
     warpers = GenerationMixin._get_logits_processor(host, config)
     assert len(warpers) == len(options)
     expected = warpers(torch.zeros(1, 1, dtype=torch.int64), torch.tensor(logits)[None]).softmax(-1)[0].numpy() * draws
-    sampler = Sampler([(0, 0)], seed=3, **options)
-    counts = np.bincount([int(sampler(logits[None], np.array([0]))[0]) for _ in range(draws)], minlength=12)
+    sampler = Sampler(3, 0, 0, **options)
+    counts = np.bincount([sampler(logits) for _ in range(draws)], minlength=12)
     possible = expected > 0
     assert not counts[~possible].any()
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     assert _chance(chi_square, possible.sum() - 1) > 0.001
 
 
-@pytest.mark.parametrize("other", [(5, (0, 1)), (5, (1, 0)), (6, (0, 0))])
+@pytest.mark.parametrize("other", [(5, 0, 1), (5, 1, 0), (6, 0, 0)])
 def test_draws_of_another_seed_index_or_sample_are_independent(other):
-    logits, draws, rows = np.linspace(0, 1, 5, dtype=np.float32), 8_000, np.array([0])
-    pair = [Sampler([(0, 0)], seed=5), Sampler([other[1]], seed=other[0])]
-    first, second = ([int(sampler(logits[None], rows)[0]) for _ in range(draws)] for sampler in pair)
+    logits, draws = np.linspace(0, 1, 5, dtype=np.float32), 8_000
+    pair = [Sampler(5, 0, 0), Sampler(*other)]
+    first, second = ([sampler(logits) for _ in range(draws)] for sampler in pair)
     counts = np.zeros((5, 5))
     np.add.at(counts, (first, second), 1)
     expected = counts.sum(1, keepdims=True) * counts.sum(0) / draws
@@ -90,24 +90,15 @@ def test_nothing_to_draw_is_refused():
         warped(np.full(4, -np.inf, np.float32), 1.0, 0, 1.0)
 
 
-def test_a_rows_draws_depend_on_its_seed_and_index_alone():
-    logits = np.stack([_logits(i) for i in range(3)])
-    together = Sampler([(0, 0), (1, 0), (2, 0)], seed=5)
-    first = [together(logits, np.array([0, 1, 2])) for _ in range(4)]
-    alone = Sampler([(2, 0)], seed=5)
-    assert [int(alone(logits[2:], np.array([0]))[0]) for _ in range(4)] == [int(tokens[2]) for tokens in first]
-    left = Sampler([(0, 0), (1, 0), (2, 0)], seed=5)
-    left(logits, np.array([0, 1, 2]))
-    assert left(logits[[2]], np.array([2]))[0] == first[1][2]
+def test_draws_are_those_of_the_seed_the_index_and_the_sample():
+    keys = [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]
+    draws = {key: [sampler(_logits(i)) for i in range(20)] for key, sampler in ((key, Sampler(*key)) for key in keys)}
+    assert len({tuple(own) for own in draws.values()}) == len(keys)
+    for key in keys:
+        again = Sampler(*key)
+        assert [again(_logits(i)) for i in range(20)] == draws[key]
 
 
-def test_no_seed_draws_anew_each_time():
-    logits = np.zeros((1, 1000), np.float32)
-    draws = {tuple(int(s(logits, np.array([0]))[0]) for _ in range(4)) for s in (Sampler([(0, 0)], None) for _ in "ab")}
-    assert len(draws) == 2
-
-
-def test_greedy_and_the_normalizer():
+def test_the_normalizer():
     logits = np.stack([_logits(1), _logits(2) + 300])
-    assert greedy(logits, np.arange(2)).tolist() == logits.argmax(-1).tolist()
     np.testing.assert_allclose(log_normalizer(logits), torch.tensor(logits).logsumexp(-1).numpy(), rtol=1e-6)
