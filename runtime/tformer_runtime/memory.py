@@ -2,14 +2,14 @@
 
 A batch is promised all that its requests may come to hold before they start, so that none that has started runs out.
 Who asks for more than is free waits, in the order of asking, until what runs has ended. What does not end by itself is
-not waited for: a prefix or a conversation that is kept, and what the thread that asks has itself begun and not
+not waited for: a prefix or a conversation that is kept, and what the thread that waits has itself begun and not
 finished, such as a stream that it is in the middle of. A request that does not fit beside these is refused.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tformer_runtime.errors import MemoryBudgetError
 
@@ -18,7 +18,7 @@ class Budget:
     """Bytes that are held, and at most may be. Safe to share between threads.
 
     limit: None for no limit. held, peak: bytes of caches and contexts now, and the most that there were.
-    changed: notified whenever bytes that others may wait for are free, and `changes` counted; and when somebody waits.
+    changed: notified whenever those who wait may have to no longer, which `changes` counts; and when somebody waits.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -33,6 +33,12 @@ class Budget:
     def share(self, kept: bool = False, waits: bool = True) -> Share:
         """A share for one batch, or for one state that is kept. waits: whether `ask` may block its thread."""
         return Share(self, kept, waits)
+
+    def look(self) -> None:
+        """Have all who wait see whether they still have to, or may."""
+        with self.changed:
+            self.changes += 1
+            self.changed.notify_all()
 
     def _count(self, bytes_more: int) -> None:
         self.held += bytes_more
@@ -56,40 +62,41 @@ class Budget:
         free = self.limit - self._promised(lambda other: other.kept and other is not share)
         if not self._own(share):
             return count > free
-        holders = [(wanted, self._own(other)) for other, wanted in self._queue.items() if other is not share]
-        holders = [*(holder for holder in holders if holder[1]), (count, self._own(share))]
-        free -= sum(own for _, own in holders)
-        while served := [holder for holder in holders if holder[0] <= free]:
-            free += sum(own for _, own in served)
-            holders = [holder for holder in holders if holder not in served]
+        holders = {share.thread: (count, self._own(share))}  # thread → what it waits for, and what it holds
+        for other, wanted in self._queue.items():
+            if other is not share and (own := self._own(other)):
+                holders[other.thread] = (max(wanted, holders.get(other.thread, (0,))[0]), own)
+        free -= sum(own for _, own in holders.values())
+        while served := [thread for thread, (wanted, _) in holders.items() if wanted <= free]:
+            free += sum(holders.pop(thread)[1] for thread in served)
         return bool(holders)
 
     def _own(self, share: Share) -> int:
-        """Bytes that the thread behind a share must give back itself: it is in the middle of what holds them."""
-        if not share.waits:
+        """Bytes that the thread waiting for a share must itself give back: it is in the middle of what holds them."""
+        if share.thread is None:
             return 0
-        return self._promised(lambda other: other is not share and not other.kept and other.thread == share.thread)
+        crew = share.crew or {share}
+        return self._promised(lambda other: other not in crew and not other.kept and other.thread == share.thread)
 
     def _promised(self, which: Callable[[Share], bool]) -> int:
         shares = [*self._shares]  # a copy, as one may be freed meanwhile
         return sum(share.promised for share in shares if which(share))
 
-    def _changed(self) -> None:
-        self.changes += 1
-        self.changed.notify_all()
-
 
 class Share:
     """What one batch is promised of a budget and holds of it; or one state that is kept, which takes as it grows.
 
-    promised: bytes that it may hold. held: that it does. thread: which one asked last.
+    promised: bytes that it may hold. held: that it does.
+    thread: which one waits while the share's requests run; None: none. crew: shares that one thread waits for at once,
+    each with a thread of its own in which it asks.
     """
 
     def __init__(self, budget: Budget, kept: bool, waits: bool) -> None:
         self.budget, self.kept, self.waits = budget, kept, waits
         self.promised = 0
         self.held = 0
-        self.thread = threading.get_ident()
+        self.thread: int | None = None
+        self.crew: Collection[Share] = ()
 
     @property
     def limit(self) -> int | None:
@@ -104,7 +111,8 @@ class Share:
         """
         budget = self.budget
         with budget.changed:
-            self.thread = threading.get_ident()
+            if self.waits:
+                self.thread = threading.get_ident()
             while not budget._grants(self, count):
                 if not idle:
                     return False
@@ -130,7 +138,7 @@ class Share:
         if self in self.budget._queue:
             with self.budget.changed:
                 self.budget._queue.pop(self, None)
-                self.budget._changed()
+                self.budget.look()
 
     def take(self, count: int) -> None:
         """Hold `count` bytes more. What is kept waits for them as `ask` does.
@@ -165,7 +173,7 @@ class Share:
         less, self.promised = count < self.promised, count
         (self.budget._shares.add if count else self.budget._shares.discard)(self)
         if less:
-            self.budget._changed()
+            self.budget.look()
 
     def _refusal(self, count: int) -> MemoryBudgetError:
         others = self.budget._promised(lambda other: other is not self)

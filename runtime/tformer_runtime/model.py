@@ -123,7 +123,7 @@ class Model:
         base = self._base(after)
         requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         width = max(settings.beam_size, settings.num_return)
-        schedulers = [generator.scheduler(settings, batch_size * width) for _ in range(workers)]
+        schedulers = [generator.scheduler(settings, batch_size * width, waits=workers == 1) for _ in range(workers)]
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
 
     def stream(

@@ -74,7 +74,7 @@ class Scheduler:
     def __init__(self, model: Model, rows: int = ROWS, positions: int = POSITIONS, memory: Share | None = None) -> None:
         """rows: decoded at once. positions: computed at once before first tokens. memory: what tasks may hold."""
         self._model, self._most_rows, self._positions = model, rows, positions
-        self._memory = memory or Budget().share()
+        self.memory = memory or Budget().share()
         self._waiting: deque[Task] = deque()
         self._searches: dict[object, Search] = {}
         self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
@@ -109,7 +109,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Let a task wait for its turn. MemoryBudgetError if it can never fit, with what it would need."""
-        limit = self._memory.limit
+        limit = self.memory.limit
         if limit is not None and (need := self._model.need((), [task])) > limit:
             raise MemoryBudgetError(
                 f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or "
@@ -160,7 +160,7 @@ class Scheduler:
         self._running.clear()
         self._over = []
         self.release()
-        self._memory.leave()
+        self.memory.leave()
         return over
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
         self._rows = self._logits = None
         self._searches.clear()
         self._places.clear()
-        self._memory.end()
+        self.memory.end()
 
     def _take_out(self) -> None:
         """Tasks that are over run no longer."""
@@ -211,7 +211,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Begin tasks that wait, in their order, if enough rows are free for it to pay."""
         if not self._waiting:
-            self._memory.leave()
+            self.memory.leave()
             return
         used = sum(task.width for task in self._running)
         free = self._most_rows - used
@@ -240,13 +240,13 @@ class Scheduler:
 
     def _promised(self, coming: Sequence[Task], idle: bool) -> bool:
         """Whether there will be memory for tasks beside those that run, to their end."""
-        if self._memory.limit is None:
+        if self.memory.limit is None:
             return True
-        if self._memory.ask(self._model.need(self.running, coming, self._rows), idle):
+        if self.memory.ask(self._model.need(self.running, coming, self._rows), idle):
             return True
         if self._rows is None or not self._rows.fit():
             return False
-        return self._memory.ask(self._model.need(self.running, coming, self._rows), idle)
+        return self.memory.ask(self._model.need(self.running, coming, self._rows), idle)
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         try:

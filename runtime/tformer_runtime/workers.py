@@ -6,11 +6,13 @@ the cores: only products are worth sharing, and at every operator the cores woul
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
+from tformer_runtime.errors import UnsupportedCallError
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Task
 
@@ -18,19 +20,26 @@ from tformer_runtime.search import Task
 class Workers:
     """Schedulers that take their tasks from one queue, in its order. To be used by one thread, as a `Scheduler` is.
 
-    A worker takes few tasks more than it has rows for, so that all end at about the same time.
+    A worker takes few tasks more than it has rows for, so that all end at about the same time. It sleeps on the
+    condition of the schedulers' memory, which it may have to wait for as well.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        """schedulers: of one budget, with shares that do not wait."""
         self._inbox: deque[Task] = deque()
         self._outbox: SimpleQueue[Task] = SimpleQueue()
         self._left = 0  # tasks that were submitted and have not been given back
         self._closing = False
-        self._wake = threading.Condition()
+        self._shares = [scheduler.memory for scheduler in schedulers]
+        for share in self._shares:
+            share.crew = self._shares
+        self._memory = self._shares[0].budget
+        self._wake = self._memory.changed
         self._threads = [
             threading.Thread(target=self._run, args=(scheduler,), name="tformer-worker", daemon=True)
             for scheduler in schedulers
         ]
+        atexit.register(self.release)  # a thread in native code when the interpreter goes may abort the process
         for thread in self._threads:
             thread.start()
 
@@ -47,11 +56,11 @@ class Workers:
         with self._wake:
             self._inbox.append(task)
             self._left += 1
-            self._wake.notify()
+            self._wake.notify_all()
 
     def step(self) -> list[Task]:
         """Wait until tasks are over, and return them."""
-        over = [self._outbox.get()] if self._left else []
+        over = [self._first()] if self._left else []
         try:
             while len(over) < self._left:
                 over.append(self._outbox.get_nowait())
@@ -60,25 +69,45 @@ class Workers:
         self._left -= len(over)
         return over
 
+    def _first(self) -> Task:
+        """A task that is over. While this thread waits for it, what the thread holds itself stays held."""
+        if self._memory.limit is None or not self._outbox.empty():
+            return self._outbox.get()
+        self._waited(threading.get_ident())
+        try:
+            return self._outbox.get()
+        finally:
+            self._waited(None)
+
+    def _waited(self, thread: int | None) -> None:
+        with self._wake:
+            for share in self._shares:
+                share.thread = thread
+            self._memory.look()
+
     def release(self) -> None:
         """End the threads, whatever they are doing, and give the memory back."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # where garbage is collected
+                thread.join()
+        atexit.unregister(self.release)
 
     def _run(self, scheduler: Scheduler) -> None:
         try:
             while self._take(scheduler):
+                seen = self._memory.changes
                 try:
                     over = scheduler.step()
-                except Exception as error:  # nothing that a single task did: all that run in it have lost their rows
+                except BaseException as error:  # nothing that one task did: all that run in it have lost their rows
                     over = scheduler.fail(error)
                 for task in over:
                     self._outbox.put(task)
+                self._rest(scheduler, seen)
         finally:
-            scheduler.release()
+            scheduler.fail(UnsupportedCallError("the batch was left"))
 
     def _take(self, scheduler: Scheduler) -> bool:
         """Give a scheduler tasks, waiting for some if it has none. False: the work is over."""
@@ -95,3 +124,9 @@ class Workers:
                     task.error = error
                     self._outbox.put(task)
         return True
+
+    def _rest(self, scheduler: Scheduler, seen: int) -> None:
+        """Until the memory that a scheduler waits for may be there. seen: the memory's changes before it looked."""
+        with self._wake:
+            while scheduler.stalled and self._memory.changes == seen and not self._closing:
+                self._wake.wait()
