@@ -32,7 +32,7 @@ from tformer_export.write import data_file, write
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
-from tformer_runtime.options import GenerationOptions
+from tformer_runtime.options import GenerationOptions, Settings
 
 QUANTIZATIONS = ("none", "int8")
 
@@ -217,7 +217,7 @@ def _source(
 
 def _check_texts(source: Source) -> None:
     """Refuse before minutes of work what the runtime would refuse after it: options and tokenizers."""
-    GenerationOptions(**source.defaults)
+    Settings.of(GenerationOptions(), source.defaults)
     for name, text in source.tokenizers.items():
         if name not in source.example:
             raise OptionError(f"there is no input {name!r} for the tokenizer of that name: {', '.join(source.example)}")

@@ -8,7 +8,9 @@ computations are merged, so that later stages see only what the model does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import os
 import traceback
@@ -115,8 +117,10 @@ def capture(
         if not is_branch(error):  # a number that Python takes would be the example's
             raise UnsupportedModelError(undecided) from error
         try:
-            following = torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True)
-            with following, quiet("torch.fx.experimental.symbolic_shapes"), sizes_watched(sized) as watch:
+            with (
+                torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True),
+                sizes_watched(sized) as watch,
+            ):
                 program = _trace(module, sized, shapes)
         except TformerError:
             raise
@@ -205,7 +209,9 @@ def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
 def _trace(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
-    with torch.no_grad(), warnings.catch_warnings(), _masks_unread(), _data_detached():
+    # Where a value decides the course, torch writes the graph so far to standard error before it raises.
+    silent = contextlib.redirect_stderr(io.StringIO()), quiet("torch.fx.experimental.symbolic_shapes")
+    with torch.no_grad(), warnings.catch_warnings(), silent[0], silent[1], _masks_unread(), _data_detached():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
         traced: torch.export.ExportedProgram = program.run_decompositions({})

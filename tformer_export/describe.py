@@ -46,6 +46,7 @@ def describe(
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
+        chat_tokens=dict(source.chat_tokens),
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},

@@ -27,6 +27,7 @@ from tformer_export.passes import run_passes
 from tformer_export.soundness import (
     check_devices,
     failing_line,
+    refuse_half,
     refuse_mixed_rows,
     refuse_not_finite,
     refuse_random,
@@ -126,6 +127,7 @@ def _sound(source: Source, hidden: Sequence[str]) -> Captured:
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, that is what to say
         raise
+    refuse_half(captured)
     refuse_random(captured, rehearse(source))
     return captured
 

@@ -65,6 +65,9 @@ def warm_up(source: Source) -> None:
         _outputs(source.module, source.example)
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 def refuse_random(captured: Captured, rehearsal: Rehearsal) -> None:
     """Refuse a model that does not give the same output for the same inputs, with the operation that differs first."""
     with torch.random.fork_rng(devices=[]):
@@ -86,6 +89,18 @@ def refuse_random(captured: Captured, rehearsal: Rehearsal) -> None:
             "between calls but the caches that are made for it: let forward take the whole sequence and depend on "
             "nothing else"
         )
+
+
+def refuse_half(captured: Captured) -> None:
+    """Refuse a model that computes in half precision of itself, as autocast has it: a file's kernels are float32's."""
+    for node in captured.nodes:
+        value = meta(node)
+        rounds = node.target is torch.ops.aten._to_copy.default
+        if node.op == "call_function" and not rounds and isinstance(value, torch.Tensor) and value.dtype in _HALF:
+            raise UnsupportedModelError(
+                f"{named(node)} gives {str(value.dtype).removeprefix('torch.')}, in which a file cannot compute. Leave "
+                "out autocast and .to(…) in forward: a model whose weights are in half precision is converted whole"
+            )
 
 
 def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn.Module) -> None:

@@ -5,9 +5,12 @@ model = Model.load("model.onnx")
 print(model.generate("a text").text)
 """
 
+from tformer_runtime.aio import AsyncModel
 from tformer_runtime.errors import (
+    DeadlineError,
     DeviceError,
     InputError,
+    MemoryBudgetError,
     MissingExtraError,
     ModelFileError,
     OptionError,
@@ -18,16 +21,19 @@ from tformer_runtime.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from tformer_runtime.generate import Result
+from tformer_runtime.generate import Result, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncModel",
+    "DeadlineError",
     "DeviceError",
     "GenerationOptions",
     "InputError",
+    "MemoryBudgetError",
     "MissingExtraError",
     "Model",
     "ModelFileError",
@@ -37,6 +43,7 @@ __all__ = [
     "Result",
     "SourceError",
     "TformerError",
+    "Timing",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "__version__",

@@ -1,46 +1,68 @@
-"""Many requests: taken in windows, sorted by length, run in batches of like lengths, given back in their order.
+"""Many requests: taken as they are needed, the long ones of a window first, given back in their order.
 
-Memory is that of one window, whatever the number of requests.
+Requests join the running batch as others leave it, so its rows are always busy; those that run together are of like
+length, since each window is sorted. Memory is that of the batch and of two windows, whatever the number of requests.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from tformer_runtime.errors import InputError, MemoryBudgetError
 from tformer_runtime.generate import Request, Result
+from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.search import Task
+from tformer_runtime.workers import Workers
 
-WINDOW = 16  # batches that are sorted together
-TOKENS = 16384  # padded positions that a batch may have before its first token
+WINDOW = 16  # times the rows of the batch: how many requests are sorted together
 
 
-def in_batches(
+def in_order(
     requests: Iterable[Request],
-    run: Callable[[Sequence[Request]], Sequence[Result]],
+    start: Callable[[Request], Task],
+    result: Callable[[Task], Result],
+    schedulers: Sequence[Scheduler],
     batch_size: int,
-    tokens: int = TOKENS,
 ) -> Iterator[Result]:
-    """Results of `run` over all requests, in the order of the requests.
+    """Results of all requests, in the order of the requests, each as soon as it and those before it are known.
 
-    A window is taken before any of it is run: a request that cannot be prepared raises before its window's results.
+    A request that cannot be prepared or that fails raises in its turn, after the results of those before it. What was
+    wrong with an input, or too much for the memory, names it by its number, counted from 1.
     """
     source = iter(requests)
-    while window := list(islice(source, WINDOW * batch_size)):
-        results: dict[int, Result] = {}
-        for batch in packed(window, batch_size, tokens):
-            for request, result in zip(batch, run(batch), strict=True):
-                results[request.index] = result
-        for request in window:
-            yield results.pop(request.index)
-
-
-def packed(requests: Sequence[Request], batch_size: int, tokens: int) -> Iterator[list[Request]]:
-    """Batches of at most `batch_size` requests and, padded to the longest, `tokens` positions; the longest first."""
-    batch: list[Request] = []
-    for request in sorted(requests, key=lambda r: -r.size):
-        if batch and (len(batch) == batch_size or (len(batch) + 1) * batch[0].size > tokens):
-            yield batch
-            batch = []
-        batch.append(request)
-    if batch:
-        yield batch
+    over: dict[int, Task | Exception] = {}
+    order: deque[int] = deque()
+    failed: Exception | None = None
+    more = True
+    scheduler = schedulers[0] if len(schedulers) == 1 else Workers(schedulers)
+    try:
+        while more or order:
+            if more and scheduler.waiting < batch_size and len(order) <= WINDOW * batch_size:
+                window: list[Request] = []
+                try:
+                    window.extend(islice(source, WINDOW * batch_size))
+                except Exception as error:
+                    failed = error
+                more = len(window) == WINDOW * batch_size
+                order += [request.index for request in window]
+                for request in sorted(window, key=lambda r: -r.size):
+                    try:
+                        scheduler.submit(start(request))
+                    except Exception as error:  # its turn has not come
+                        over[request.index] = error
+            over.update((task.index, task) for task in scheduler.step())
+            while order and order[0] in over:
+                index = order.popleft()
+                ended = over.pop(index)
+                wrong = ended if isinstance(ended, Exception) else ended.error
+                if isinstance(wrong, (InputError, MemoryBudgetError)):
+                    raise type(wrong)(f"input {index + 1}: {wrong}") from wrong
+                if isinstance(ended, Exception):
+                    raise ended
+                yield result(ended)
+        if failed is not None:
+            raise failed
+    finally:
+        scheduler.release()

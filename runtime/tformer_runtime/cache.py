@@ -1,49 +1,54 @@
-"""Key/value caches: buffers that grow with the need, and rows that move.
+"""Key/value caches: buffers that grow and shrink with the need, and rows that move.
 
 A cache tensor has its batch on axis 0 and its slots on an axis that the manifest names. Slot *j* of a row holds the
 row's token *j*, so a row of length *n* uses slots 0 … n-1 and what lies beyond is never read. On the CPU the buffers
-are numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps; growing
-and moving rows pass through the host for now.
+are numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps; growing,
+joining and moving rows pass through the host for now.
+
+Buffers have room for more rows and slots than are in use, so that most changes move little: a row that leaves makes
+room for one that comes. They are made anew when the room is too small, or four times what is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.manifest import SLOT, Cache
+from tformer_runtime.memory import Budget, Share
 from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
+SPARE = 4  # buffers of more than so many times the need are given back
 
 
-def move_rows(slab: Array, rows: Array, axis: int = 0, used: int = 0) -> Array:
-    """Tensors stacked on axis 0, rows on axis 1: row i of each becomes row rows[i].
+def slots_for(need: int, most: int) -> int:
+    """The slots that a buffer has for `need` of them: BLOCK doubled as often as it takes, and no more than `most`."""
+    room = BLOCK
+    while room < need:
+        room *= 2
+    return max(need, min(room, most))
 
-    axis: the axis whose first `used` slots are all that need to move; 0 for none. As many rows or fewer are moved
-    inside the slab and the result is a view of its first rows; more rows need a new one.
-    """
-    part = (slice(None),) * axis + (slice(0, used),) if axis else (slice(None),)
-    if len(rows) > slab.shape[1]:
-        more = np.zeros((len(slab), len(rows), *slab.shape[2:]), slab.dtype)
-        more[part] = slab[part][:, rows]
-        return more
-    moved = np.flatnonzero(rows != np.arange(len(rows)))
-    if moved.size:
-        live = slab[part]
-        live[:, moved] = live[:, rows[moved]]  # the right-hand side is a copy before anything is written
-    return slab[:, : len(rows)]
+
+def bytes_of(specs: Sequence[Cache], rows: int, slots: int) -> int:
+    """Bytes of the buffers of all cached tensors for so many rows and slots."""
+    total = 0
+    for spec in specs:
+        sizes = [slots if size == SLOT else int(size) for size in spec.shape[1:]]
+        sides = 1 if spec.in_place else 2
+        total += sides * rows * int(np.prod(sizes)) * np.dtype(spec.dtype).itemsize
+    return total
 
 
 @dataclass
 class _Slab:
-    """Cached tensors of one shape, in one array (tensors, rows, …) so that they grow and move in one go.
+    """Cached tensors of one shape, in one array (tensors, room, …) so that they grow and move in one go.
 
-    arrays: one for each side, past and present, or one for both; None on another device. values[side][k]: the
-    OrtValue of tensor k.
+    arrays: one for each side, past and present, or one for both; None on another device, where `values` hold the
+    tensors. values[side][k]: the OrtValue of tensor k's rows.
     """
 
     spec: Cache
@@ -61,28 +66,31 @@ class KVCache:
     """The buffers of every cached tensor for the rows of one batch.
 
     Tensors written in place have one buffer; if any has not, past and present swap roles with each step, which is
-    what `turn` counts.
+    what `turn` counts. Bytes are taken from `budget` before they are held, and given back by `release`.
     """
 
-    def __init__(self, session: Session, specs: Sequence[Cache], max_length: int, rows: int) -> None:
-        self._session = session
-        self._max_length = max_length
-        self._rows = rows
-        self._count = len(specs)
-        self._slabs: list[_Slab] = []
-        self.capacity = 0
+    def __init__(
+        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Share | None = None
+    ) -> None:
+        self._session, self._specs, self._max_length = session, specs, max_length
+        self._budget = budget or Budget().share()
+        self.rows = rows
+        self.room = 0  # rows that the buffers have, on the host
+        self.capacity = 0  # slots that they have
         self.turn = 0
         self.turns = 1 if all(spec.in_place for spec in specs) else 2
+        self.nbytes = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
+        self._slabs = []
         for members in groups.values():
             sides = 1 if specs[members[0]].in_place else 2
             self._slabs.append(_Slab(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
 
     def past(self, turn: int) -> list[Any]:
         """The OrtValues to bind as past, in the order of the manifest's caches."""
-        values: list[Any] = [None] * self._count
+        values: list[Any] = [None] * len(self._specs)
         for slab in self._slabs:
             for k, value in zip(slab.members, slab.values[turn % len(slab.values)], strict=True):
                 values[k] = value
@@ -91,47 +99,136 @@ class KVCache:
     def present(self, turn: int) -> list[Any]:
         return self.past(turn + 1)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows' buffers."""
-        values = (value for slab in self._slabs for side in slab.values for value in side)
-        return sum(int(value.tensor_size_in_bytes()) for value in values)
-
     def reserve(self, slots: int, used: int) -> bool:
         """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
         if slots <= self.capacity:
             return False
-        room = max(self.capacity, BLOCK)
-        while room < slots:
-            room *= 2
-        self.capacity = max(slots, min(room, self._max_length))
-        self._change(lambda slab, old: self._grown(slab, old, used))
+        self._remake(np.arange(self.rows), self._fitting(self.rows, slots), used)
+        self._bind()
         return True
 
-    def reorder(self, rows: Array, used: int) -> None:
-        """Row i becomes what row rows[i] was, in its first `used` slots. Rows may repeat, be fewer or be more."""
-        self._rows = len(rows)
-        if self.capacity:
-            self._change(lambda slab, old: old if old is None else move_rows(old, rows, slab.axis, used))
+    def reorder(self, rows: Array, lengths: Array) -> bool:
+        """Row i becomes what row rows[i] was. Rows may repeat, be fewer or be more. True if there are new buffers to
+        bind. lengths: the slots in use of each row as it was.
 
-    def _grown(self, slab: _Slab, old: Array | None, used: int) -> Array:
-        sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
-        new: Array = np.zeros((len(slab.members), self._rows, *sizes), slab.spec.dtype)
-        if old is not None and used:
-            part = (slice(None),) * slab.axis + (slice(0, used),)
-            new[part] = old[part]
-        return new
+        Copies what is in use of the rows that move; all rows where the buffers have no room for as many, or far too
+        much.
+        """
+        used = int(lengths[rows].max(initial=0))
+        before, fitting = self.rows, self._fitting(len(rows), used)
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(rows, fitting, used)
+        else:
+            moved = np.flatnonzero(rows != np.arange(len(rows)))
+            sources = rows[moved]
+            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
+            for slab in self._slabs if moved.size else ():
+                live = self._live(slab)
+                if apart:
+                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
+                        own = _part(slab.axis - 1, lengths[source])
+                        live[:, to][own] = live[:, source][own]
+                else:
+                    live = live[_part(slab.axis, used)]
+                    live[:, moved] = live[:, sources]  # the right-hand side is a copy before anything is written
+            if len(rows) == before:
+                return False
+        self.rows = len(rows)
+        self._bind()
+        return True
 
-    def _change(self, change: Callable[[_Slab, Array | None], Array | None]) -> None:
-        """Replace each slab's array by what `change` makes of it, and renew the OrtValues where that is another."""
-        on_host = self._session.device == "cpu"
+    def join(self, other: KVCache, used: int, others: int) -> None:
+        """Append the other's rows. used, others: how many slots of each are in use. The other is released.
+
+        Copies the other's rows, and its own where the buffers are too small, or far too large.
+        """
+        before, rows = self.rows, self.rows + other.rows
+        fitting = self._fitting(rows, max(used, others))
+        self._budget.give(other.nbytes)  # what moves over is counted once
+        other.nbytes = 0
+        if fitting != (self.room, self.capacity) or not self._on_host:
+            self._remake(np.arange(before), fitting, used)
+        for slab, theirs in zip(self._slabs, other._slabs, strict=True) if others else ():
+            part = _part(slab.axis, others)
+            self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
+        other.release()
+        self.rows = rows
+        self._bind()
+
+    def fit(self, used: int) -> bool:
+        """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
+        slots = slots_for(used, self._max_length)
+        if not self.capacity or (self.room == self.rows and self.capacity <= slots):
+            return False
+        self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
+        self._bind()
+        return True
+
+    def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
+        """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
+        lives = [self._live(slab) for slab in self._slabs] if used else []
+        other._remake(rows, other._fitting(len(rows), used), used, lives)
+        other._bind()
+        return other
+
+    def release(self) -> None:
+        """Give the buffers and their bytes back."""
         for slab in self._slabs:
-            for side, values in enumerate(slab.values):
-                old = slab.arrays[side]
-                if old is None and values:  # on another device
-                    old = np.stack([value.numpy() for value in values])
-                new = change(slab, old)
-                if new is None or (on_host and new is old) or (on_host and old is not None and new.shape == old.shape):
-                    continue  # moved in place
-                slab.arrays[side] = new if on_host else None
-                slab.values[side] = [self._session.tensor(tensor) for tensor in new]
+            slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
+        self._budget.give(self.nbytes)
+        self.nbytes = self.room = self.capacity = 0
+
+    def __del__(self) -> None:
+        self.release()
+
+    @property
+    def _on_host(self) -> bool:
+        return self._session.device == "cpu"
+
+    def _fitting(self, rows: int, slots: int) -> tuple[int, int]:
+        """The room and the capacity for so many rows and slots: those there are, unless they are too small or more
+        than SPARE times the need."""
+        room = self.room if self._on_host and rows <= self.room <= SPARE * rows else rows
+        if not slots and not self.capacity:  # nothing has been read yet
+            return room, 0
+        fits = slots <= self.capacity <= SPARE * max(slots, BLOCK)
+        return room, self.capacity if fits else slots_for(slots, self._max_length)
+
+    def _live(self, slab: _Slab) -> Array:
+        """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""
+        side = self.turn % len(slab.arrays)
+        held = slab.arrays[side]
+        if held is None:
+            held = np.stack([value.numpy() for value in slab.values[side]])
+        return held
+
+    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
+        """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
+        held = bytes_of(self._specs, *fitting)
+        self._budget.take(held - self.nbytes)
+        self.nbytes = held
+        if lives is None and used:
+            lives = [self._live(slab) for slab in self._slabs]
+        self.room, self.capacity = fitting
+        for k, slab in enumerate(self._slabs):
+            sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
+            shape = (len(slab.members), self.room, *sizes)
+            slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
+            if lives and used:
+                part = _part(slab.axis, used)
+                self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
+
+    def _bind(self) -> None:
+        """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""
+        for slab in self._slabs:
+            for side, array in enumerate(slab.arrays):
+                if array is not None:
+                    slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
+            if not self._on_host:
+                slab.arrays = [None] * len(slab.arrays)
+
+
+def _part(axis: int, used: int) -> tuple[slice, ...]:
+    """Of an array (tensors, rows, …), the first `used` slots, which are on `axis`."""
+    return (slice(None),) * axis + (slice(0, used),)

@@ -7,51 +7,56 @@ failed, 2 wrong usage.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 import click
 
-from tformer_runtime.errors import InputError, OptionError, OutputError, TformerError
+from tformer_runtime.cli_options import OPTIONS, Command, as_written, bytes_of, generation_options
+from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError
 from tformer_runtime.generate import Result
 from tformer_runtime.info import file_info, info_lines
 from tformer_runtime.inputs import Value
+from tformer_runtime.journal import ResultFile
+from tformer_runtime.manifest import KEY
 from tformer_runtime.model import Model
-from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.modelfile import read_manifest, read_metadata
 from tformer_runtime.options import GenerationOptions
 from tformer_runtime.plot import Drawing
+
+LONGEST = 64 << 20  # bytes of a line
 
 _AT_LEAST_1 = click.IntRange(min=1)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(path_type=Path))
 @click.argument("inputs", metavar="[INPUT ...]", nargs=-1)
 @click.option("--input-file", metavar="F|-", help="Read inputs from a file, one a line; - is standard input.")
 @click.option("--output-file", metavar="F", type=click.Path(path_type=Path), help="Write results to a file.")
+@click.option("--resume", is_flag=True, help="Go on with the output file of a run that was stopped.")
+@click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core]")
-@click.option("--beam-size", type=_AT_LEAST_1, help="Hypotheses kept at each step; 1 is greedy.")
-@click.option("--num-return", type=_AT_LEAST_1, help="Results for each input, each on a line of its own.")
-@click.option("--max-new-tokens", type=_AT_LEAST_1, help="Generate at most so many tokens.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Sample, logits divided by this; 0 is greedy.")
-@click.option("--top-k", type=click.IntRange(min=0), help="Sample from the k likeliest tokens.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Sample from the likeliest that sum to p.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the sampling.")
+@click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
 @click.option("--batch-size", type=_AT_LEAST_1, default=32, show_default=True, help="Inputs computed together.")
+@click.option("--workers", type=_AT_LEAST_1, help="Batches side by side.  [default: one per core for --input-file]")
+@click.option("--max-memory", metavar="SIZE", help="Bytes that caches may take, such as 500M or 2G.")
 @click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--timing", is_flag=True, help="Add the seconds to the first token, and for each more, to --json.")
 @click.option("--alignments", metavar="OUT.png", help="Draw what each token attended to; - only adds it to --json.")
 @click.option("--hidden", is_flag=True, help="Add the file's hidden states to --json.")
 @click.option("--info", is_flag=True, help="Say what the file is, and stop.")
-@click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.version_option(package_name="tformer")
 def main(model: Path, info: bool, as_json: bool, **asked: Any) -> None:
     """Run a model on each INPUT, or on each line of a file or of standard input."""
@@ -60,7 +65,30 @@ def main(model: Path, info: bool, as_json: bool, **asked: Any) -> None:
             facts = file_info(model, read_manifest(model))
             click.echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(info_lines(facts)))
         else:
+            _check_usage(as_json=as_json, **asked)
             _run(model, as_json=as_json, **asked)
+
+
+def _check_usage(as_json: bool, **asked: Any) -> None:
+    """Refuse what does not go together."""
+    drawn = asked["alignments"] not in (None, "-")
+    if asked["inputs"] and asked["input_file"]:
+        raise click.UsageError("give INPUT or --input-file, not both")
+    if asked["stream"]:
+        if asked["ids"] or as_json or asked["output_file"] or asked["num_return"] not in (None, "1"):
+            raise click.UsageError(
+                "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return"
+            )
+        if asked["alignments"] or asked["hidden"]:
+            raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
+    if asked["resume"] and not asked["output_file"]:
+        raise click.UsageError("--resume goes on with an output file: give --output-file too")
+    if asked["resume"] and drawn:
+        raise click.UsageError("--resume goes on with results alone: not with --alignments OUT.png")
+    for name in ("hidden", "timing", "top_logprobs", "alignments"):
+        if asked[name] and not as_json and not (name == "alignments" and drawn):
+            flag = "--alignments -" if name == "alignments" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} adds to --json: give that too")
 
 
 def _run(
@@ -68,63 +96,96 @@ def _run(
     inputs: tuple[str, ...],
     input_file: str | None,
     output_file: Path | None,
+    resume: bool,
+    force: bool,
     device: str,
     threads: int | None,
     batch_size: int,
+    workers: int | None,
+    max_memory: str | None,
     stream: bool,
     ids: bool,
     as_json: bool,
-    force: bool,
+    timing: bool,
     alignments: str | None,
     hidden: bool,
-    **options: Any,
+    **texts: Any,
 ) -> None:
-    if inputs and input_file:
-        raise click.UsageError("give INPUT or --input-file, not both")
-    if stream and (ids or as_json or output_file or (options["num_return"] or 1) > 1):
-        raise click.UsageError(
-            "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return"
-        )
-    if stream and (alignments or hidden):
-        raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
-    if (hidden or alignments == "-") and not as_json:
-        raise click.UsageError(f"{'--hidden' if hidden else '--alignments -'} adds to --json: give that too")
     if not inputs and not input_file:
         if sys.stdin.isatty():
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
-    if output_file and output_file.exists() and not force:
-        raise OutputError(f"{output_file} exists already: give --force to overwrite it")
-    options |= {"alignments": True if alignments else None, "hidden": hidden or None}
-    given = GenerationOptions(**{name: value for name, value in options.items() if value is not None})
+    options = generation_options(texts, ids, alignments=True if alignments else None, hidden=hidden or None)
+    memory = bytes_of(max_memory) if max_memory is not None else None
     drawing = Drawing(Path(alignments), force) if alignments not in (None, "-") else None
-    lines = inputs if inputs else _lines(input_file or "-")
-    values: Iterator[Value] = (_value(line, number, ids) for number, line in enumerate(lines, 1))
-    loaded = Model.load(model, device, threads)
+    file: ResultFile | None = None
+    if output_file:
+        asked = _asked(model, options, {"--ids": ids, "--json": as_json, "--timing": timing})
+        file = ResultFile(output_file, asked, force, resume, keep=drawing is None)
+    done = file.done if file else 0
+    if workers is None:
+        workers = _cores() if input_file and threads is None and not stream and device != "cuda" else 1
+    loaded = Model.load(model, device, 1 if workers > 1 and threads is None else threads, memory)
+    if loaded.device == "cuda":
+        workers = 1
     if device == "auto":
         click.echo(f"device: {loaded.device}", err=True)
-    with _located(None if inputs else input_file):
-        if stream:
-            for value in values:
-                for piece in loaded.stream(value, given):
-                    click.echo(piece, nl=False)
-                click.echo()
-            return
-        if drawing:
-            values = drawing.watch(values)
-        results = loaded.generate_batch(values, given, batch_size)
-        with _output(output_file, force) as out, _progress(input_file) as advance:
-            for index, result in enumerate(results):
-                for rank, each in enumerate((result, *result.alternatives)):
-                    out.write(_line(each, index, rank, ids, as_json) + "\n")
-                if drawing:
-                    drawing.add(loaded, result)
-                advance()
+    if resume:
+        click.echo(f"resume: {done} inputs are done", err=True)
+    lines: Iterable[str] = inputs or _lines(input_file or "-")
+    if file:
+        lines = file.rest(lines)
+    values: Iterator[Value] = (_value(line, number, ids) for number, line in enumerate(lines, done + 1))
+    if stream:
+        with _located(None if inputs else input_file):
+            _stream(loaded, values, options)
+        return
+    if drawing:
+        values = drawing.watch(values)
+    results = loaded.generate_batch(values, options, batch_size, workers=workers, first=done)
+    write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
+    with (
+        file or contextlib.nullcontext(),
+        _located(None if inputs else input_file),
+        _progress(input_file, done) as advance,
+    ):
+        for index, result in enumerate(results, done):
+            ranked = (result, *result.alternatives)
+            write("".join(_line(each, index, rank, ids, as_json, timing) + "\n" for rank, each in enumerate(ranked)))
+            if drawing:
+                drawing.add(loaded, result)
+            advance()
         if drawing:
             drawing.finish()
+    sys.stdout.flush()
 
 
-def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool) -> str:
+def _stream(model: Model, values: Iterable[Value], options: GenerationOptions) -> None:
+    for value in values:
+        for piece in model.stream(value, options):
+            click.echo(piece, nl=False)
+        click.echo()
+
+
+def _cores() -> int:
+    """How many workers are worth having: those of Python's own work take turns."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(own, 8)
+
+
+def _asked(model: Path, options: GenerationOptions, flags: dict[str, bool]) -> dict[str, Any]:
+    """What the results depend on beside the inputs, by its name on the command line."""
+    size = file_info(model, read_manifest(model))["bytes"]
+    digest = hashlib.sha256(read_metadata(model)[KEY].encode()).hexdigest()  # of the manifest, which has the weights'
+    names = {name: option.flag for name, option in OPTIONS.items()}
+    return {
+        "MODEL.onnx": f"{size} bytes, {digest[:16]}",
+        **{flag: given or None for flag, given in flags.items()},
+        **{names.get(name, f"--{name}"): value for name, value in options.given().items()},
+    }
+
+
+def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool, timing: bool) -> str:
     if as_json:
         fields: dict[str, Any] = {
             "index": index,
@@ -135,6 +196,10 @@ def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool) -> st
             "finish_reason": result.finish_reason,
             "token_logprobs": result.token_logprobs,
         }
+        if result.top_logprobs:
+            fields["top_logprobs"] = result.top_logprobs
+        if timing and result.timing is not None:
+            fields["timing"] = asdict(result.timing)
         if result.alignments is not None:
             fields["alignments"] = _numbers(result.alignments)
         if result.hidden:
@@ -163,7 +228,9 @@ def _lines(source: str) -> Iterator[str]:
     """Lines of a file or of standard input (-), as text, without their ends."""
     try:
         with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(partial(file.readline, LONGEST), b""), 1):
+                if len(line) == LONGEST:
+                    raise InputError(f"input {number}: it is longer than {LONGEST >> 20} MiB")
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError:
@@ -183,27 +250,7 @@ def _located(source: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _output(path: Path | None, force: bool) -> Iterator[IO[str]]:
-    """Standard output, or a file that takes its place only when it is whole."""
-    if path is None:
-        yield sys.stdout
-        sys.stdout.flush()
-        return
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("x", encoding="utf-8", newline="\n") as file:
-            yield file
-        if path.exists() and not force:
-            raise OutputError(f"{path} exists already: give --force to overwrite it")
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _progress(source: str | None) -> Iterator[Callable[[], None]]:
+def _progress(source: str | None, done: int) -> Iterator[Callable[[], None]]:
     """How many inputs are done, on a terminal's standard error, unless results go to a terminal too."""
     if not source or not sys.stderr.isatty() or sys.stdout.isatty():
         yield lambda: None
@@ -213,7 +260,7 @@ def _progress(source: str | None) -> Iterator[Callable[[], None]]:
 
     columns = (SpinnerColumn(), TextColumn("{task.completed} inputs"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("", total=None, completed=done)
         yield lambda: bar.advance(task)
 
 
@@ -223,15 +270,20 @@ def _sentences() -> Iterator[None]:
     try:
         yield
     except TformerError as error:
-        click.echo(f"tformer-run: {' '.join(str(error).split())}", err=True)
-        sys.exit(2 if isinstance(error, OptionError) else 1)
+        sentence = as_written(str(error)) if isinstance(error, (OptionError, MemoryBudgetError)) else str(error)
+        _fail(sentence, error, status=2 if isinstance(error, OptionError) else 1)
     except BrokenPipeError:
         # Whoever read the results has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except KeyboardInterrupt:
-        click.echo("tformer-run: interrupted", err=True)
-        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt as error:
+        _fail("interrupted", error, status=128 + signal.SIGINT)
+
+
+def _fail(sentence: str, error: BaseException, status: int) -> NoReturn:
+    notes = getattr(error, "__notes__", ())
+    click.echo(f"tformer-run: {' '.join('; '.join((sentence, *notes)).split())}", err=True)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@
     state = engine.start({"src": [ids, other_ids]}, rows=2)      # None for a decoder-only model
     logits = engine.step(state, np.array([[1], [1]]))            # (2, vocabulary)
     engine.reorder(state, np.array([1, 1]))                      # beams; or fewer rows, to drop the finished ones
+    engine.join(state, engine.start({"src": [more]}, rows=1, joins=True))      # rows that come while others decode
 
 A `State` belongs to one call and one thread; an `Engine` may be shared by any number of them.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.cache import KVCache, move_rows
+from tformer_runtime.cache import KVCache, bytes_of, slots_for
+from tformer_runtime.context import Context
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
     BATCH,
@@ -30,8 +34,10 @@ from tformer_runtime.manifest import (
     TOTAL,
     Decode,
     Manifest,
+    TensorSpec,
 )
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.memory import Budget, Share
+from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
@@ -47,27 +53,52 @@ class State:
     """
 
     def __init__(
-        self, context: list[Array], cache: KVCache, rows: int, encoded: Mapping[str, Array], wanted: tuple[str, ...]
+        self,
+        context: Context,
+        cache: KVCache,
+        rows: int,
+        encoded: Mapping[str, Array],
+        wanted: tuple[str, ...],
     ) -> None:
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
-        self.context = context
-        self.context_values: list[Any] = []
-        self.origin: Ints = np.arange(rows)  # rows with the same number have the same context
+        self.held = context
         self.call: _Call | None = None  # the last shape of call, bound
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
+        self.released = False
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
     @property
+    def room(self) -> int:
+        """Rows that there are buffers for."""
+        return max(self.cache.room, self.held.room)
+
+    @property
+    def context(self) -> list[Array]:
+        """What the encode stage gave for each row, in the order of its outputs."""
+        return self.held.arrays
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches and the context."""
-        return self.cache.nbytes + sum(a.nbytes for a in self.context)
+        return self.cache.nbytes + self.held.nbytes
+
+    def rewind(self, length: int) -> None:
+        """Forget what each row has beyond its first `length` tokens."""
+        np.minimum(self.lengths, length, out=self.lengths)
+        self.longest = int(self.lengths.max(initial=0))
+
+    def release(self) -> None:
+        """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
+        self.cache.release()
+        self.held.release()
+        self.released = True
 
 
 class Engine:
@@ -81,6 +112,9 @@ class Engine:
         self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
+        stage = self.session.inputs.get(STAGE, ())
+        # Held here: a binding need not keep alive what is bound.
+        self._decodes = self.session.tensor(np.ones([size or 1 for size in stage], np.bool_))
 
     @property
     def decode(self) -> Decode:
@@ -88,16 +122,19 @@ class Engine:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
-    def encode(self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = ()) -> dict[str, Any]:
+    def encode(
+        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: int = 0
+    ) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
-        extras: names of the stage's extras to give too, behind the outputs.
+        extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
+        padding at the end of every row, as far as the model can take them.
         """
         encode = self.manifest.encode
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
-        arrays = request_arrays(encode.inputs, requests, rows)
+        arrays = request_arrays(encode.inputs, requests, rows, widen)
         io = self.session.binding()
         for name in self.session.inputs:
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
@@ -110,21 +147,31 @@ class Engine:
         return dict(zip(wanted, io.get_outputs(), strict=True))
 
     def start(
-        self, requests: Mapping[str, Sequence[Array]] | None, rows: int, repeat: int = 1, extras: Sequence[str] = ()
+        self,
+        requests: Mapping[str, Sequence[Array]] | None,
+        rows: int,
+        repeat: int = 1,
+        extras: Sequence[str] = (),
+        budget: Share | None = None,
+        joins: bool = False,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
 
-        extras: names of the manifest's extras that are wanted, of either stage.
+        extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
+        taken from. joins: the state may be joined with others.
         """
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows)
-        wanted = tuple(extra.name for extra in self.decode.extras if extra.name in extras)
-        if self.manifest.encode is None:
-            state = State([], cache, rows, {}, wanted)
-        else:
-            arrays = {name: value.numpy() for name, value in self.encode(requests or {}, rows, extras).items()}
-            context = [_writable(arrays.pop(output.name)) for output in self.manifest.encode.outputs]
-            state = State(context, cache, rows, arrays, wanted)
-        self._bind_context(state)
+        budget = budget or Budget().share()
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
+        arrays: dict[str, Array] = {}
+        context: list[Array] = []
+        lengths: dict[str, Ints] = {}
+        if self.manifest.encode is not None:
+            requests, more = requests or {}, self.slack if joins else 0
+            arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, more).items()}
+            context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
+            lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
+        held = Context(self.session, self._contexts, context, lengths, rows, budget)
+        state = State(held, cache, rows, arrays, self._of_steps(extras))
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -136,11 +183,12 @@ class Engine:
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
         want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
-        InputError if a row would pass the maximum length.
+        InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
         rows, new = tokens.shape
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
+        _check_held(state)
         if new > 1 and counts is not None:
             new = int(counts.max())  # operators reckon from the row's last token back: no column without a valid one
             tokens = tokens[:, :new]
@@ -161,26 +209,117 @@ class Engine:
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
-        origin = state.origin[rows]
-        if not np.array_equal(origin, state.origin):
-            state.context = (
-                [
-                    move_rows(array[None], rows)[0] if spec.shape[:1] == (BATCH,) else _taken(array, rows, spec.shape)
-                    for spec, array in zip(self.manifest.encode.outputs, state.context, strict=True)
-                ]
-                if self.manifest.encode
-                else []
-            )
-            self._bind_context(state)
-            state.origin = origin
+        _check_held(state)
+        lengths = state.lengths[rows]
+        if state.held.reorder(rows):
             state.call = None
-        state.cache.reorder(rows, state.longest)
+        if state.cache.reorder(rows, state.lengths):
+            state.call = None
         if len(rows) == state.rows:
-            state.lengths[:] = state.lengths[rows]  # bound calls read this very array
+            state.lengths[:] = lengths  # bound calls read this very array
         else:
-            state.lengths = state.lengths[rows]
+            state.lengths = lengths
             state.call = None
-        state.longest = int(state.lengths.max(initial=0))
+        state.longest = int(lengths.max(initial=0))
+
+    def join(self, state: State, other: State) -> None:
+        """Append the other's rows, which were started with `joins`; it is of no more use then.
+
+        Copies the other's rows, and its own where the buffers have no room, or far too much.
+        """
+        _check_held(state)
+        _check_held(other)
+        if other.wanted != state.wanted:
+            raise ValueError("states are joined that give different extras")
+        state.held.join(other.held)
+        state.cache.join(other.cache, state.longest, other.longest)
+        other.release()
+        state.lengths = np.concatenate([state.lengths, other.lengths])
+        state.longest = max(state.longest, other.longest)
+        state.call = None
+
+    def copy(
+        self, state: State, rows: Array, budget: Share | None = None, extras: Sequence[str] | None = None
+    ) -> State:
+        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
+        `start`; None: the state's own."""
+        _check_held(state)
+        budget = budget or Budget().share()
+        lengths = state.lengths[rows]
+        longest = int(lengths.max(initial=0))
+        wanted = state.wanted if extras is None else self._of_steps(extras)
+        context = state.held.copy(rows, budget)
+        try:
+            cache = state.cache.copy(rows, longest, budget)
+        except BaseException:
+            context.release()
+            raise
+        finally:
+            _check_held(state)  # again: another thread may have released it meanwhile
+        other = State(context, cache, len(rows), state.encoded, wanted)
+        other.lengths, other.longest = lengths, longest
+        return other
+
+    def fit(self, state: State) -> bool:
+        """Give back what the buffers have beyond the need of the rows. False if that is nothing to speak of."""
+        less = [state.cache.fit(state.longest + 1), state.held.fit()]
+        if any(less):
+            state.call = None
+        return any(less)
+
+    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
+        """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
+
+        sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
+        they read) is taken to be as long as the longest.
+        """
+        sizes = {**sizes, BATCH: rows}
+        longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
+        context = 0
+        for i, spec in enumerate(self._contexts):
+            shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
+            if beside is not None:
+                shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
+            context += math.prod(shape) * np.dtype(spec.dtype).itemsize
+        slots = slots_for(slots, self.manifest.max_length)
+        return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
+
+    def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
+        return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
+
+    @property
+    def _contexts(self) -> Sequence[TensorSpec]:
+        return self.manifest.encode.outputs if self.manifest.encode else ()
+
+    @functools.cached_property
+    def slack(self) -> int:
+        """Positions of padding that give every row some at the end of every axis of the context, for `join`.
+
+        One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
+        how many is seen by encoding: if so many more give two at one length, they give one or more at any.
+        """
+        encode = self.manifest.encode
+        inputs = [spec for spec in encode.inputs if spec.role != "mask"] if encode else []
+        own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
+        outputs = encode.outputs if encode else ()
+        if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
+            return 1
+        limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
+
+        def sizes(length: int) -> Array:
+            given = {}
+            for spec in inputs:
+                first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+                first = length if isinstance(spec.shape[1], str) else first
+                given[spec.name] = [np.zeros((first, *others), spec.dtype)]
+            found = self.encode(given, 1)
+            axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
+            return np.array([found[name].shape()[at] for name, at in axes])
+
+        base, more = limit // 2, 1
+        while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
+            more *= 2
+        return more if base + more < limit else limit
 
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
@@ -191,9 +330,11 @@ class Engine:
     def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
         rows, new = tokens.shape
         counts = np.full(rows, new) if counts is None else np.asarray(counts)
-        if int((state.lengths + counts).max()) > self.manifest.max_length:
-            total = int((state.lengths + counts).max())
+        total = int((state.lengths + counts).max())
+        if total > self.manifest.max_length:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
+        if state.cache.reserve(total, state.longest):
+            state.call = None
         every, logits = [], np.empty(0, np.float32)
         extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
         for i in range(new):
@@ -210,9 +351,6 @@ class Engine:
             state.extras = {name: np.stack(arrays, 1) for name, arrays in extras.items()}
             return np.stack(every, 1)
         return logits
-
-    def _bind_context(self, state: State) -> None:
-        state.context_values = [self.session.tensor(array) for array in state.context]
 
     def _check_context(self) -> tuple[str, ...]:
         """The decode stage's inputs for the context, in the order of encode's outputs."""
@@ -248,6 +386,9 @@ class Engine:
             ) from error
 
 
+_LIMIT = 256  # positions of an input that has no maximum, at which its strides show
+
+
 class _Call:
     """One shape of decode call with everything bound: a run only writes the few numbers that change.
 
@@ -279,12 +420,12 @@ class _Call:
     def _bound(self, engine: Engine, state: State, turn: int) -> Any:
         session, io = self.session, self.session.binding()
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
-        bound |= dict(zip(engine._context_inputs, state.context_values, strict=True))
+        bound |= dict(zip(engine._context_inputs, state.held.values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
         if STAGE in session.inputs:
-            bound[STAGE] = session.tensor(np.ones([d or 1 for d in session.inputs[STAGE]], np.bool_))
+            bound[STAGE] = engine._decodes
         for name in session.inputs:
             io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
@@ -332,10 +473,6 @@ class _Call:
         return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
 
 
-def _writable(array: Array) -> Array:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
-
-
-def _taken(array: Array, rows: Array, shape: tuple[int | str, ...]) -> Array:
-    """A context tensor whose batch is not its first axis, or that has none."""
-    return np.ascontiguousarray(np.take(array, rows, shape.index(BATCH))) if BATCH in shape else array
+def _check_held(state: State) -> None:
+    if state.released:
+        raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")

@@ -5,6 +5,8 @@ TformerError                what a caller catches; the command lines print its o
 ├── OptionError             an option with an unknown name or an impossible value
 ├── ModelFileError          a file that is not a model of ours, is damaged, or is newer than this runtime
 ├── DeviceError             a device that was asked for and cannot be had
+├── MemoryBudgetError       a request that needs more memory than max_memory allows
+├── DeadlineError           a request that was not finished by its deadline
 ├── UnsupportedCallError    a call that this model does not offer
 ├── MissingExtraError       an optional dependency that is not installed
 ├── OutputError             an output that exists already or cannot be written
@@ -34,6 +36,14 @@ class ModelFileError(TformerError):
 
 class DeviceError(TformerError):
     """A device that was asked for and cannot be had."""
+
+
+class MemoryBudgetError(TformerError):
+    """A request that needs more memory than max_memory allows; the text gives the figure."""
+
+
+class DeadlineError(TformerError):
+    """A request that was not finished by its deadline."""
 
 
 class UnsupportedCallError(TformerError):

@@ -1,22 +1,37 @@
-"""Options and prepared requests in, results out: the loops of search, bound to an engine."""
+"""Options and prepared requests in, results out: what a request is to the search, and what its end is to the caller."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from tformer_runtime.beam import BeamRules, beam_search
+from tformer_runtime.constrain import Grammar, Guide, Kind
 from tformer_runtime.engine import Engine, State
-from tformer_runtime.manifest import ALIGNMENTS, HIDDEN
+from tformer_runtime.errors import OptionError
+from tformer_runtime.live import Starter
+from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra
+from tformer_runtime.memory import Budget
 from tformer_runtime.options import Settings
-from tformer_runtime.record import Record, cut_to
-from tformer_runtime.requests import own_sizes
-from tformer_runtime.sampling import Chooser, Floats, Ints, Sampler, greedy
-from tformer_runtime.search import FinishReason, Limits, Stopped, Token, follow
+from tformer_runtime.requests import Sizes, own_sizes
+from tformer_runtime.rules import rules_of
+from tformer_runtime.sampling import Ints
+from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec, Detokenizer, cut
+
+_KINDS: tuple[Kind, ...] = ("regex", "json_schema", "grammar", "choices")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one request: from when it was given to its first token, and from there for each token more."""
+
+    first_token: float
+    per_token: float
 
 
 @dataclass(frozen=True)
@@ -24,15 +39,19 @@ class Result:
     """What was generated for one input.
 
     text: the text of the tokens, without the end token and up to a stop string; empty if the file has no tokenizer.
-    token_ids: every generated id, the end token included if it came to that.
-    score: Σ token_logprobs / len(token_ids) ** length_penalty.
-    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string).
-    token_logprobs: the model's natural-log probability of each id; sampling options do not change it.
+    token_ids: every generated id, a prefix that was asked for and the end token, if it came to that, included.
+    score: Σ log-probability / length ** length_penalty of what was generated after the prefix; of beam search, of the
+        log-probabilities as rules and penalties left them.
+    finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string; or a constrained
+        text is complete, and the model has no end token to say so).
+    token_logprobs: the model's natural-log probability of each id; options do not change it.
+    top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
     alternatives: the other results if num_return is more than 1: next best first, or the other samples.
     alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
         for.
     hidden: submodule of the source model → its output, (tokens, …) for one of the decoder, at the step that chose each
         token, or (source positions, …) for one of the encoder. Empty if not asked for.
+    timing: of the request; the same for all of its alternatives.
     """
 
     text: str
@@ -41,166 +60,217 @@ class Result:
     finish_reason: FinishReason
     token_logprobs: tuple[float, ...]
     alternatives: tuple[Result, ...] = ()
+    top_logprobs: tuple[Alternatives, ...] = ()
     alignments: Array | None = field(default=None, compare=False, repr=False)
     hidden: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
+    timing: Timing | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What has been read before a request: the state of one row that has, and the ids."""
+
+    state: State
+    ids: Ints
 
 
 @dataclass(frozen=True)
 class Request:
     """One input, ready to run. index: its place in the list of inputs. sources: request input → its ids or features.
 
-    prompt: the step input's first ids.  most: how many tokens may be generated.
+    prompt: the step input's first ids, those that `base` has read included. most: how many tokens may be generated.
+    given: how many of the prompt's last ids are a prefix, which the result begins with.
     """
 
     index: int
     sources: Mapping[str, Array]
     prompt: Ints
     most: int
+    given: int = 0
+    base: Base | None = None
+
+    @property
+    def prefix(self) -> list[int]:
+        """The ids that the result begins with."""
+        return [int(i) for i in self.prompt[len(self.prompt) - self.given :]]
 
     @property
     def size(self) -> int:
         """How many positions are to be computed before the first token: what batches are packed by."""
-        return len(self.prompt) + sum(len(array) for array in self.sources.values())
+        read = len(self.base.ids) if self.base else 0
+        return len(self.prompt) - read + sum(len(array) for array in self.sources.values())
 
 
-class EngineStepper:
-    """The engine and a state, as search wants them, and a record of what is asked for beside logits."""
+class Generator:
+    """Makes tasks of requests, and results of tasks."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], settings: Settings, repeat: int = 1) -> None:
-        names = requests[0].sources
-        sources = {name: [r.sources[name] for r in requests] for name in names} or None
-        asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden}
-        self.engine, self._requests = engine, requests
-        self._extras = {extra.name: extra for extra in engine.manifest.extras if asked.get(extra.kind)}
-        self._state: State = engine.start(sources, len(requests), repeat, tuple(self._extras))
-        self._record = Record()
+    def __init__(self, engine: Engine, codec: Codec | None, tokenizer: str | None, budget: Budget) -> None:
+        """codec, tokenizer: of what is generated, and its definition."""
+        self.engine, self.codec, self._tokenizer, self.budget = engine, codec, tokenizer, budget
+        self._extras = {extra.name: extra for extra in engine.manifest.extras}
 
-    def step(self, tokens: Ints, counts: Ints | None = None) -> Floats:
-        logits = self.engine.step(self._state, tokens, counts)
-        if self._extras:
-            self._record.add(self._state.extras)
-        return logits
+    def scheduler(self, settings: Settings | None, rows: int, joins: bool = True, waits: bool = True) -> Scheduler:
+        """A batch of at most `rows` rows. settings: of what the file gives besides, what is wanted. waits: a step may
+        wait for memory that other requests hold."""
+        asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden} if settings else {}
+        wanted = tuple(name for name, extra in self._extras.items() if asked.get(extra.kind))
+        share = self.budget.share(waits=waits)
+        return Scheduler(Starter(self.engine, wanted, share, joins), rows, memory=share)
 
-    def reorder(self, rows: Ints) -> None:
-        self.engine.reorder(self._state, rows)
-        self._record.moved(rows)
+    def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
+        """OptionError if the settings do not fit the model."""
+        manifest = self.engine.manifest
+        vocabulary = int(self.engine.decode.logits.shape[-1])
+        prefix = request.prefix
+        guide = self.guide(settings)
+        if guide is not None:
+            self._begin(guide, prefix)
+        codec, stop = self.codec, settings.stop
+        task = Task(
+            index=request.index,
+            prompt=request.prompt,
+            most=request.most,
+            settings=settings,
+            ends=manifest.special.end,
+            rules=rules_of(settings, manifest.special, vocabulary),
+            guide=guide,
+            listen=listen,
+            sources=request.sources,
+            given=request.given,
+            base=request.base.state if request.base else None,
+        )
+        if codec is not None and stop:
 
-    def beside(self, result: Result, request: int, place: int) -> Result:
-        """The result with what was asked for besides; place: the row whose logits gave its last token."""
-        if not self._extras:
-            return result
-        given = self._record.trail(len(result.token_ids), place)
-        given |= {name: values[request] for name, values in self._state.encoded.items()}
+            def stopped() -> Callable[[int], bool]:
+                text = Detokenizer(codec, stop)
+                for token in prefix:
+                    text.push(token)
+
+                def pushed(token: int) -> bool:
+                    text.push(token)
+                    return text.stopped
+
+                return pushed
+
+            task.stopped = stopped
+            task.cuts = lambda ids: cut(codec.decode([*prefix, *ids]), stop) is not None
+        return task
+
+    def result(self, task: Task) -> Result:
+        """The result of a task that is over. Raises what ended it instead, if anything did."""
+        if task.error is not None:
+            raise task.error
+        assert task.found is not None
+        first, *others = [self._result(task, hypothesis) for hypothesis in task.found]
+        return replace(first, alternatives=tuple(others))
+
+    def _result(self, task: Task, found: Hypothesis) -> Result:
+        prefix = tuple(task.prompt[len(task.prompt) - task.given :].tolist())
+        ids, finish = (*prefix, *found.ids), found.finish
+        text = self.codec.decode(ids[:-1] if finish == "end" else ids) if self.codec else ""
+        before = cut(text, task.settings.stop)
+        if before is not None:
+            text, finish = before, "stop"
+        count = len(task.found[0].ids) if task.found else 1
+        timing = Timing(task.first - task.began, (task.ended - task.first) / max(1, count - 1))
+        return Result(
+            text,
+            ids,
+            float(np.float64(found.score)),
+            finish,
+            (*task.given_logprobs, *found.logprobs),
+            top_logprobs=(*task.given_alternatives, *found.alternatives),
+            timing=timing,
+            **self._besides(task, found),
+        )
+
+    def _besides(self, task: Task, found: Hypothesis) -> dict[str, Any]:
+        """What was asked for beside the tokens."""
+        if found.trail is None and not task.encoded:
+            return {}
         encode = self.engine.manifest.encode
-        sizes = own_sizes(encode.inputs, self._requests[request].sources) if encode else {}
-        for name, value in given.items():
-            # A row of encode has no batch axis any more, a trail has the tokens in the place of it and of one position.
-            shape = self._extras[name].shape
-            given[name] = cut_to(sizes, shape[-value.ndim :], value)
-        hidden = {extra.module: given[name] for name, extra in self._extras.items() if extra.kind == HIDDEN}
-        return replace(result, alignments=given.get(ALIGNMENTS), hidden=hidden)
+        sizes: Sizes = own_sizes(encode.inputs, task.sources) if encode else {}
+        extras: Mapping[str, Extra] = self._extras
+        given: dict[str, Array] = {}
+        if found.trail is not None:
+            shapes = {name: extras[name].shape[2:] for name in found.trail.values}
+            given = found.trail.stacked(task.given + len(found.ids), sizes, shapes)
+        for name, value in task.encoded.items():
+            axes = extras[name].shape[1:]
+            given[name] = value[tuple(slice(0, sizes.get(a) if isinstance(a, str) else None) for a in axes)]
+        hidden = {extras[name].module: value for name, value in given.items() if extras[name].kind == HIDDEN}
+        return {"alignments": given.get(ALIGNMENTS), "hidden": hidden}
+
+    def guide(self, settings: Settings) -> Guide | None:
+        """What a constraint allows, from its beginning. Its grammar is compiled once, which may take a while."""
+        vocabulary = int(self.engine.decode.logits.shape[-1])
+        for kind in _KINDS:
+            definition = getattr(settings, kind)
+            if definition is not None:
+                if self._tokenizer is None:
+                    raise OptionError(f"{kind} needs text and the file has no tokenizer")
+                ends = self.engine.manifest.special.end
+                first = settings.first_token if not settings.prefix else None
+                before = first if first is not None and self._silent(first) else None
+                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
+        return None
+
+    def _begin(self, guide: Guide, prefix: Sequence[int]) -> None:
+        """Have a guide follow a prefix. OptionError if no text that is allowed begins so."""
+        for token in prefix:
+            if not self._silent(token):
+                guide.accept(token)
+        if guide.lost:
+            assert self.codec is not None
+            raise OptionError(
+                f"no text that the constraint allows begins with the prefix {self.codec.decode(prefix)!r}"
+            )
+
+    def _silent(self, token: int) -> bool:
+        """Whether an id adds nothing to any text, as the code of a language does."""
+        return self.codec is not None and self.codec.piece(token) is None
 
 
-def generate_all(engine: Engine, codec: Codec | None, requests: Sequence[Request], settings: Settings) -> list[Result]:
-    """Results of a batch of requests, in their order."""
-    if settings.beam_size > 1 and not settings.sampling:
-        groups = _beams(engine, codec, requests, settings)
-    else:
-        copies = settings.num_return
-        rows = _rows(engine, codec, requests, settings)
-        groups = [rows[i * copies : (i + 1) * copies] for i in range(len(requests))]
-    return [replace(group[0], alternatives=tuple(group[1:])) for group in groups]
+def generate_all(generator: Generator, requests: Sequence[Request], settings: Settings) -> list[Result]:
+    """Results of a few requests, in their order, all at once."""
+    tasks = [generator.task(request, settings) for request in requests]
+    rows = sum(task.width for task in tasks)
+    scheduler = generator.scheduler(settings, rows, joins=len(tasks) > 1)
+    try:
+        for task in tasks:
+            scheduler.submit(task)
+        while not scheduler.idle:
+            scheduler.step()
+    finally:
+        scheduler.release()
+    return [generator.result(task) for task in tasks]
 
 
-def generate_stream(engine: Engine, codec: Codec, request: Request, settings: Settings) -> Iterator[str]:
+def generate_stream(generator: Generator, request: Request, settings: Settings) -> Iterator[str]:
     """Pieces of one request's text as they become certain. Beams are known at their end only: one piece."""
+    assert generator.codec is not None
     if settings.beam_size > 1 and not settings.sampling:
-        yield generate_all(engine, codec, [request], settings)[0].text
+        yield generate_all(generator, [request], settings)[0].text
         return
-    text = Detokenizer(codec, settings.stop)
-    pieces: list[str] = []
+    text = Detokenizer(generator.codec, settings.stop)
+    pieces = [text.push(token) for token in request.prefix]
 
-    def stopped(row: int, ids: Sequence[int]) -> bool:
-        pieces.append(text.push(ids[-1]))
-        return text.stopped
+    def heard(token: Token) -> None:
+        if token.finish != "end":
+            pieces.append(text.push(token.id))
 
-    for _ in _tokens(EngineStepper(engine, [request], settings), [request], settings, stopped):
-        if piece := "".join(pieces):
-            yield piece
-        pieces.clear()
+    task = generator.task(request, settings, heard)
+    scheduler = generator.scheduler(settings, task.width, joins=False)
+    try:
+        scheduler.submit(task)
+        while not scheduler.idle:
+            scheduler.step()
+            if task.error is not None:
+                raise task.error
+            if piece := "".join(pieces):
+                yield piece
+            pieces.clear()
+    finally:
+        scheduler.release()
     if piece := text.finish():
         yield piece
-
-
-def _tokens(
-    stepper: EngineStepper, requests: Sequence[Request], settings: Settings, stopped: Stopped | None
-) -> Iterator[Token]:
-    """Greedy or sampling: num_return rows for each request, next to each other."""
-    copies = settings.num_return
-    choose: Chooser = greedy
-    if settings.sampling:
-        keys = [(r.index, copy) for r in requests for copy in range(copies)]
-        choose = Sampler(keys, settings.seed, settings.temperature, settings.top_k, settings.top_p)
-    prompts = [r.prompt for r in requests for _ in range(copies)]
-    most = [r.most for r in requests for _ in range(copies)]
-    limits = Limits(stepper.engine.manifest.special.end, most, settings.min_new_tokens, stopped)
-    return follow(stepper, prompts, choose, limits)
-
-
-def _rows(engine: Engine, codec: Codec | None, requests: Sequence[Request], settings: Settings) -> list[Result]:
-    count = len(requests) * settings.num_return
-    texts = [Detokenizer(codec, settings.stop) for _ in range(count)] if codec and settings.stop else []
-
-    def stopped(row: int, ids: Sequence[int]) -> bool:
-        texts[row].push(ids[-1])
-        return texts[row].stopped
-
-    tokens: list[list[Token]] = [[] for _ in range(count)]
-    stepper = EngineStepper(engine, requests, settings, settings.num_return)
-    for token in _tokens(stepper, requests, settings, stopped if texts else None):
-        tokens[token.row].append(token)
-    results = []
-    for number, row in enumerate(tokens):
-        ids, logprobs = tuple(t.id for t in row), tuple(t.logprob for t in row)
-        score = sum(logprobs) / len(row) ** settings.length_penalty
-        result = _result(codec, settings, ids, logprobs, score, row[-1].finish or "length")
-        results.append(stepper.beside(result, number // settings.num_return, row[-1].place))
-    return results
-
-
-def _beams(engine: Engine, codec: Codec | None, requests: Sequence[Request], settings: Settings) -> list[list[Result]]:
-    rules = BeamRules(settings.beam_size, settings.length_penalty, settings.early_stopping)
-
-    def stopped(row: int, ids: Sequence[int]) -> bool:
-        return codec is not None and cut(codec.decode(ids), settings.stop) is not None
-
-    limits = Limits(
-        engine.manifest.special.end,
-        [r.most for r in requests],
-        settings.min_new_tokens,
-        stopped if settings.stop else None,
-    )
-    stepper = EngineStepper(engine, requests, settings)
-    found = beam_search(stepper, [r.prompt for r in requests], rules, limits)
-    return [
-        [
-            stepper.beside(_result(codec, settings, h.ids, h.logprobs, h.score, h.finish), request, h.place)
-            for h in group[: settings.num_return]
-        ]
-        for request, group in enumerate(found)
-    ]
-
-
-def _result(
-    codec: Codec | None,
-    settings: Settings,
-    ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    score: float,
-    finish: FinishReason,
-) -> Result:
-    text = codec.decode(ids[:-1] if finish == "end" else ids) if codec else ""
-    before = cut(text, settings.stop)
-    if before is not None:
-        text, finish = before, "stop"
-    return Result(text, ids, float(np.float64(score)), finish, logprobs)

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError
-from tformer_runtime.generate import Request
+from tformer_runtime.generate import Base, Request
 from tformer_runtime.manifest import Manifest, RequestInput
+from tformer_runtime.options import Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
@@ -26,6 +27,12 @@ class Inputs:
         self._manifest = manifest
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
+
+    @property
+    def output_tokenizer(self) -> str | None:
+        """Its definition."""
+        index = self._manifest.tokenizer_of.get(self._step)
+        return None if index is None else self._manifest.tokenizers[index]
 
     @property
     def output_codec(self) -> Codec | None:
@@ -45,23 +52,40 @@ class Inputs:
         codec = self._codec(name)
         return [codec.token(i) if codec else str(i) for i in ids]
 
-    def request(self, input: Input, index: int, max_new_tokens: int | None) -> Request:
-        sources, prompt, _ = self.parts(input)
+    def request(self, input: Input, index: int, settings: Settings, base: Base | None = None) -> Request:
+        """base: what has been read before the input."""
+        sources, prompt, _ = self.parts(input, first=base is None)
+        if base is not None:
+            prompt = np.concatenate([base.ids, prompt])
         if not len(prompt):
             raise InputError("the file names no token to start from: export the model with special={'start': [id], …}")
+        prefix = self._prefix(settings)
+        first = [settings.first_token] if settings.first_token is not None and len(prefix) else []  # else it is a rule
+        prompt = np.concatenate([prompt, first, prefix]).astype(np.int64)
         held = self._manifest.max_length
         if len(prompt) >= held:
+            so_far = f", with the {len(base.ids)} before it," if base is not None else ""
             raise InputError(
-                f"the input is {len(prompt)} tokens long and the model holds {held}, what it generates included"
+                f"the input{so_far} is {len(prompt)} tokens long and the model holds {held}, what it generates included"
             )
         most = held - len(prompt)
-        return Request(index, sources, prompt, most if max_new_tokens is None else min(most, max_new_tokens))
+        if settings.max_new_tokens is not None:
+            most = min(most, settings.max_new_tokens)
+        return Request(index, sources, prompt, most, len(first) + len(prefix), base)
 
-    def parts(self, input: Input) -> tuple[dict[str, Array], Ints, int]:
+    def _prefix(self, settings: Settings) -> Ints:
+        """The ids that a result is to begin with."""
+        if not settings.prefix:
+            return np.zeros(0, np.int64)
+        prefix = settings.prefix
+        return self.ids(self._step, prefix if isinstance(prefix, str) else list(prefix), special=False)
+
+    def parts(self, input: Input, first: bool = True, last: bool = True) -> tuple[dict[str, Array], Ints, int]:
         """The request inputs' arrays, the step input's first ids, and how many of those are not the caller's own.
 
         With an encoder the model begins with its start tokens. Without one they come before a text; ids are taken as
-        they are, unless there are none.
+        they are, unless there are none. first, last: whether a text is what a model without an encoder reads first, and
+        last: of what comes before and after a text.
         """
         encode, start = self._manifest.encode, np.array(self._manifest.special.start, np.int64)
         if encode is not None:
@@ -69,19 +93,30 @@ class Inputs:
         if isinstance(input, Mapping):
             self._match([self._step], input)
             input = input[self._step]
-        ids = self.ids(self._step, input, special=True, may_be_empty=len(start) > 0)
+        start = start if first else start[:0]
+        ids = self.ids(self._step, input, special=True, may_be_empty=len(start) > 0, first=first, last=last)
         if not isinstance(input, str) and len(ids):
             return {}, ids, 0
         return {}, np.concatenate([start, ids]), len(start)
 
-    def ids(self, name: str, value: Value, special: bool, may_be_empty: bool = False) -> Ints:
-        """Ids of a text or of a sequence of ids. special: with what the tokenizer puts around a text."""
+    def ids(
+        self,
+        name: str,
+        value: Value,
+        special: bool,
+        may_be_empty: bool = False,
+        first: bool = True,
+        last: bool = True,
+    ) -> Ints:
+        """Ids of a text or of a sequence of ids. special: with what the tokenizer puts around a text; first, last: with
+        what it puts before it, and after it."""
         if isinstance(value, str):
             codec = self._codec(name)
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids")
             # An empty text is empty, whatever the tokenizer would put around it.
-            ids = np.array(codec.encode(value, special, self._vocabulary(name)) if value else (), np.int64)
+            found = codec.encode(value, special, self._vocabulary(name), first, last) if value else []
+            ids = np.array(found, np.int64)
         else:
             ids = np.asarray(value)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

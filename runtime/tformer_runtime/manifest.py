@@ -154,7 +154,8 @@ class Manifest:
     """See the module's docstring.
 
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
-    `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it.
+    `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
+    the special tokens that it may name, such as bos_token, and their texts.
     `parity`, `quantization` and `producer` are for people: they are shown, not interpreted.
     """
 
@@ -172,6 +173,7 @@ class Manifest:
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    chat_tokens: Mapping[str, str] = field(default_factory=dict)
     version: int = VERSION
 
     @property

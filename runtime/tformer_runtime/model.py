@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.batching import in_batches
-from tformer_runtime.engine import Engine
+from tformer_runtime.batching import in_order
+from tformer_runtime.chat import Chat, Prefix
+from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Request, Result, generate_all, generate_stream
+from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
+from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
 
@@ -30,66 +34,115 @@ class Model:
     several inputs takes a mapping from their names.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_memory: int | None = None) -> None:
         """Use `Model.load`."""
         self._engine = engine
         self.manifest: Manifest = engine.manifest
         self._inputs = Inputs(engine.manifest)
+        self._budget = Budget(max_memory)
+        self._generator = Generator(engine, self._inputs.output_codec, self._inputs.output_tokenizer, self._budget)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> Model:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        threads: int | None = None,
+        max_memory: int | None = None,
+    ) -> Model:
         """Open a file that tformer-export has written.
 
         device: "auto" (CUDA if the file was made for it and it can be had), "cpu" or "cuda".
         threads: threads for one operator, by default one per core.
+        max_memory: bytes that the caches and contexts of all requests may hold at once, beside the weights; a request
+            that cannot fit is refused before it starts (MemoryBudgetError), others wait for their turn. None: no limit.
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
-        return cls(Engine(Session(path, device, threads)))
+        return cls(Engine(Session(path, device, threads)), max_memory)
 
     @property
     def device(self) -> str:
         """Where the model runs: "cpu" or "cuda"."""
         return self._engine.session.device
 
-    def generate(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Result:
+    def generate(
+        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+    ) -> Result:
         """Generate for one input. `overrides` are options by name, on top of `options`.
 
-        Raises InputError, OptionError, and UnsupportedCallError for a model that does not generate.
+        after: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
+        UnsupportedCallError for a model that does not generate.
         """
         settings = self._settings(options, overrides)
-        return generate_all(
-            self._engine, self._inputs.output_codec, [self._inputs.request(input, 0, settings.max_new_tokens)], settings
-        )[0]
+        request = self._inputs.request(input, 0, settings, self._base(after))
+        return generate_all(self._generator, [request], settings)[0]
+
+    def prefix(self, input: Input) -> Prefix:
+        """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
+
+        A request then gives what it gives for the ids of both, one after the other; each text is turned into ids by
+        itself, with what the tokenizer puts around a text coming once. UnsupportedCallError for a model with an
+        encoder, where all that a request reads follows from its source.
+        """
+        self._must_go_on("prefix")
+        return Prefix(self._engine, self._inputs.parts(input, last=False)[1], self._budget)
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
+        self._must_go_on("chat")
+        return Chat(self._generator, self._inputs, self._settings, system)
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
+        return {"held": self._budget.held, "peak": self._budget.peak, "limit": self._budget.limit}
 
     def generate_batch(
         self,
         inputs: Iterable[Input],
         options: GenerationOptions | None = None,
         batch_size: int = 32,
+        after: Prefix | None = None,
+        workers: int = 1,
+        first: int = 0,
         **overrides: Any,
     ) -> Iterator[Result]:
-        """Results for any number of inputs, in their order, computed in batches of like lengths.
+        """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
 
         Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
-        """
-        if batch_size < 1:
-            raise OptionError(f"batch_size must be at least 1, not {batch_size}")
-        settings = self._settings(options, overrides)
-        codec = self._inputs.output_codec
-        requests = (self._numbered(index, input, settings.max_new_tokens) for index, input in enumerate(inputs))
-        return in_batches(requests, lambda batch: generate_all(self._engine, codec, batch, settings), batch_size)
 
-    def stream(self, input: Input, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
-        """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
+        workers: how many batches are decoded side by side, each by a thread. With many inputs, as many workers as
+            there are cores and a model that was loaded with threads=1 give the most results a second.
+        first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
+            named in errors, as those that follow.
+        """
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}")
         settings = self._settings(options, overrides)
-        codec = self._inputs.output_codec
-        if codec is None:
+        generator = self._generator
+        base = self._base(after)
+        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
+        width = max(settings.beam_size, settings.num_return)
+        schedulers = [generator.scheduler(settings, batch_size * width) for _ in range(workers)]
+        return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
+
+    def stream(
+        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+    ) -> Iterator[str]:
+        """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
+        settings = self._stream_settings(options, overrides)
+        request = self._inputs.request(input, 0, settings, self._base(after))
+        return generate_stream(self._generator, request, settings)
+
+    def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+        settings = self._settings(options, overrides)
+        if self._inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return > 1:
             raise OptionError("num_return must be 1 for a stream")
         if settings.alignments or settings.hidden:
             raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
-        return generate_stream(self._engine, codec, self._inputs.request(input, 0, settings.max_new_tokens), settings)
+        return settings
 
     def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
         """The natural-log probability of each token of `target` given `source` and the tokens before it.
@@ -165,11 +218,21 @@ class Model:
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
         return found
 
-    def _numbered(self, index: int, input: Input, most: int | None) -> Request:
+    def _base(self, after: Prefix | None) -> Base | None:
+        if after is not None and after.engine is not self._engine:
+            raise InputError("the prefix was read by another model: read it with this one's prefix()")
+        return after.base if after is not None else None
+
+    def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
         try:
-            return self._inputs.request(input, index, most)
+            return self._inputs.request(input, index, settings, base)
         except InputError as error:
             raise InputError(f"input {index + 1}: {error}") from error
+
+    def _must_go_on(self, call: str) -> None:
+        self._must_decode(call)
+        if self.manifest.encode is not None:
+            raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
     def _must_decode(self, call: str) -> None:
         if self.manifest.decode is None:
@@ -180,12 +243,12 @@ class Model:
         total = self.manifest.max_length
         if len(ids) > total:
             raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
-        state = self._engine.start(_one_row(sources), rows=1)
         scores = np.empty(len(ids) - 1, np.float32)
-        for at in range(0, len(scores), _CHUNK):
-            fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
-            logits = self._engine.step(state, fed[None], want="all")[0]
-            scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
+        with self._state(sources, len(ids)) as state:
+            for at in range(0, len(scores), _CHUNK):
+                fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
+                logits = self._engine.step(state, fed[None], want="all")[0]
+                scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
         return scores
 
     def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
@@ -195,14 +258,29 @@ class Model:
             return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
         if len(ids) > self.manifest.max_length:
             raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
-        state = self._engine.start(_one_row(sources), rows=1, extras=extras)
-        parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
-        for at in range(0, len(ids), _CHUNK):
-            self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
-            for name, values in state.extras.items():
-                parts[name].append(values[0].copy())
-        encoded = {name: values[0] for name, values in state.encoded.items()}
+        with self._state(sources, len(ids), extras) as state:
+            parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
+            for at in range(0, len(ids), _CHUNK):
+                self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
+                for name, values in state.extras.items():
+                    parts[name].append(values[0].copy())
+            encoded = {name: values[0] for name, values in state.encoded.items()}
         return {**encoded, **{name: np.concatenate(values) for name, values in parts.items()}}
+
+    @contextmanager
+    def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
+        """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
+        encode = self.manifest.encode
+        share = self._budget.share()
+        share.ask(self._engine.need(length, own_sizes(encode.inputs, sources) if encode else {}))
+        state: State | None = None
+        try:
+            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)
+            yield state
+        finally:
+            if state is not None:
+                state.release()
+            share.end()
 
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:

@@ -3,60 +3,130 @@
 Every option is None until it is set. What the caller leaves open is taken from the file's own defaults, and what the
 file leaves open from the table in `Settings`. Which of the three ways of decoding is meant follows from the options:
 
-- sampling, if temperature, top_k or top_p is set and temperature is not 0;
+- sampling, if temperature, top_k, top_p or min_p is set and temperature is not 0;
 - else beam search, if beam_size is more than 1;
 - else greedy.
 
 A caller who sets a sampling option overrules a beam size of the file, and the other way round; both set by one side
-is an error.
+is an error. So it is with the constraints, of which one may be set.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from types import NoneType
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy.typing as npt
+
 from tformer_runtime.errors import OptionError
+from tformer_runtime.sampling import Floats, Ints
 
 EarlyStopping = bool | Literal["never"]
-_SAMPLING = ("temperature", "top_k", "top_p")
+LogitsProcessor = Callable[[Ints, Floats], npt.ArrayLike]
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_GROUPS = ("beam_groups", "diversity_penalty")
+_CONSTRAINTS = ("regex", "json_schema", "grammar", "choices")
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
     """How to generate. OptionError if a value is impossible or a name is unknown.
 
+    How long, and where the text begins and ends. A prefix is part of the result and counts as part of the prompt:
+
     max_new_tokens: at most so many tokens, the end token included; by default as many as the model can hold.
     min_new_tokens: the end token may not come before so many others.
+    stop: the text ends before the first of these strings.
+    prefix: text or ids which the result begins with, after first_token if that is set.
+    first_token: the id that generation begins with, such as the target language of a multilingual translator.
+
+    Beam search:
+
     beam_size: hypotheses kept at each step; 1 is greedy.
     num_return: results for one input: the best of beam_size hypotheses, or so many samples.
     length_penalty: a hypothesis scores its summed log-probability / length ** length_penalty.
-    early_stopping: beam search ends for an input when beam_size hypotheses are complete and
+    early_stopping: beam search ends for an input when enough hypotheses are complete and
         True: at once; False: no better one seems likely; "never": no better one is possible.
+    patience: how many are enough: round(beam_size * patience) (Kasai et al. 2022).
+    beam_groups: so many searches of beam_size / beam_groups beams each, one after the other at each step.
+    diversity_penalty: taken from a token's log-probability for each beam of the groups before that has just chosen it
+        (Hamming diversity, Vijayakumar et al. 2016).
+
+    Sampling:
+
     temperature: logits are divided by it before drawing; 0 is greedy.
     top_k: draw from the k likeliest tokens only; 0 is no limit.
     top_p: draw from the fewest tokens whose probabilities sum to p or more.
+    min_p: draw from the tokens that are at least p times as likely as the likeliest.
     seed: the same seed draws the same tokens for the input of the same index, whatever is beside it in the batch.
-    stop: the text ends before the first of these strings.
-    alignments: give each result's alignments; the file must have been exported with them.
-    hidden: give each result's hidden states; the file must have been exported with some.
+
+    What may come, and what is to come less or more often (see rules.py for their order):
+
+    suppress: ids that never come.
+    suppress_first: ids that do not come first, or not second where first_token is set.
+    suppress_sequences: sequences of ids that never come. A lone end token is passed over: suppress takes it.
+    logit_bias: id → number added to its logit.
+    repetition_penalty: logits of all ids so far, the prompt's too, are divided by it if above 0, else multiplied.
+    presence_penalty: taken from the logit of each id that has been generated.
+    frequency_penalty: taken from the logit of an id as many times as it has been generated.
+    no_repeat_ngram: no sequence of so many ids comes twice, the prompt's counted; 0 is no limit.
+    logits_processor: a callable (ids so far, float32 logits (vocabulary,)) → logits of that shape. In beam search it
+        gets log-probabilities. It gets copies. Not for a file's defaults.
+
+    Constraints, of which one may be set. The text of the result, unless max_new_tokens or a stop string ends it before,
+
+    regex: matches this regular expression as a whole;
+    json_schema: is JSON of this schema, given as JSON or as a dict;
+    grammar: belongs to this grammar, written as Lark's are;
+    choices: is one of these.
+
+    What is given beside the text:
+
+    top_logprobs: so many of the likeliest tokens at each position, and their log-probabilities.
+    alignments: each result's alignments; the file must have been exported with them.
+    hidden: each result's hidden states; the file must have been exported with some.
+
+    Lists become tuples, logit_bias a tuple of pairs in the order of ids and json_schema JSON, so that options compare.
     """
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
+    prefix: str | Sequence[int] | None = None
+    first_token: int | None = None
     beam_size: int | None = None
     num_return: int | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
+    patience: float | None = None
+    beam_groups: int | None = None
+    diversity_penalty: float | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
-    stop: str | Sequence[str] | None = None
+    suppress: Sequence[int] | None = None
+    suppress_first: Sequence[int] | None = None
+    suppress_sequences: Sequence[Sequence[int]] | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram: int | None = None
+    logits_processor: LogitsProcessor | None = field(default=None, hash=False)
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
+    choices: Sequence[str] | None = None
+    top_logprobs: int | None = None
     alignments: bool | None = None
     hidden: bool | None = None
 
@@ -72,29 +142,11 @@ class GenerationOptions:
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        self._check("temperature", lambda x: x >= 0, "0 or more")
-        self._check("top_p", lambda x: 0 < x <= 1, "more than 0 and at most 1")
-        self._check("length_penalty", lambda _: True, "a number")
-        if not (self.early_stopping in (None, "never") or isinstance(self.early_stopping, bool)):
-            raise OptionError(f'early_stopping must be True, False or "never", not {self.early_stopping!r}')
-        for name in ("alignments", "hidden"):
-            if not isinstance(getattr(self, name), (bool, NoneType)):
-                raise OptionError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if self.stop is not None:
-            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-            if not all(isinstance(s, str) and s for s in stop):
-                raise OptionError(f"stop must be strings that are not empty, not {self.stop!r}")
-            object.__setattr__(self, "stop", stop)
-
-    def _check(self, name: str, holds: Any, what: str) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if value is not None and not (number and holds(value)):
-            raise OptionError(f"{name} must be {what}, not {value!r}")
+        for name, value in self.given().items():
+            object.__setattr__(self, name, _CHECKS[name](name, value))
+        constraints = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if len(constraints) > 1:
+            raise OptionError(f"{' and '.join(constraints)} cannot be had at once: set one")
 
     def given(self) -> dict[str, Any]:
         """The options that are set."""
@@ -105,24 +157,44 @@ class GenerationOptions:
         return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
 
 
-_LEAST = {"max_new_tokens": 1, "min_new_tokens": 0, "beam_size": 1, "num_return": 1, "top_k": 0, "seed": 0}
-
-
 @dataclass(frozen=True)
 class Settings:
-    """Options with nothing left open: the caller's over the file's over the values below."""
+    """Options with nothing left open: the caller's over the file's over the values below.
+
+    Settings that are equal ask for the same, so that requests with them may be decoded together.
+    """
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    prefix: str | tuple[int, ...] = ()
+    first_token: int | None = None
     beam_size: int = 1
     num_return: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    patience: float = 1.0
+    beam_groups: int = 1
+    diversity_penalty: float = 0.0
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    suppress: tuple[int, ...] = ()
+    suppress_first: tuple[int, ...] = ()
+    suppress_sequences: tuple[tuple[int, ...], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram: int = 0
+    logits_processor: LogitsProcessor | None = field(default=None, hash=False)  # a callable may have no hash
+    regex: str | None = None
+    json_schema: str | None = None
+    grammar: str | None = None
+    choices: tuple[str, ...] | None = None
+    top_logprobs: int = 0
     alignments: bool = False
     hidden: bool = False
 
@@ -130,30 +202,250 @@ class Settings:
     def sampling(self) -> bool:
         return self.temperature != 0 and any(getattr(self, name) is not None for name in _SAMPLING)
 
+    @property
+    def constrained(self) -> bool:
+        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+
+    @property
+    def enough(self) -> int:
+        """How many complete hypotheses end a beam search."""
+        return math.floor(self.beam_size * self.patience + 0.5)
+
     @classmethod
     def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
         """OptionError if the options contradict each other or the file's defaults are none that exist."""
         mine = options.given()
-        try:
-            files = GenerationOptions(**defaults).given()
-        except OptionError as error:
-            raise OptionError(f"the model file's generation defaults: {error}") from error
+        files = file_defaults(defaults)
         if mine.get("temperature") != 0 and any(name in mine for name in _SAMPLING):
-            files = {name: value for name, value in files.items() if name not in ("beam_size", "num_return")}
+            files = _without(files, ("beam_size", "num_return", "patience", *_GROUPS))
         elif mine.get("beam_size", 1) > 1:
-            files = {name: value for name, value in files.items() if name not in _SAMPLING}
+            files = _without(files, _SAMPLING)
+        elif "beam_size" in mine:
+            files = _without(files, ("patience", *_GROUPS))
+        if any(name in mine for name in _CONSTRAINTS):
+            files = _without(files, _CONSTRAINTS)
         settings = cls(**{**files, **mine})
         settings._check()
         return settings
 
     def _check(self) -> None:
         if self.sampling and self.beam_size > 1:
-            raise OptionError(
-                f"beam_size={self.beam_size} and sampling (temperature, top_k, top_p) cannot be had at once"
-            )
+            raise OptionError(f"beam_size={self.beam_size} and sampling ({', '.join(_SAMPLING)}) cannot be had at once")
         if not self.sampling and self.num_return > self.beam_size:
             raise OptionError(
                 f"num_return={self.num_return} needs a beam_size of at least {self.num_return}, or sampling"
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise OptionError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        if self.beam_size % self.beam_groups:
+            raise OptionError(f"beam_groups={self.beam_groups} must divide beam_size, which is {self.beam_size}")
+        if self.diversity_penalty and self.beam_groups == 1:
+            raise OptionError(f"diversity_penalty={self.diversity_penalty} needs a beam_groups of at least 2")
+        if self.beam_size > 1 and self.enough < self.num_return:
+            raise OptionError(
+                f"patience={self.patience} ends at {self.enough} hypotheses, fewer than num_return={self.num_return}"
+            )
+        if self.first_token in self.suppress:
+            raise OptionError(f"first_token={self.first_token} is one of the ids that suppress forbids")
+
+
+def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A model file's generation defaults as options that are set, from JSON's lists and objects or from Python's.
+
+    OptionError if they are none that exist, or if one is a callable, which no file can hold.
+    """
+    try:
+        given = GenerationOptions(**defaults).given()
+        if "logits_processor" in given:
+            raise OptionError("logits_processor is a callable, which a file cannot hold")
+    except OptionError as error:
+        raise OptionError(f"the model file's generation defaults: {error}") from error
+    return given
+
+
+def _without(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
+
+
+# A check takes an option's name and its value and gives the value as it is kept.
+_Check = Callable[[str, Any], Any]
+
+
+def _refused(name: str, what: str, value: Any) -> OptionError:
+    return OptionError(f"{name} must be {what}, not {reprlib.repr(value)}")
+
+
+def _whole(least: int) -> _Check:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _refused(name, f"a whole number of at least {least}", value)
+        return value
+
+    return check
+
+
+def _number(what: str, holds: Callable[[float], bool] = lambda _: True) -> _Check:
+    def check(name: str, value: Any) -> float:
+        if not (_finite(value) and holds(value)):
+            raise _refused(name, what, value)
+        return float(value)
+
+    return check
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refused(name, "True or False", value)
+    return value
+
+
+def _early(name: str, value: Any) -> EarlyStopping:
+    if isinstance(value, bool):
+        return value
+    if value != "never":
+        raise _refused(name, 'True, False or "never"', value)
+    return "never"
+
+
+def _text(name: str, value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise _refused(name, "a string that is not empty", value)
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    items = _items(value)
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        raise _refused(name, "strings that are not empty", value)
+    return items
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    return _strings(name, (value,) if isinstance(value, str) else value)
+
+
+def _choices(name: str, value: Any) -> tuple[str, ...]:
+    choices = _strings(name, value)
+    if not choices:
+        raise OptionError(f"{name} must be one string or more, not none")
+    return choices
+
+
+def _items(value: Any) -> tuple[Any, ...] | None:
+    """What a list, a tuple, a set or an array holds; None for all else."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    try:
+        return tuple(value)
+    except TypeError:  # an array of no axes
+        return None
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _id(name: str, value: Any) -> int:
+    if not _is_id(value):
+        raise _refused(name, "a token id, a whole number of at least 0", value)
+    return int(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _items(value)
+    if items is None or not all(map(_is_id, items)):
+        raise _refused(name, "a sequence of token ids", value)
+    return tuple(map(int, items))
+
+
+def _prefix(name: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value or ()
+    if _items(value) is None:
+        raise _refused(name, "text or a sequence of token ids", value)
+    return _ids(name, value)
+
+
+def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    sequences = [_items(item) for item in _items(value) or ()]
+    if _items(value) is None or not all(items and all(map(_is_id, items)) for items in sequences):
+        raise _refused(name, "a sequence of sequences of token ids, none of them empty", value)
+    return tuple(tuple(map(int, items or ())) for items in sequences)
+
+
+def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """From a mapping, whose ids are strings if it was JSON, or from pairs."""
+    items = _items(value.items() if isinstance(value, Mapping) else value)
+    pairs = [_pair(item) for item in items or ()]
+    bias = dict(pair for pair in pairs if pair)
+    if items is None or len(bias) != len(pairs):
+        raise _refused(name, "a mapping from token ids to numbers, each id once", value)
+    return tuple(sorted(bias.items()))
+
+
+def _pair(value: Any) -> tuple[int, float] | None:
+    """An id and a number; None if it is something else."""
+    key, number = items if len(items := _items(value) or ()) == 2 else (None, None)
+    if isinstance(key, str) and key.isdecimal():
+        key = int(key)
+    return (int(key), float(number)) if _is_id(key) and _finite(number) else None
+
+
+def _schema(name: str, value: Any) -> str:
+    """As JSON; the order of its properties is kept, since it is the order in which they are written."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        schema = None
+    if not isinstance(schema, Mapping):
+        raise _refused(name, "a JSON schema, as JSON or as a dict", value)
+    return text
+
+
+def _callable(name: str, value: Any) -> LogitsProcessor:
+    if not callable(value):
+        raise _refused(name, "a callable", value)
+    processor: LogitsProcessor = value
+    return processor
+
+
+_CHECKS: dict[str, _Check] = {
+    "max_new_tokens": _whole(1),
+    "min_new_tokens": _whole(0),
+    "stop": _stop,
+    "prefix": _prefix,
+    "first_token": _id,
+    "beam_size": _whole(1),
+    "num_return": _whole(1),
+    "length_penalty": _number("a number"),
+    "early_stopping": _early,
+    "patience": _number("more than 0", lambda x: x > 0),
+    "beam_groups": _whole(1),
+    "diversity_penalty": _number("0 or more", lambda x: x >= 0),
+    "temperature": _number("0 or more", lambda x: x >= 0),
+    "top_k": _whole(0),
+    "top_p": _number("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": _number("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+    "seed": _whole(0),
+    "suppress": _ids,
+    "suppress_first": _ids,
+    "suppress_sequences": _sequences,
+    "logit_bias": _bias,
+    "repetition_penalty": _number("more than 0", lambda x: x > 0),
+    "presence_penalty": _number("a number"),
+    "frequency_penalty": _number("a number"),
+    "no_repeat_ngram": _whole(0),
+    "logits_processor": _callable,
+    "regex": _text,
+    "json_schema": _schema,
+    "grammar": _text,
+    "choices": _choices,
+    "top_logprobs": _whole(0),
+    "alignments": _flag,
+    "hidden": _flag,
+}

@@ -7,36 +7,29 @@ from collections.abc import Mapping
 import numpy as np
 
 from tformer_runtime.requests import Sizes
-from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 
 
-class Record:
-    """Every step's values, and where each row came from. Memory is that of all steps of all rows."""
+class Trail:
+    """One row's values at one step, and its trail before. What no row continues is freed."""
 
-    def __init__(self) -> None:
-        self._steps: list[dict[str, Array]] = []
-        self._origins: list[Ints | None] = []  # after step t, row i became what row _origins[t][i] was; None: no move
+    __slots__ = ("before", "values")
 
-    def add(self, values: Mapping[str, Array]) -> None:
-        """A step's values by name, (rows, …) each."""
-        self._steps.append({name: value.copy() for name, value in values.items()})
-        self._origins.append(None)
+    def __init__(self, before: Trail | None, values: Mapping[str, Array]) -> None:
+        self.before, self.values = before, values
 
-    def moved(self, rows: Ints) -> None:
-        """Row i becomes what row rows[i] was."""
-        if self._origins:
-            before = self._origins[-1]
-            self._origins[-1] = rows if before is None else before[rows]
+    def stacked(self, length: int, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]) -> dict[str, Array]:
+        """(length, …) by name: the values of the last `length` steps, each cut to the row's own sizes.
 
-    def trail(self, length: int, place: int) -> dict[str, Array]:
-        """(length, …) by name: of the sequence that was in row `place` at step `length`, each step's value."""
-        found: dict[str, list[Array]] = {name: [] for name in self._steps[0]}
-        for step in reversed(range(length)):
+        shapes: of one row's value at one step, free axes by name.
+        """
+        found: dict[str, list[Array]] = {name: [] for name in self.values}
+        trail: Trail | None = self
+        for _ in range(length):
+            assert trail is not None
             for name, values in found.items():
-                values.append(self._steps[step][name][place])
-            origin = self._origins[step - 1] if step else None
-            place = place if origin is None else int(origin[place])
+                values.append(cut_to(sizes, shapes[name], trail.values[name]))
+            trail = trail.before
         return {name: np.stack(values[::-1]) for name, values in found.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tformer_runtime.errors import InputError
 from tformer_runtime.manifest import RequestInput
@@ -20,24 +21,35 @@ def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Si
     return {axis: size for axis, size in sizes if isinstance(axis, str)}
 
 
+def lengths_of(
+    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, more: int
+) -> dict[str, npt.NDArray[np.int64]]:
+    """name of a free axis → (rows,) how long each row is there, and `more`."""
+    sizes = [
+        own_sizes(specs, {name: np.asarray(values[row]) for name, values in requests.items()}) for row in range(rows)
+    ]
+    return {axis: np.array([own[axis] + more for own in sizes], np.int64) for axis in (sizes[0] if sizes else ())}
+
+
 def request_arrays(
-    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int
+    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, widen: int = 0
 ) -> dict[str, Array]:
     """name → array for every request input: rows of any length padded to the longest, masks derived from lengths.
 
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
+    widen: rows are padded by so many positions more than that, as far as an input takes them.
     Raises InputError for a missing or unknown input, an empty row or one longer than the input's maximum.
     """
     given = [spec.name for spec in specs if spec.role != "mask"]
     if set(requests) != set(given):
         raise InputError(f"the model reads the inputs {', '.join(given)}, not {', '.join(requests) or 'none'}")
-    arrays = {spec.name: _padded(spec, requests[spec.name], rows) for spec in specs if spec.role != "mask"}
+    arrays = {spec.name: _padded(spec, requests[spec.name], rows, widen) for spec in specs if spec.role != "mask"}
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in given}
     masks = {spec.name: _mask(spec, lengths, arrays) for spec in specs if spec.role == "mask"}
     return {**arrays, **masks}
 
 
-def _padded(spec: RequestInput, values: Sequence[Array], rows: int) -> Array:
+def _padded(spec: RequestInput, values: Sequence[Array], rows: int, widen: int) -> Array:
     """Stack rows, padding every free axis at its end to the largest."""
     if len(values) != rows:
         raise InputError(f"input {spec.name} has {len(values)} rows where {rows} are to be run")
@@ -54,6 +66,8 @@ def _padded(spec: RequestInput, values: Sequence[Array], rows: int) -> Array:
             if isinstance(wanted, int) and size != wanted:
                 raise InputError(f"input {spec.name} has the shape {item.shape} where {inner} is needed")
     shape = [max(item.shape[axis] for item in items) for axis in range(len(inner))]
+    if isinstance(inner[0], str):
+        shape[0] = min(shape[0] + widen, spec.max_length or shape[0] + widen)
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in enumerate(items):
         array[row][tuple(slice(0, size) for size in item.shape)] = item

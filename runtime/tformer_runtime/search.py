@@ -1,100 +1,178 @@
-"""Decoding over a step function: what ends a row, and the loop for greedy decoding and sampling.
+"""What every way of decoding shares: the task, what ends a sequence, and how rows find their places.
 
-Nothing here knows of files and sessions. The loops ask a `Stepper` for logits, and to move its rows. Prompts may be of
-any lengths; each row counts for itself, so that what a row yields does not depend on the rows beside it, and a row
-that is finished leaves the batch at once.
+Nothing here knows of files and sessions. A search holds the rows of some tasks. It is given logits for them, chooses
+the next tokens, and says which row each continues; a row counts for itself, so what it yields does not depend on the
+rows beside it. Tasks may come at any step (`scheduler.py`), with prompts of any lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from tformer_runtime.sampling import Chooser, Floats, Ints, log_normalizer
+from tformer_runtime.constrain import Guide
+from tformer_runtime.options import Settings
+from tformer_runtime.record import Trail
+from tformer_runtime.rules import Rule
+from tformer_runtime.sampling import Floats, Ints
+from tformer_runtime.session import Array
 
-FinishReason = Literal["end", "length", "stop"]
-Stopped = Callable[[int, Sequence[int]], bool]
+if TYPE_CHECKING:
+    from tformer_runtime.engine import State
 
+NOTHING_LEFT = "the options leave no token that may come next: suppress less, or allow more beams"
 
-class Stepper(Protocol):
-    """What decoding needs of a model."""
-
-    def step(self, tokens: Ints, counts: Ints | None = None) -> Floats:
-        """Feed (rows, N) tokens, counts[r] of them row r's own; logits (rows, vocabulary) after each row's last."""
-
-    def reorder(self, rows: Ints) -> None:
-        """Row i becomes what row rows[i] was; rows may repeat, be fewer or be more."""
+FinishReason = Literal["end", "stop", "length"]
+Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
 
 
 class Token(NamedTuple):
-    """One generated token. `finish` is set on a row's last. place: the stepper's row whose logits gave it."""
+    """A generated token. copy: which of the task's samples it belongs to. finish: set on the last."""
 
-    row: int
+    copy: int
     id: int
     logprob: float
     finish: FinishReason | None
-    place: int
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends a row. ends: the end tokens' ids. most[r]: tokens that row r may generate. least: tokens before an end.
+class Hypothesis:
+    """A complete sequence of generated ids, the end token included.
 
-    stopped(row, ids so far): whether the text has come to a stop string.
+    score: Σ logprobs / length ** length_penalty. alternatives: at each position, if they were asked for.
     """
 
-    ends: tuple[int, ...]
-    most: Sequence[int]
-    least: int = 0
-    stopped: Stopped | None = None
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float
+    finish: FinishReason
+    alternatives: tuple[Alternatives, ...] = ()
+    trail: Trail | None = None
 
-    def reason(self, row: int, ids: Sequence[int]) -> FinishReason | None:
-        if ids[-1] in self.ends:
+
+@dataclass(eq=False)
+class Task:
+    """One request while it is decoded.
+
+    index: its number, which samples are seeded by. prompt: the decoder's ids before the first generated one, of which
+        the last `given` are a prefix that the result begins with; given_logprobs, given_alternatives: of these. base: a
+        state of one row that has read the first ids of the prompt. most: how many ids may be generated.
+    stopped: makes a test that is told each of a row's ids and says whether the text has come to a stop string; cuts:
+        the same of all generated ids at once, for beams.
+    listen: told of each token of greedy decoding and sampling as it is chosen.
+    encoded: what encode gave besides. deadline: when it is to be over. began, first, ended: when it was given, had its
+        first token, and was over; all by `time.monotonic`.
+    found: the hypotheses, best first, once it is over. error: what ended it instead.
+    """
+
+    index: int
+    prompt: Ints
+    most: int
+    settings: Settings
+    ends: tuple[int, ...] = ()
+    rules: Sequence[Rule] = ()
+    guide: Guide | None = None
+    stopped: Callable[[], Callable[[int], bool]] | None = None
+    cuts: Callable[[Sequence[int]], bool] | None = None
+    listen: Callable[[Token], None] | None = None
+    sources: Mapping[str, Array] = field(default_factory=dict)
+    given: int = 0
+    given_logprobs: tuple[float, ...] = ()
+    given_alternatives: tuple[Alternatives, ...] = ()
+    base: State | None = None
+    encoded: Mapping[str, Array] = field(default_factory=dict)
+    deadline: float | None = None
+    began: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    ended: float = 0.0
+    found: list[Hypothesis] | None = None
+    error: BaseException | None = None
+
+    @property
+    def unread(self) -> Ints:
+        """The ids of the prompt that its base has not read."""
+        return self.prompt if self.base is None else self.prompt[int(self.base.lengths[0]) :]
+
+    @property
+    def width(self) -> int:
+        """The rows that it takes."""
+        return max(self.settings.beam_size, self.settings.num_return)
+
+    @property
+    def over(self) -> bool:
+        return self.found is not None or self.error is not None
+
+    def reason(self, token: int, length: int, stopped: bool) -> FinishReason | None:
+        """Why a sequence of `length` generated ids, of which `token` is the last, ends; None if it goes on."""
+        if token in self.ends:
             return "end"
-        if self.stopped is not None and self.stopped(row, ids):
-            return "stop"
-        return "length" if len(ids) >= self.most[row] else None
+        return "stop" if stopped else "length" if length >= self.most else None
+
+    def complete(self, guide: Guide | None) -> bool:
+        """Whether a text is what its grammar asks for, whole, and the model has no end token to say so."""
+        return guide is not None and not self.ends and guide.over
+
+    def ruled(self, ids: Ints, guide: Guide | None, scores: Floats) -> Floats:
+        """The scores of a row's next token, as its rules and its grammar leave them: -inf for what may not come.
+
+        Where a grammar lets the text only end, it ends, whatever the rules say.
+        """
+        if not self.rules and guide is None:
+            return scores
+        ruled = scores.copy()
+        for rule in self.rules:
+            rule(ids, len(self.prompt), ruled)
+        if guide is not None:
+            guide.mask(ruled)
+            if ruled.max() == -np.inf and guide.over:
+                np.copyto(ruled, scores)
+                guide.mask(ruled)
+        return ruled
 
 
-def follow(stepper: Stepper, prompts: Sequence[Ints], choose: Chooser, limits: Limits) -> Iterator[Token]:
-    """Extend every prompt by one token at a time until it is finished. Greedy or sampling, as `choose` does."""
-    logits = stepper.step(*padded(prompts))
-    alive = np.arange(len(prompts))
-    places, ends = alive, list(limits.ends)
-    ids: list[list[int]] = [[] for _ in prompts]
-    length = 0
-    while True:
-        norm = log_normalizer(logits)
-        if length < limits.least:
-            logits[:, ends] = -np.inf
-        tokens = choose(logits, alive)
-        logprobs = logits[places, tokens] - norm
-        length += 1
-        over = set()
-        for i, (row, token, logprob) in enumerate(zip(alive.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)):
-            ids[row].append(token)
-            finish = limits.reason(row, ids[row])
-            if finish:
-                over.add(i)
-            yield Token(row, token, logprob, finish, i)
-        if over:
-            keep = without(len(alive), over)
-            alive, tokens, places = alive[keep], tokens[keep], places[: len(keep)]
-            if not len(alive):
-                return
-            stepper.reorder(keep)
-        logits = stepper.step(tokens[:, None])
+class Search(Protocol):
+    """Tasks that are decoded together. Rows are counted within the search."""
+
+    tasks: list[Task]
+
+    @property
+    def width(self) -> int:
+        """How many rows of logits `advance` takes."""
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Take tasks; each has one row in the next logits, behind those that are there."""
+
+    def drop(self, over: Callable[[Task], bool]) -> Ints:
+        """Forget tasks between two steps; returns the rows that stay."""
+
+    def advance(self, logits: Floats, trails: Sequence[Trail] | None) -> tuple[Ints, Ints]:
+        """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
+
+        logits: (width, vocabulary), which may be changed. trails: what was recorded of each row, if anything is.
+        """
 
 
-def without(count: int, over: Container[int]) -> Ints:
-    """The numbers 0 … count-1 without some, the last ones moved into the gaps so that few rows move."""
-    left = [i for i in range(count) if i not in over]
-    n = len(left)
-    movers = iter([i for i in left if i >= n])
-    return np.array([i if i not in over else next(movers) for i in range(n)], np.int64)
+def placed(parents: Ints) -> tuple[Ints, Ints]:
+    """Places for rows that continue others, so that few must be copied.
+
+    parents: (n,) which of the present rows each continues. Returns for each of them its place among 0 … n-1, and for
+    each place the present row that it continues. A child takes its parent's place where it can.
+    """
+    count = len(parents)
+    places = np.full(count, -1)
+    firsts = np.unique(parents, return_index=True)
+    stays = firsts[0] < count
+    places[firsts[1][stays]] = firsts[0][stays]
+    free = np.ones(count, np.bool_)
+    free[firsts[0][stays]] = False
+    places[places < 0] = np.flatnonzero(free)
+    order = np.empty(count, np.int64)
+    order[places] = parents
+    return places, order
 
 
 def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -104,3 +182,13 @@ def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens, counts
+
+
+def likeliest(logprobs: Floats, count: int) -> Alternatives:
+    """The `count` likeliest tokens of a row."""
+    count = min(count, len(logprobs))
+    if not count:
+        return ()
+    some = np.argpartition(-logprobs, count - 1)[:count]
+    order = some[np.lexsort((some, -logprobs[some]))]
+    return tuple(zip(order.tolist(), logprobs[order].tolist(), strict=True))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from tformer_runtime import pages
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
@@ -28,6 +29,9 @@ DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
+# Fusions into CPU kernels that are slower than what they replace: SkipLayerNormalization against Add and
+# LayerNormalization of d = 512, one thread: 5.6 against 3.9 µs for one row, 89 against 14 for 32.
+_SLOWER = ("SkipLayerNormFusion",)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
 
 
@@ -126,13 +130,21 @@ class Session:
         try:
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
-            session = self._ort.InferenceSession(model, options, providers, enable_fallback=False)
+            session = self._ort.InferenceSession(
+                model,
+                options,
+                providers,
+                enable_fallback=False,
+                disabled_optimizers=_SLOWER if self.device == "cpu" else (),
+            )
         except Exception as error:
             if self.device == "cuda" and "CUDA" in str(error):
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
+        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
+            pages.forget(file)
         return session
 
     def _translated(self, error: Exception) -> TformerError:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
-
+from running import failed, misused, run
 from toy_models import Toy
 
 import tformer_export.cli
-from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model, OptionError
-from tformer_runtime.cli import main
 from tformer_runtime.plot import heat_map
 
 SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
@@ -28,18 +21,6 @@ SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return str(Toy(seed=1, extras=True).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
-
-
-def run(*arguments, stdin=""):
-    return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
-
-
-def failed(result, status=1):
-    """The last line of a failure's message; there is no traceback and nothing on standard output."""
-    assert result.exit_code == status, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert result.stdout == ""
-    return result.stderr.splitlines()[-1]
 
 
 def picture(path):
@@ -104,7 +85,7 @@ def test_a_picture_that_is_there_is_kept(path, tmp_path):
     out = tmp_path / "out.png"
     out.write_text("old")
     assert failed(run(path, "hello", *SHORT, "--alignments", out)) == (
-        f"tformer-run: {out} exists already: give --force to overwrite it"
+        f"{out} exists already: give --force to overwrite it"
     )
     assert out.read_text() == "old"
     assert run(path, "hello", *SHORT, "--alignments", out, "--force").exit_code == 0
@@ -114,23 +95,29 @@ def test_a_picture_that_is_there_is_kept(path, tmp_path):
 def test_what_cannot_be_asked_for(path, tmp_path):
     plain, out = Toy().write(tmp_path / "plain.onnx"), tmp_path / "out.png"
     assert failed(run(plain, "hello", *SHORT, "--alignments", out)) == (
-        f"tformer-run: {plain} holds no alignments: export the model with --alignments (alignments=True)"
+        f"{plain} holds no alignments: export the model with --alignments (alignments=True)"
     )
     assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
-        "tformer-run: alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
+        "alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
-    assert "--alignments - adds to --json" in failed(run(path, "hello", "--alignments", "-"), 2)
-    assert "--hidden adds to --json" in failed(run(path, "hello", "--hidden"), 2)
-    assert "not with --alignments" in failed(run(path, "hello", "--stream", "--alignments", out), 2)
+    assert "--alignments - adds to --json" in misused(run(path, "hello", "--alignments", "-"))
+    assert "--hidden adds to --json" in misused(run(path, "hello", "--hidden"))
+    assert "not with --alignments" in misused(run(path, "hello", "--stream", "--alignments", out))
+    resumed = run(path, "hello", "--alignments", out, "--resume", "--output-file", tmp_path / "out")
+    assert misused(resumed) == "--resume goes on with results alone: not with --alignments OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--alignments", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
+    results = tmp_path / "results"
+    several = run(path, "hello", "a", *SHORT, "--alignments", missing, "--output-file", results)
+    assert "nowhere/out-1.png cannot be written" in failed(several)
+    assert not list(tmp_path.glob("results*"))  # pictures are not resumed, so nothing is kept
 
 
 def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert failed(run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")) == (
-        "tformer-run: drawing alignments needs matplotlib; pip install tformer[plot]"
+        "drawing alignments needs matplotlib; pip install tformer[plot]"
     )
 
 
@@ -143,30 +130,44 @@ def test_layers_on_the_command_line():
         layers("model.pt")
 
 
-def test_export_and_run(tmp_path, monkeypatch, capsys):
-    """From a checkpoint to a picture, through both programs."""
-    from tformer_export import save_checkpoint
+MODULE = """
+import torch
+from torch import nn
 
-    arguments = {
-        "source_vocabulary": 12, "target_vocabulary": 12, "width": 16, "heads": 2, "encoder_layers": 1,
-        "decoder_layers": 2, "feedforward": 24, "max_length": 20, "dropout": 0.0,
-    }  # fmt: skip
+
+class Looking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.embed, self.out = nn.Embedding(12, 8), nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, src, tgt):
+        x, y = self.embed(tgt).unsqueeze(1), self.read(src).unsqueeze(1)
+        scores = (x @ y.transpose(2, 3)).masked_fill((src == 0)[:, None, None], -torch.inf)
+        return self.out((scores.softmax(-1) @ y).squeeze(1))
+
+
+def make():
     torch.manual_seed(0)
-    save_checkpoint(
-        Seq2SeqTransformer(**arguments), tmp_path / "model.pt", factory="tformer_models.seq2seq:Seq2SeqTransformer",
-        arguments=arguments, special={"start": [1], "end": [2], "pad": 0}, max_length=20,
-    )  # fmt: skip
+    special = {"start": 1, "end": 2, "pad": 0}
+    return Looking(), {n: torch.tensor([[3, 4, 5], [6, 7, 8]]) for n in ("src", "tgt")}, {"special": special}
+"""
+
+
+def test_export_and_run(tmp_path, monkeypatch, capsys):
+    """From a module to a picture, through both programs."""
+    (tmp_path / "looking.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
     made = tmp_path / "model.onnx"
-    command = ["tformer-export", str(tmp_path / "model.pt"), "--alignments", "1:0", "--hidden", "decoder.0"]
-    monkeypatch.setattr(sys, "argv", command)
+    command = ["tformer-export", "looking:make", "--step", "tgt", "--alignments", "0:0", "--hidden", "embed"]
+    monkeypatch.setattr(sys, "argv", [*command, "-o", str(made)])
     tformer_export.cli.main()
     table = capsys.readouterr().err
     assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [
-        ["hidden.decoder.0", "max"],
+        ["hidden.embed", "max"],
         ["alignments", "max"],
     ]
     result = run(made, "3 4 5", "--ids", *SHORT, "--alignments", tmp_path / "out.png")
     assert result.exit_code == 0
     assert picture(tmp_path / "out.png").size
     info = json.loads(run(made, "--info", "--json").stdout)
-    assert info["extras"] == ["hidden.decoder.0", "alignments"]
+    assert info["extras"] == ["hidden.embed", "alignments"]

@@ -83,7 +83,7 @@ def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
     rows = sources(6, 11, 3, 1)
     for options in ({}, {"beam_size": 3, "num_return": 2}, {"temperature": 1.3, "seed": 4, "num_return": 2}):
         options = {**options, "alignments": True, "max_new_tokens": 8}
-        results = list(file.model.generate_batch(rows, **options))
+        results = list(file.model.generate_batch(rows, batch_size=2, **options))
         for row, result in zip(rows, results, strict=True):
             for each in (result, *result.alternatives):
                 assert each.alignments.shape == (len(each.token_ids), len(row))

@@ -50,15 +50,31 @@ def check_logits(exported):
 
 
 def check_greedy(exported):
-    """A ragged batch against each row alone in the source: the same tokens, the same ends."""
-    rows = draw(0, (5, 9, 2, 7))
+    """A ragged batch against each row alone in the source, all at once and two at a time, which others then join: the
+    same tokens, the same ends."""
+    rows = draw(0, (5, 9, 2, 7, 1, 14, 3))
+    most = [NEW_TOKENS, 3, 9, NEW_TOKENS, 6, 2, 11]  # so that rows leave at different steps, if none ends by itself
     expected = [exported.family.greedy(row, NEW_TOKENS) for row in rows]
     results = list(exported.model.generate_batch(rows, max_new_tokens=NEW_TOKENS))
     assert [list(r.token_ids) for r in results] == expected
     assert [r.finish_reason for r in results] == ["end" if e[-1] == END else "length" for e in expected]
+    assert joining(exported.model, rows, most) == [ids[:n] for ids, n in zip(expected, most, strict=True)]
     # What was compared is worth comparing: the rows differ, and are not one token over and over.
-    assert len({tuple(e) for e in expected}) == len(rows)
+    assert len({tuple(e) for e in expected}) >= len(rows) - 1
     assert len({token for row in expected for token in row}) >= 10
+
+
+def joining(model, rows, most):
+    """The tokens of rows that are decoded two at a time, each up to a length of its own."""
+    generator, tasks = model._generator, []
+    scheduler = generator.scheduler(None, 2)
+    for row, length in zip(rows, most, strict=True):
+        settings = model._settings(None, {"max_new_tokens": length})
+        tasks.append(generator.task(model._inputs.request(row, 0, settings), settings))
+        scheduler.submit(tasks[-1])
+    while not scheduler.idle:
+        scheduler.step()
+    return [list(generator.result(task).token_ids) for task in tasks]
 
 
 @families
@@ -69,6 +85,26 @@ def test_logits(exported, name):
 @families
 def test_greedy_tokens(exported, name):
     check_greedy(exported(name))
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.decoder_only])
+def test_what_was_read_before_counts_as_if_it_were_read_now(exported, name):
+    """A prefix that requests go on from, and a conversation, each against the source on the whole."""
+    file = exported(name)
+    begin, *rows = draw(3, (8, 5, 1, 11, 2))
+    prefix = file.model.prefix(begin)
+    results = file.model.generate_batch(rows, batch_size=2, after=prefix, max_new_tokens=9)
+    for row, result in zip(rows, results, strict=True):
+        assert list(result.token_ids) == file.family.greedy(np.concatenate([begin, row]), 9)
+    chat, whole = file.model.chat(), np.zeros(0, np.int64)
+    for row in rows:
+        whole = np.concatenate([whole, row])
+        result = chat.send(row, max_new_tokens=6)
+        assert list(result.token_ids) == file.family.greedy(whole, 6)
+        whole = np.concatenate([whole, result.token_ids])
+    chat.rewind(2)
+    whole = np.concatenate([chat.turns[-1].ids, rows[2]])
+    assert list(chat.send(rows[2], max_new_tokens=6).token_ids) == file.family.greedy(whole, 6)
 
 
 @portable

@@ -107,11 +107,9 @@ class _Rewriter:
             step = self.constant("quantise.step", np.float32(1 / weights.LEVELS))
             scale = ir.node("Mul", [bounded.outputs[0], step], name=f"{name}.scale")
             ratio = ir.node("Div", [value, scale.outputs[0]], name=f"{name}.ratio")
-            whole = ir.node("Round", [ratio.outputs[0]], name=f"{name}.whole")
-            centre = self.constant("quantise.centre", np.float32(CENTRE))
-            moved = ir.node("Add", [whole.outputs[0], centre], name=f"{name}.moved")
-            small = ir.node("Cast", [moved.outputs[0]], {"to": ir.DataType.UINT8}, name=f"{name}.uint8")
-            made = [size, most, bounded, scale, ratio, whole, moved, small]
+            unit = self.constant("quantise.unit", np.float32(1))
+            small = ir.node("QuantizeLinear", [ratio.outputs[0], unit, self._zero()], name=f"{name}.uint8")
+            made = [size, most, bounded, scale, ratio, small]
             _name_outputs(made)
             graph.insert_before(node, made)
             self.rows[key] = small.outputs[0], scale.outputs[0]

@@ -24,7 +24,8 @@ class Source:
 
     masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
     in `example` too.
-    step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format.
+    step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
+    tokens that the chat template may name, and their texts.
     """
 
     module: nn.Module
@@ -39,6 +40,7 @@ class Source:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     chat_template: str | None = None
+    chat_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:

@@ -16,7 +16,7 @@ from torch import nn
 from tformer_export.source.adapter import Adapter
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
-from tformer_export.source.tokenizer import has_tokenizer, read_chat_template, read_tokenizers
+from tformer_export.source.tokenizer import has_tokenizer, read_chat_template, read_chat_tokens, read_tokenizers
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -45,7 +45,9 @@ def from_folder(path: str | os.PathLike[str], step: str | None = None, tokenizer
         if tokenizer and has_tokenizer(folder):
             request = next((n for n in source.example if n != source.step and n not in source.masks), None)
             source.tokenizers = read_tokenizers(folder, request, source.step or "")
-    source.chat_template = read_chat_template(folder)
+        source.chat_template = read_chat_template(folder)
+        if source.chat_template is not None and source.tokenizers:
+            source.chat_tokens = read_chat_tokens(folder)
     return source
 
 
@@ -123,7 +125,7 @@ def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, 
         masks=masks,
         special=special,
         tokenizers={k: v for k, v in (tokenizers or {}).items() if k in example},
-        defaults=_defaults(generation),
+        defaults=_defaults(generation, len(special.start), limit),
         max_length=min(limit, 512) if limit else None,
     )
 
@@ -147,36 +149,75 @@ def _special(config: Any, generation: Any) -> SpecialTokens:
 
 
 _OPTIONS = {  # transformers' name → ours, of the options that mean the same
-    "num_beams": "beam_size",
     "max_new_tokens": "max_new_tokens",
     "min_new_tokens": "min_new_tokens",
+    "num_beams": "beam_size",
+    "num_return_sequences": "num_return",
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
-    "num_return_sequences": "num_return",
+    "num_beam_groups": "beam_groups",
+    "diversity_penalty": "diversity_penalty",
+    "suppress_tokens": "suppress",
+    "begin_suppress_tokens": "suppress_first",
+    "bad_words_ids": "suppress_sequences",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram",
 }
-_NOT_CARRIED = (  # options that change what generate() gives and that the runtime does not have
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "num_beam_groups",
-    "min_p",
-    "typical_p",
-)
-_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # and what generate() takes where unset
+_NOT_CARRIED = {  # options that change what generate() gives and that the runtime does not have; and what is none
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "renormalize_logits": False,
+    "guidance_scale": 1,
+    "stop_strings": None,
+    "max_time": None,
+    "token_healing": False,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+}
+_NOT_CARRIED_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
-def _defaults(generation: Any) -> dict[str, Any]:
-    """The generation options that the model's own generation config sets."""
+def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
+    """The generation options that the model's own generation config sets. A warning names those that are lost.
+
+    starts: how many tokens an encoder-decoder starts from, which transformers counts in lengths; 0 for a decoder-only
+    model, where it counts the prompt. limit: the most tokens that the model takes.
+    """
     if generation is None:
         return {}
-    names = _OPTIONS | (_SAMPLING if getattr(generation, "do_sample", False) else {})
-    set_by_config = generation.to_diff_dict()
-    lost = [name for name in _NOT_CARRIED if set_by_config.get(name) is not None]
+    given = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
+    found = {ours: given[theirs] for theirs, ours in _OPTIONS.items() if theirs in given}
+    lost = {name for name, none in _NOT_CARRIED.items() if given.get(name, none) != none}
+    if given.get("do_sample") and found.get("beam_size", 1) == 1:
+        sampling = {name: given.get(name, default) for name, default in _SAMPLING.items()}
+        found |= {name: value for name, value in sampling.items() if value is not None}
+        lost |= {name for name, none in _NOT_CARRIED_SAMPLING.items() if given.get(name, none) != none}
+    elif given.get("do_sample"):
+        lost.add("do_sample (with num_beams)")
+    for name, ours, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
+        if not given.get(name) or ours in found:
+            continue
+        if starts:
+            found[ours] = max(least, given[name] - starts)
+        elif name == "min_length" or limit is None or given[name] < limit:
+            lost.add(name)
+    if (first := given.get("forced_bos_token_id")) is not None:
+        found |= {"first_token": first} if starts == 1 else {}
+        lost |= {"forced_bos_token_id"} if starts != 1 else set()
+    if bias := given.get("sequence_bias"):
+        pairs = [(list(ids), value) for ids, value in (bias.items() if isinstance(bias, dict) else bias)]
+        if all(len(ids) == 1 for ids, _ in pairs):
+            found["logit_bias"] = [[ids[0], value] for ids, value in pairs]
+        else:
+            lost.add("sequence_bias (of several tokens)")
     if lost:
-        logger.warning("the model's generation config sets %s, which the file does not carry over", ", ".join(lost))
-    return {ours: set_by_config[theirs] for theirs, ours in names.items() if set_by_config.get(theirs) is not None}
+        logger.warning(
+            "the model's generation config sets %s, which the file does not carry over", ", ".join(sorted(lost))
+        )
+    return found

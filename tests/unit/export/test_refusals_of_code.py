@@ -11,7 +11,7 @@ from small_models import EXAMPLE, VOCABULARY, WIDTH, Mixer, Small, here, refusal
 from torch import nn
 
 from tformer_export import export
-from tformer_runtime import SourceError
+from tformer_runtime import SourceError, UnsupportedModelError
 
 SIZES = (
     "The file has to run at any size: take sizes from x.shape, slice tables to the length, and make no Python number "
@@ -191,11 +191,13 @@ class Assertion(Mixer):
 
 
 @pytest.mark.parametrize("mixer", [Branch, While, BranchOnItem, Assertion])
-def test_a_branch_on_data(mixer, tmp_path):
+def test_a_branch_on_data(mixer, tmp_path, capfd):
+    """In a sentence, and nothing besides: torch's own account of the graph is not shown."""
     assert refusal(mixer, tmp_path) == (
         f"forward lets the values of its data decide which code runs, at {here(mixer.forward)}. A file takes the same "
         "course for all inputs: choose with torch.where or a mask, or remove the check"
     )
+    assert capfd.readouterr() == ("", "")
 
 
 class NumberForPython(Mixer):
@@ -292,6 +294,25 @@ def test_weights_without_numbers(tmp_path):
 def test_an_example_without_numbers(tmp_path):
     message = refusal(Small(Mixer), tmp_path, SourceError, example={"tgt": EXAMPLE["tgt"].to("meta")})
     assert message.startswith("tgt is on the meta device")
+
+
+def test_half_precision_of_the_models_own(tmp_path):
+    """autocast in forward computes in half precision, for which a file has no kernels; a mere rounding is kept."""
+
+    class Cast(nn.Module):
+        def __init__(self, autocast):
+            super().__init__()
+            self.layer, self.autocast = nn.Linear(8, 9), autocast
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                return self.layer(x.to(torch.bfloat16).float()).float()
+
+    message = r"gives bfloat16, in which a file cannot compute\. Leave out autocast"
+    with pytest.raises(UnsupportedModelError, match=message):
+        export(Cast(True).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)})
+    assert not list(tmp_path.iterdir())
+    assert export(Cast(False).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)}).size
 
 
 def test_half_precision_is_exported_in_single(tmp_path):

@@ -167,20 +167,38 @@ def test_a_step_that_the_folder_does_not_have(folder):
         load_source(folder, step="tgt", tokenizer=False)
 
 
-def test_the_chat_template_is_in_the_file(tmp_path):
+def test_a_conversation_is_what_the_folders_own_tokenizer_makes_of_it(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.5,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "chat")
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    module = transformers.LlamaForCausalLM(config).eval()
+    module.save_pretrained(tmp_path / "chat")
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    names = [*named.values(), *(f"w{i}" for i in range(3, 40))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named)
+    tokenizer.chat_template = (
+        "{{ bos_token }} {% for m in messages %}{{ m['content'] }} "
+        "{{ eos_token if m['role'] == 'assistant' else 'w9' }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
+    )
     tokenizer.save_pretrained(tmp_path / "chat")
-    export(load_source(tmp_path / "chat"), tmp_path / "model.onnx", max_length=24)
-    assert read_manifest(tmp_path / "model.onnx").chat_template == tokenizer.chat_template
+    export(load_source(tmp_path / "chat"), tmp_path / "model.onnx", max_length=48)
+    manifest = read_manifest(tmp_path / "model.onnx")
+    assert manifest.chat_template == tokenizer.chat_template
+    assert manifest.chat_tokens == named
     model = Model.load(tmp_path / "model.onnx", "cpu")
     assert model.info()["chat_template"] == "yes"
     assert len(model.generate("w3 w4", max_new_tokens=3).token_ids) == 3
+    chat, messages = model.chat("w7 w7"), [{"role": "system", "content": "w7 w7"}]
+    for text in ("w3 w4 w5", "w30", "w11 w12"):
+        messages.append({"role": "user", "content": text})
+        given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        with torch.no_grad():
+            ids = module.generate(**given, max_new_tokens=5, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
+        result = chat.send(text, max_new_tokens=5)
+        assert list(result.token_ids) == ids
+        messages.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})

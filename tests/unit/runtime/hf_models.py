@@ -35,6 +35,27 @@ def gpt2(seed: int = 0) -> Any:
     return _plain(transformers.GPT2LMHeadModel(config))
 
 
+@functools.cache
+def t5(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_decoder_layers=1, num_heads=2,
+        pad_token_id=PAD, eos_token_id=END, decoder_start_token_id=START, initializer_factor=2.5,
+    )  # fmt: skip
+    return _plain(transformers.T5ForConditionalGeneration(config))
+
+
+@functools.cache
+def llama(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=START, eos_token_id=END, pad_token_id=PAD,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return _plain(transformers.LlamaForCausalLM(config))
+
+
 def _plain(model: Any) -> Any:
     model.generation_config = transformers.GenerationConfig(
         pad_token_id=PAD, eos_token_id=END, bos_token_id=START, decoder_start_token_id=START
@@ -42,33 +63,68 @@ def _plain(model: Any) -> Any:
     return model.eval()
 
 
-class HfStepper:
-    """The stepper that the runtime's search asks for, over a transformers model. sources: one a row, or None."""
+class HfRows:
+    """Rows over a transformers model that recomputes every row whole: what the scheduler asks for, and simple."""
 
-    def __init__(self, model: Any, sources: list[np.ndarray] | None, rows: int) -> None:
-        self.model, self.sources = model, sources
-        self.ids: list[list[int]] = [[] for _ in range(rows)]
+    def __init__(self, model: Any, sources: list[np.ndarray | None], ids: list[list[int]]) -> None:
+        self.model, self.sources, self.ids = model, sources, ids
         self.calls: list[int] = []
 
     @torch.no_grad()
-    def step(self, tokens: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-        assert len(tokens) == len(self.ids)
-        self.calls.append(len(tokens))
-        logits = []
-        for row, new in enumerate(tokens):
-            self.ids[row] += new[: counts[row] if counts is not None else len(new)].tolist()
-            ids = torch.tensor([self.ids[row]])
-            if self.sources is None:
+    def logits(self) -> np.ndarray:
+        rows = []
+        for source, own in zip(self.sources, self.ids, strict=True):
+            ids = torch.tensor([own])
+            if source is None:
                 out = self.model(input_ids=ids)
             else:
-                out = self.model(input_ids=torch.tensor(self.sources[row])[None], decoder_input_ids=ids)
-            logits.append(out.logits[0, -1].float().numpy())
-        return np.stack(logits)
+                out = self.model(input_ids=torch.tensor(source)[None], decoder_input_ids=ids)
+            rows.append(out.logits[0, -1].float().numpy())
+        return np.stack(rows)
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        self.calls.append(len(tokens))
+        for own, new in zip(self.ids, tokens, strict=True):
+            own += new.tolist()
+        return self.logits()
 
     def reorder(self, rows: np.ndarray) -> None:
         self.ids = [list(self.ids[r]) for r in rows]
-        if self.sources is not None:
-            self.sources = [self.sources[r] for r in rows]
+        self.sources = [self.sources[r] for r in rows]
+
+    def join(self, other: HfRows) -> None:
+        self.ids += other.ids
+        self.sources += other.sources
+
+    def fit(self) -> bool:
+        return False
+
+    def trails(self) -> None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+
+class HfStarter:
+    """Starts rows. begun: how many tasks each time. batches: the rows, for what was called."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.begun: list[int] = []
+        self.batches: list[HfRows] = []
+
+    def begin(self, tasks: list[Any]) -> tuple[HfRows, np.ndarray]:
+        self.begun.append(len(tasks))
+        rows = HfRows(self.model, [t.sources.get("src") for t in tasks], [t.prompt.tolist() for t in tasks])
+        self.batches.append(rows)
+        return rows, rows.logits()
+
+    def size(self, task: Any) -> int:
+        return len(task.prompt)
+
+    def need(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
+        return sum(task.width for task in (*running, *coming))
 
 
 @torch.no_grad()

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
-from tformer_runtime.batching import in_batches, packed
-from tformer_runtime.generate import Request
 from tformer_runtime.manifest import SpecialTokens
 
 TOYS = {
@@ -125,6 +123,7 @@ def test_samples_differ_and_repeat_by_seed(both):
     assert len({first.token_ids, *(r.token_ids for r in first.alternatives)}) == 4
     assert model.generate("hello", options, seed=1) == first
     assert model.generate("hello", options, seed=2) != first
+    assert len({model.generate("hello", options).token_ids for _ in range(4)}) > 1  # without a seed, anew each time
 
 
 def test_temperature_zero_and_top_k_one_are_greedy(both):
@@ -232,11 +231,37 @@ def test_empty_and_long_inputs(models):
 
 
 def test_a_bad_input_among_many_is_named(both):
-    results = both[1].generate_batch(["ab", "cd", "é"], max_new_tokens=3)
-    with pytest.raises(InputError, match=r"^input 3: 'é'"):
-        next(results)
-    with pytest.raises(OptionError, match="batch_size"):
-        both[1].generate_batch(["a"], batch_size=0)
+    """After the results of those before it, be they in the same batch."""
+    model = both[1]
+    for workers in (1, 2):
+        results = model.generate_batch(["ab", "cd", "é", "ef"], max_new_tokens=3, workers=workers)
+        assert [next(results) for _ in "ac"] == [model.generate(text, max_new_tokens=3) for text in ("ab", "cd")]
+        with pytest.raises(InputError, match=r"^input 3: 'é'"):
+            next(results)
+    for wrong in ({"batch_size": 0}, {"workers": 0}):
+        with pytest.raises(OptionError, match="must be at least 1, not 0"):
+            model.generate_batch(["a"], **wrong)
+
+
+def test_workers_yield_what_one_batch_yields(both):
+    """In the order of the inputs, whichever thread an input falls to; and one that fails raises in its turn."""
+    model = both[1]
+    inputs = ["abcde"[: 1 + i % 5] * (1 + i % 3) for i in range(60)]
+
+    def fails(ids, logits):
+        if len(ids) == 9:
+            raise KeyError("mine")
+        return logits
+
+    for options in ({"max_new_tokens": 12}, {"beam_size": 3, "max_new_tokens": 6}, {"temperature": 1.0, "seed": 3}):
+        expected = list(model.generate_batch(inputs, batch_size=4, **options))
+        found = list(model.generate_batch(inputs, batch_size=2, workers=3, **options))
+        assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+        assert [r.score for r in found] == pytest.approx([r.score for r in expected], abs=1e-5)
+    results = model.generate_batch(inputs, batch_size=2, workers=3, max_new_tokens=12, logits_processor=fails)
+    with pytest.raises(KeyError):
+        list(results)
+    assert model.memory()["held"] == 0
 
 
 def test_inputs_are_read_as_they_are_needed(both):
@@ -324,20 +349,3 @@ def test_info(both):
     assert info["cache_bytes_per_token"] == 2 * 16 * 4
     assert info["device"] == model.device == "cpu"
     assert info["bytes"] > 1000
-
-
-def _requests(sizes: list[int]) -> list[Request]:
-    return [Request(i, {}, np.zeros(n, np.int64), 1) for i, n in enumerate(sizes)]
-
-
-def test_packing_keeps_to_its_budgets():
-    batches = list(packed(_requests([1, 9, 3, 3, 20, 2]), batch_size=3, tokens=20))
-    assert [[len(r.prompt) for r in batch] for batch in batches] == [[20], [9, 3], [3, 2, 1]]
-
-
-def test_batches_give_back_in_order():
-    def run(batch):
-        return [Result(str(r.index), (), 0.0, "end", ()) for r in batch]
-
-    results = in_batches(iter(_requests([3, 1, 2, 5, 4] * 20)), run, batch_size=2)
-    assert [r.text for r in results] == [str(i) for i in range(100)]

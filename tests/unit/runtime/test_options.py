@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.options import Settings
+from tformer_runtime.options import _CHECKS, Settings
 
 
 def settled(defaults=None, **options):
@@ -35,6 +37,43 @@ def settled(defaults=None, **options):
         ({"early_stopping": "always"}, "early_stopping must be"),
         ({"stop": ""}, "stop must be strings that are not empty"),
         ({"stop": ["a", 3]}, "stop must be strings"),
+        ({"stop": 5}, "stop must be strings"),
+        ({"patience": 0}, "patience must be more than 0, not 0"),
+        ({"beam_groups": 0}, "beam_groups must be a whole number of at least 1"),
+        ({"diversity_penalty": -0.5}, "diversity_penalty must be 0 or more"),
+        ({"min_p": 1.5}, "min_p must be at least 0 and at most 1, not 1.5"),
+        ({"min_p": -0.1}, "min_p must be"),
+        ({"first_token": -1}, "first_token must be a token id, a whole number of at least 0, not -1"),
+        ({"first_token": True}, "first_token must be a token id"),
+        ({"prefix": 3}, "prefix must be text or a sequence of token ids"),
+        ({"prefix": ["a"]}, "prefix must be a sequence of token ids, not ['a']"),
+        ({"suppress": "ab"}, "suppress must be a sequence of token ids, not 'ab'"),
+        ({"suppress": [1.0]}, "suppress must be"),
+        ({"suppress": {1: 2}}, "suppress must be"),
+        ({"suppress_first": np.array(3)}, "suppress_first must be"),
+        ({"suppress_sequences": [1, 2]}, "suppress_sequences must be a sequence of sequences of token ids, none of"),
+        ({"suppress_sequences": [[1], []]}, "suppress_sequences must be"),
+        ({"suppress_sequences": 7}, "suppress_sequences must be"),
+        ({"logit_bias": [1, 2]}, "logit_bias must be a mapping from token ids to numbers, each id once, not [1, 2]"),
+        ({"logit_bias": {"a": 2}}, "logit_bias must be"),
+        ({"logit_bias": {1: "2"}}, "logit_bias must be"),
+        ({"logit_bias": {1: float("-inf")}}, "logit_bias must be"),
+        ({"logit_bias": {1: 2, "1": 3}}, "logit_bias must be"),
+        ({"logit_bias": 3}, "logit_bias must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
+        ({"presence_penalty": None, "frequency_penalty": "1"}, "frequency_penalty must be a number"),
+        ({"no_repeat_ngram": -1}, "no_repeat_ngram must be a whole number of at least 0"),
+        ({"top_logprobs": -1}, "top_logprobs must be a whole number of at least 0"),
+        ({"logits_processor": 3}, "logits_processor must be a callable"),
+        ({"regex": ""}, "regex must be a string that is not empty"),
+        ({"grammar": 3}, "grammar must be a string that is not empty"),
+        ({"json_schema": "{"}, "json_schema must be a JSON schema, as JSON or as a dict, not '{'"),
+        ({"json_schema": "[1]"}, "json_schema must be"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema must be"),
+        ({"json_schema": {"a": float("nan")}}, "json_schema must be"),
+        ({"choices": "abc"}, "choices must be strings that are not empty"),
+        ({"choices": []}, "choices must be one string or more"),
+        ({"choices": ["a"], "regex": "a"}, "regex and choices cannot be had at once: set one"),
     ],
 )
 def test_what_is_refused(options, message):
@@ -50,6 +89,12 @@ def test_what_is_refused(options, message):
         ({"num_return": 2}, "num_return=2 needs a beam_size of at least 2, or sampling"),
         ({"num_return": 5, "beam_size": 4}, "needs a beam_size of at least 5"),
         ({"min_new_tokens": 3, "max_new_tokens": 2}, "min_new_tokens=3 is more than max_new_tokens=2"),
+        ({"beam_size": 2, "min_p": 0.1}, "beam_size=2 and sampling"),
+        ({"beam_size": 4, "beam_groups": 3}, "beam_groups=3 must divide beam_size, which is 4"),
+        ({"beam_groups": 2}, "beam_groups=2 must divide beam_size, which is 1"),
+        ({"beam_size": 2, "diversity_penalty": 0.5}, "diversity_penalty=0.5 needs a beam_groups of at least 2"),
+        ({"beam_size": 4, "patience": 0.3, "num_return": 2}, "patience=0.3 ends at 1 hypotheses, fewer than num_retu"),
+        ({"suppress": [4, 5], "first_token": 5}, "first_token=5 is one of the ids that suppress forbids"),
     ],
 )
 def test_what_contradicts_itself(options, message):
@@ -67,6 +112,22 @@ def test_a_caller_who_samples_overrules_the_files_beams_and_the_other_way_round(
     assert settled({"beam_size": 4, "num_return": 3}, temperature=0.7) == Settings(temperature=0.7)
     assert settled({"top_k": 5}, beam_size=4) == Settings(beam_size=4)
     assert settled({"beam_size": 4}, temperature=0).beam_size == 4
+    groups = {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.5, "patience": 0.3}
+    assert settled(groups, min_p=0.1) == Settings(min_p=0.1)
+    assert settled(groups, beam_size=1) == Settings()
+    assert settled(groups, beam_size=6).beam_groups == 2
+    assert settled({"min_p": 0.1}, beam_size=4) == Settings(beam_size=4)
+
+
+def test_a_callers_constraint_overrules_the_files():
+    assert settled({"regex": "a+"}, choices=["b"]) == Settings(choices=("b",))
+    with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar cannot"):
+        settled({"regex": "a+", "grammar": "start: /a/"})
+
+
+@pytest.mark.parametrize(("patience", "enough"), [(1.0, 5), (2.0, 10), (0.5, 3), (0.3, 2)])
+def test_how_many_hypotheses_are_enough(patience, enough):
+    assert settled(beam_size=5, patience=patience).enough == enough  # halves up, as C++ rounds
 
 
 @pytest.mark.parametrize(
@@ -76,6 +137,7 @@ def test_a_caller_who_samples_overrules_the_files_beams_and_the_other_way_round(
         ({"temperature": 0.7}, True),
         ({"top_k": 3}, True),
         ({"top_p": 0.9}, True),
+        ({"min_p": 0.1}, True),
         ({"temperature": 0, "top_k": 3}, False),
         ({"seed": 1}, False),
     ],
@@ -87,6 +149,68 @@ def test_when_tokens_are_drawn(options, sampling):
 def test_bad_defaults_are_the_files_fault():
     with pytest.raises(OptionError, match="the model file's generation defaults: there is no option 'num_beams'"):
         settled({"num_beams": 4})
+
+
+JSON = {
+    "prefix": [3, 4],
+    "first_token": 3,
+    "suppress": [5, 6],
+    "suppress_first": [],
+    "suppress_sequences": [[1], [2, 3]],
+    "logit_bias": {"10": 1, "9": -2.5},
+    "json_schema": {"type": "object", "properties": {"b": {}, "a": {}}},
+    "stop": ["a"],
+    "patience": 2,
+    "beam_size": 4,
+}
+
+
+def test_a_files_defaults_come_as_json_and_python_gives_the_same():
+    from_file = settled(json.loads(json.dumps(JSON)))
+    from_python = settled(
+        **{
+            **JSON,
+            "prefix": np.array([3, 4]),
+            "suppress": (5, np.int32(6)),
+            "suppress_sequences": ((1,), (2, 3)),
+            "logit_bias": {9: -2.5, 10: 1.0},
+            "json_schema": '{"type":"object", "properties": {"b": {}, "a": {}}}',
+            "stop": "a",
+            "patience": 2.0,
+        }
+    )
+    assert from_file == from_python
+    assert hash(from_file) == hash(from_python)
+    assert from_file.logit_bias == ((9, -2.5), (10, 1.0))
+    assert from_file.suppress_sequences == ((1,), (2, 3))
+    assert list(json.loads(from_file.json_schema)["properties"]) == ["b", "a"]
+
+
+def test_what_is_kept_is_taken_again():
+    options = GenerationOptions(**JSON)
+    assert GenerationOptions(**options.given()) == options
+    assert options.with_({"seed": 1}).with_({"seed": None}) == options
+
+
+def test_an_empty_prefix_is_none():
+    assert settled({"prefix": "a"}, prefix="").prefix == settled(prefix=[]).prefix == ()
+
+
+def test_settings_with_one_processor_are_equal_and_with_two_are_not():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, ids, logits):
+            return logits
+
+    one, other = Unhashable(), Unhashable()
+    assert settled(logits_processor=one) == settled(logits_processor=one) != settled(logits_processor=other)
+    assert hash(settled(logits_processor=one)) == hash(settled())
+
+
+def test_no_file_holds_a_callable():
+    with pytest.raises(OptionError, match="defaults: logits_processor is a callable, which a file cannot hold"):
+        settled({"logits_processor": max})
 
 
 def test_options_are_frozen_and_compare():
@@ -102,3 +226,4 @@ def test_options_are_frozen_and_compare():
 def test_every_setting_is_an_option_and_has_a_value():
     names = [f.name for f in dataclasses.fields(GenerationOptions)]
     assert [f.name for f in dataclasses.fields(Settings)] == names
+    assert list(_CHECKS) == names

@@ -14,9 +14,9 @@ import tformer_runtime
 from tformer_runtime import errors
 
 NAMES = {
-    "DeviceError", "GenerationOptions", "InputError", "MissingExtraError", "Model", "ModelFileError", "OptionError",
-    "OutputError", "ParityError", "Result", "SourceError", "TformerError", "UnsupportedCallError",
-    "UnsupportedModelError", "__version__",
+    "AsyncModel", "DeadlineError", "DeviceError", "GenerationOptions", "InputError", "MemoryBudgetError",
+    "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
+    "SourceError", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError", "__version__",
 }  # fmt: skip
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
-from tformer_runtime.sampling import Sampler, greedy, log_normalizer, warped
+from tformer_runtime import OptionError
+from tformer_runtime.sampling import Sampler, log_normalizer, warped
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -17,16 +22,18 @@ def _logits(seed: int, size: int = 40) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [1.0, 0.4, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 100])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 0.01])
-def test_warping_is_that_of_transformers(temperature, top_k, top_p):
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
+def test_warping_is_that_of_transformers(temperature, top_k, top_p, min_p):
     warpers = [hf.TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
     warpers += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [hf.MinPLogitsWarper(min_p)] if min_p else []
     for seed in range(5):
         scores = torch.tensor(_logits(seed))[None]
         for warper in warpers:
             scores = warper(None, scores)
         expected = scores.softmax(-1)[0].numpy()
-        tokens, probabilities = warped(_logits(seed), temperature, top_k, top_p)
+        tokens, probabilities = warped(_logits(seed), temperature, top_k, top_p, min_p)
         assert set(tokens.tolist()) == set(np.flatnonzero(expected).tolist())
         np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
 
@@ -36,33 +43,62 @@ def test_ties_at_the_k_th_are_kept():
     assert tokens.tolist() == [1, 2, 3]
 
 
-def test_draws_follow_the_distribution():
+def _chance(chi_square: float, freedom: int) -> float:
+    """How likely a chi-square at least as great is by chance."""
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(chi_square / 2)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.3},
+        {"temperature": 0.7, "top_k": 6},
+        {"temperature": 2.0, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 1.6, "top_k": 9, "top_p": 0.95, "min_p": 0.08},
+    ],
+)
+def test_draws_follow_the_distribution_of_transformers(options):
     logits, draws = _logits(1, 12), 20_000
-    sampler = Sampler([(0, 0)], seed=3, temperature=1.3)
-    counts = np.bincount([int(sampler(logits[None], np.array([0]))[0]) for _ in range(draws)], minlength=12)
-    expected = warped(logits, 1.3, 0, 1.0)[1] * draws
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 31.3  # 11 degrees of freedom, p = 0.001
+    logits[3] = -np.inf  # what a rule forbids
+    config = GenerationConfig(do_sample=True, **{"top_k": 0, **options})
+    host = SimpleNamespace(_merge_criteria_processor_list=lambda default, own: default)
+    warpers = GenerationMixin._get_logits_processor(host, config)
+    assert len(warpers) == len(options)
+    expected = warpers(torch.zeros(1, 1, dtype=torch.int64), torch.tensor(logits)[None]).softmax(-1)[0].numpy() * draws
+    sampler = Sampler(3, 0, 0, **options)
+    counts = np.bincount([sampler(logits) for _ in range(draws)], minlength=12)
+    possible = expected > 0
+    assert not counts[~possible].any()
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert _chance(chi_square, possible.sum() - 1) > 0.001
 
 
-def test_a_rows_draws_depend_on_its_seed_and_index_alone():
-    logits = np.stack([_logits(i) for i in range(3)])
-    together = Sampler([(0, 0), (1, 0), (2, 0)], seed=5)
-    first = [together(logits, np.array([0, 1, 2])) for _ in range(4)]
-    alone = Sampler([(2, 0)], seed=5)
-    assert [int(alone(logits[2:], np.array([0]))[0]) for _ in range(4)] == [int(tokens[2]) for tokens in first]
-    left = Sampler([(0, 0), (1, 0), (2, 0)], seed=5)
-    left(logits, np.array([0, 1, 2]))
-    assert left(logits[[2]], np.array([2]))[0] == first[1][2]
+@pytest.mark.parametrize("other", [(5, 0, 1), (5, 1, 0), (6, 0, 0)])
+def test_draws_of_another_seed_index_or_sample_are_independent(other):
+    logits, draws = np.linspace(0, 1, 5, dtype=np.float32), 8_000
+    pair = [Sampler(5, 0, 0), Sampler(*other)]
+    first, second = ([sampler(logits) for _ in range(draws)] for sampler in pair)
+    counts = np.zeros((5, 5))
+    np.add.at(counts, (first, second), 1)
+    expected = counts.sum(1, keepdims=True) * counts.sum(0) / draws
+    assert _chance(((counts - expected) ** 2 / expected).sum(), 16) > 0.001
 
 
-def test_no_seed_draws_anew_each_time():
-    logits = np.zeros((1, 1000), np.float32)
-    draws = {tuple(int(s(logits, np.array([0]))[0]) for _ in range(4)) for s in (Sampler([(0, 0)], None) for _ in "ab")}
-    assert len(draws) == 2
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(OptionError, match="no token that may come next"):
+        warped(np.full(4, -np.inf, np.float32), 1.0, 0, 1.0)
 
 
-def test_greedy_and_the_normalizer():
+def test_draws_are_those_of_the_seed_the_index_and_the_sample():
+    keys = [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]
+    draws = {key: [sampler(_logits(i)) for i in range(20)] for key, sampler in ((key, Sampler(*key)) for key in keys)}
+    assert len({tuple(own) for own in draws.values()}) == len(keys)
+    for key in keys:
+        again = Sampler(*key)
+        assert [again(_logits(i)) for i in range(20)] == draws[key]
+
+
+def test_the_normalizer():
     logits = np.stack([_logits(1), _logits(2) + 300])
-    assert greedy(logits, np.arange(2)).tolist() == logits.argmax(-1).tolist()
     np.testing.assert_allclose(log_normalizer(logits), torch.tensor(logits).logsumexp(-1).numpy(), rtol=1e-6)

@@ -41,6 +41,7 @@ def letters() -> Tokenizer:
 class Toy:
     """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair".
 
+    stride: cross attention sees every so manieth position of the source.
     extras: give the mean of cross attention's weights, what the projection to the vocabulary reads, and what the
     encoder's keys are made of.
     """
@@ -57,6 +58,7 @@ class Toy:
     end: tuple[int, ...] = (END_ID,)
     sharpness: float = 3.0
     layers: int = 1
+    stride: int = 1
     extras: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ class Toy:
     def manifest(self) -> m.Manifest:
         encode = decode = None
         b, s = m.BATCH, "source"
+        seen = s if self.stride == 1 else f"(source - 1)//{self.stride} + 1"
         if self.encoder:
             encode = m.Encode(
                 (
@@ -89,9 +92,9 @@ class Toy:
                     m.RequestInput("src_mask", "bool", (b, s), "mask", of="src", keep=True),
                 ),
                 (
-                    m.TensorSpec("context.k", "float32", (b, HEADS, s, SIZE)),
-                    m.TensorSpec("context.v", "float32", (b, HEADS, s, SIZE)),
-                    m.TensorSpec("context.bias", "float32", (b, 1, 1, s)),
+                    m.TensorSpec("context.k", "float32", (b, HEADS, seen, SIZE)),
+                    m.TensorSpec("context.v", "float32", (b, HEADS, seen, SIZE)),
+                    m.TensorSpec("context.bias", "float32", (b, 1, 1, seen)),
                 ),
                 (m.Extra("hidden.source", "float32", (b, s, WIDTH)),) if self.extras else (),
             )
@@ -146,7 +149,7 @@ class Toy:
         for i in range(self.layers):
             x = x + _attend(x @ w[f"q{i}"], x @ w[f"k{i}"], x @ w[f"v{i}"], causal)[0] @ w[f"o{i}"]
             if source is not None:
-                y = w["source"][source]
+                y = w["source"][source][:: self.stride]
                 mixed, weights = _attend(x @ w[f"cq{i}"], y @ w["ck"], y @ w["cv"], np.zeros((1, 1)))
                 x = x + mixed @ w[f"co{i}"]
                 alignments.append(weights.mean(0))
@@ -195,13 +198,16 @@ class Graph:
         return self.op("Reshape", [mixed, self.constant([0, 0, WIDTH])]), weights
 
 
-def _encode(g: Graph, prefix: str, extras: bool = False) -> None:
-    x = g.op("Gather", ["source", "src"])
+def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1) -> None:
+    x, mask = g.op("Gather", ["source", "src"]), "src_mask"
     if extras:
         g.op("Identity", [x], [f"{prefix}hidden.source"])
+    if stride > 1:
+        every = [g.constant(n) for n in ([0], [2**31], [1], [stride])]
+        x, mask = (g.op("Slice", [value, *every]) for value in (x, mask))
     for n in "kv":
         g.op("Identity", [g.heads(g.op("MatMul", [x, f"c{n}"]))], [f"{prefix}context.{n}"])
-    bias = g.op("Where", ["src_mask", g.constant(0, np.float32), g.constant(-1e9, np.float32)])
+    bias = g.op("Where", [mask, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
     g.op("Unsqueeze", [bias, g.constant([1, 2])], [f"{prefix}context.bias"])
 
 
@@ -278,7 +284,7 @@ def build(toy: Toy) -> onnx.ModelProto:
         stages = []
         for prefix, made in (("then.", outputs), ("else.", contexts)):
             g = Graph(prefix)
-            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras)
+            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras, toy.stride)
             both = []
             for o in [*contexts, *outputs]:
                 copy = onnx.ValueInfoProto()
@@ -331,3 +337,11 @@ def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
     h.set_model_props(model, {m.KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
     onnx.save(model, copy)
     return copy
+
+
+def assert_alike(result: Any, expected: Any) -> None:
+    """The same texts and ids, and the same scores but for rounding, which hangs on the rows beside."""
+    ours, theirs = ((r, *r.alternatives) for r in (result, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        np.testing.assert_allclose([one.score, *one.token_logprobs], [other.score, *other.token_logprobs], atol=1e-4)

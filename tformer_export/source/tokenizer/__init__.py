@@ -4,6 +4,11 @@ Nobody asks what kind of tokenizer it is: several forms are proposed (`forms`), 
 original (`original`) on texts and ids (`check`) is taken.
 """
 
-from tformer_export.source.tokenizer.read import has_tokenizer, read_chat_template, read_tokenizers
+from tformer_export.source.tokenizer.read import (
+    has_tokenizer,
+    read_chat_template,
+    read_chat_tokens,
+    read_tokenizers,
+)
 
-__all__ = ["has_tokenizer", "read_chat_template", "read_tokenizers"]
+__all__ = ["has_tokenizer", "read_chat_template", "read_chat_tokens", "read_tokenizers"]

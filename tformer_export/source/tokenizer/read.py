@@ -62,6 +62,11 @@ def read_chat_template(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def read_chat_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that a chat template may name, such as bos_token, and their texts."""
+    return {str(name): str(text) for name, text in _load(folder).special_tokens_map.items() if isinstance(text, str)}
+
+
 def _load(folder: Path) -> Any:
     import transformers
 

@@ -1,0 +1,211 @@
+"""What has been read stays read: a prefix that many requests begin with, and a conversation that goes on.
+
+instructions = model.prefix("You are …")          # computed once
+model.generate("a question", after=instructions)
+
+chat = model.chat()
+print(chat.send("a question").text)
+chat.rewind()                                      # as if that turn had not been
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tformer_runtime.engine import Engine, State
+from tformer_runtime.errors import InputError, MissingExtraError, OptionError, TformerError, UnsupportedCallError
+from tformer_runtime.generate import Base, Generator, Result, generate_all
+from tformer_runtime.inputs import Inputs
+from tformer_runtime.memory import Budget
+from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.sampling import Ints
+
+CHUNK = 256  # positions that are read at once
+
+
+class Prefix:
+    """Tokens that a decoder-only model has read, for any number of requests to go on from.
+
+    Holds their cache until `release`, or until nobody refers to it. Safe to share between threads.
+    """
+
+    def __init__(self, engine: Engine, ids: Ints, budget: Budget) -> None:
+        self.engine, self.ids = engine, ids
+        share = budget.share(kept=True)
+        self._state = engine.start(None, 1, budget=share)
+        share.ask(engine.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
+        try:
+            read(engine, self._state, ids)
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            share.end()
+
+    @property
+    def base(self) -> Base:
+        """UnsupportedCallError once it has been released."""
+        if self._state.released:
+            raise UnsupportedCallError("the prefix has been released, and nothing can follow it: read it again")
+        return Base(self._state, self.ids)
+
+    def release(self) -> None:
+        """Give the memory back; requests can no longer begin with it."""
+        self._state.release()
+
+
+@dataclass
+class Turn:
+    """What was said and answered. ids: of the conversation up to and with the answer."""
+
+    message: Any
+    result: Result
+    ids: Ints = field(repr=False)
+
+
+class Chat:
+    """A conversation with a decoder-only model, whose cache is kept from turn to turn. To be used by one thread.
+
+    A turn costs what is new in it: the message, and reading the model's own last answer. Where the file has a chat
+    template, messages are texts that are put into it, as are the answers' texts. Else each message follows what was
+    before as it is, and so do the answers' ids.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        inputs: Inputs,
+        settle: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        system: str | None,
+    ) -> None:
+        """Use `Model.chat`. settle(options, overrides): the settings of a turn."""
+        self._generator, self._inputs, self._settle, self._system = generator, inputs, settle, system
+        self._engine = generator.engine
+        manifest = self._engine.manifest
+        self._template = _template(manifest.chat_template, manifest.chat_tokens) if manifest.chat_template else None
+        if system is not None and self._template is None:
+            raise OptionError("the file has no chat template for a system message: begin the first message with it")
+        self._state = self._engine.start(None, 1, budget=generator.budget.share(kept=True))
+        self._read: Ints = np.zeros(0, np.int64)  # what the state has read, or the beginning of it
+        self.turns: list[Turn] = []
+
+    def send(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Result:
+        """Say something, text or ids, and generate the answer. Options are those of `Model.generate`.
+
+        If it raises, the conversation is what it was before. InputError also for one that has become too long.
+        """
+        settings = self._settle(options, overrides)
+        ids = self._prompt(message)
+        most = self._engine.manifest.max_length
+        if len(ids) >= most:
+            raise InputError(
+                f"the conversation is {len(ids)} tokens long and the model holds {most}: rewind it, or begin another"
+            )
+        common = min(_common(self._read, ids), len(ids) - 1)
+        self._state.rewind(common)
+        self._read = ids[:common]
+        read(self._engine, self._state, ids[common:-1])
+        self._read = ids[:-1]
+        request = self._inputs.request(ids[-1:], 0, settings, Base(self._state, self._read))
+        (result,) = generate_all(self._generator, [request], settings)
+        self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))
+        return result
+
+    def rewind(self, turns: int = 1) -> None:
+        """Forget the last turns. Costs nothing: what they share with what comes next is not read again."""
+        if not 0 <= turns <= len(self.turns):
+            raise OptionError(f"there are {len(self.turns)} turns, and {turns} cannot be taken back")
+        del self.turns[len(self.turns) - turns :]
+
+    def release(self) -> None:
+        """Give the memory back; the conversation is over."""
+        self._state.release()
+
+    def _prompt(self, message: Any) -> Ints:
+        """The ids of the whole conversation, up to what is to be answered."""
+        if self._template is None:
+            before = [turn.ids for turn in self.turns[-1:]]
+            return np.concatenate([*before, self._inputs.parts(message, first=not self.turns)[1]])
+        if not isinstance(message, str):
+            raise InputError("a chat template takes text")
+        messages = [{"role": "system", "content": self._system}] if self._system is not None else []
+        for turn in self.turns:
+            messages.append({"role": "user", "content": turn.message})
+            messages.append({"role": "assistant", "content": turn.result.text})
+        text = self._template([*messages, {"role": "user", "content": message}])
+        return self._inputs.ids(self._engine.decode.step.name, text, special=False)
+
+
+def read(engine: Engine, state: State, ids: Ints) -> None:
+    """Feed ids to a state of one row, some at a time."""
+    for at in range(0, len(ids), CHUNK):
+        engine.step(state, ids[None, at : at + CHUNK])
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """How many ids two sequences begin with alike."""
+    count = min(len(one), len(other))
+    differ = np.flatnonzero(one[:count] != other[:count])
+    return int(differ[0]) if len(differ) else count
+
+
+def _template(text: str, tokens: Mapping[str, str]) -> Callable[[list[dict[str, str]]], str]:
+    """A chat template as a function of messages, with what transformers' apply_chat_template gives one.
+
+    tokens: the names of special tokens, such as bos_token, and their texts.
+    """
+    try:
+        from jinja2 import nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'") from error
+
+    class Generation(Extension):
+        """{% generation %} … {% endgeneration %}, which marks what training learns: here, what is in it."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise InputError(f"the chat template refuses: {message}")
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json  # without escapes for HTML
+    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    given = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+    with _in_a_sentence("read"):
+        template = environment.from_string(text)
+
+    def made(messages: list[dict[str, str]]) -> str:
+        with _in_a_sentence("filled in"):
+            return template.render(messages=messages, **given)
+
+    return made
+
+
+@contextmanager
+def _in_a_sentence(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TformerError:
+        raise
+    except Exception as error:  # of the template, or of what it does with values
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"the file's chat template cannot be {what}: {reason}") from error

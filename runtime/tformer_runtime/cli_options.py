@@ -1,0 +1,186 @@
+"""The options of generation as `tformer-run` takes them: how they are called, and what their text stands for.
+
+Whether a value is possible is for `GenerationOptions` to say. Text that stands for no value is given to it as it is, to
+be refused there, and `as_written` puts its sentences into the words of the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tformer_runtime.errors import OptionError
+from tformer_runtime.options import GenerationOptions
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """read: the value of a text, or of all texts of an option that may be repeated; ValueError if there is none."""
+
+    flag: str
+    metavar: str
+    help: str
+    read: Callable[[Any], Any]
+    repeated: bool = False
+
+
+def _early(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _ids(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _all_ids(texts: tuple[str, ...]) -> list[int]:
+    return _ids(",".join(texts))
+
+
+def _sequences(texts: tuple[str, ...]) -> list[list[int]]:
+    return [_ids(text) for text in texts]
+
+
+def _biases(texts: tuple[str, ...]) -> list[tuple[int, float]]:
+    pairs = [text.split("=") for text in texts]
+    return [(int(id), float(number)) for id, number in pairs]
+
+
+def _text_or_file(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{text[1:]!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{text[1:]!r} is not UTF-8") from error
+
+
+GROUPS: dict[str, dict[str, _Flag]] = {
+    "Where a text begins and ends": {
+        "max_new_tokens": _Flag("--max-new-tokens", "N", "At most so many tokens, the end token included.", int),
+        "min_new_tokens": _Flag("--min-new-tokens", "N", "At least so many tokens before the end token.", int),
+        "stop": _Flag("--stop", "TEXT", "The text ends before this; may be repeated.", list, repeated=True),
+        "prefix": _Flag("--prefix", "TEXT", "Results begin with this text, or with --ids these ids.", str),
+        "first_token": _Flag("--first-token", "ID", "Results begin with this id, such as a language.", int),
+    },
+    "Beam search": {
+        "beam_size": _Flag("--beam-size", "N", "Hypotheses kept at each step; 1 is greedy.", int),
+        "num_return": _Flag("--num-return", "N", "Results for each input, each on a line of its own.", int),
+        "length_penalty": _Flag("--length-penalty", "X", "Scores are divided by length ** X.", float),
+        "early_stopping": _Flag("--early-stopping", "true|false|never", "Whether enough complete ones end it.", _early),
+        "patience": _Flag("--patience", "X", "Enough are beam size times X.", float),
+        "beam_groups": _Flag("--beam-groups", "N", "As many searches, which share the beams.", int),
+        "diversity_penalty": _Flag("--diversity-penalty", "X", "Taken from what groups before chose.", float),
+    },
+    "Sampling": {
+        "temperature": _Flag("--temperature", "X", "Sample, logits divided by this; 0 is greedy.", float),
+        "top_k": _Flag("--top-k", "N", "Sample from the N likeliest tokens.", int),
+        "top_p": _Flag("--top-p", "X", "Sample from the likeliest that sum to X.", float),
+        "min_p": _Flag("--min-p", "X", "Sample from those at least X times as likely as the likeliest.", float),
+        "seed": _Flag("--seed", "N", "The same seed draws the same tokens for an input.", int),
+    },
+    "What may come": {
+        "suppress": _Flag("--suppress", "IDS", "Ids that never come, between commas.", _all_ids, repeated=True),
+        "suppress_first": _Flag("--suppress-first", "IDS", "Ids that do not come first.", _all_ids, repeated=True),
+        "suppress_sequences": _Flag(
+            "--suppress-sequence", "IDS", "Never these ids in this order; may be repeated.", _sequences, repeated=True
+        ),
+        "logit_bias": _Flag(
+            "--logit-bias", "ID=X", "X is added to the logit of an id; may be repeated.", _biases, repeated=True
+        ),
+        "repetition_penalty": _Flag("--repetition-penalty", "X", "Positive logits of ids so far, over X.", float),
+        "presence_penalty": _Flag("--presence-penalty", "X", "Taken from the logit of each id that has come.", float),
+        "frequency_penalty": _Flag("--frequency-penalty", "X", "The same, as many times as it has come.", float),
+        "no_repeat_ngram": _Flag("--no-repeat-ngram", "N", "No sequence of N ids twice.", int),
+    },
+    "Constraints, of which one may be set": {
+        "regex": _Flag("--regex", "PATTERN", "Results match this regular expression as a whole.", str),
+        "json_schema": _Flag("--json-schema", "JSON|@FILE", "Results are JSON of this schema.", _text_or_file),
+        "grammar": _Flag("--grammar", "LARK|@FILE", "Results belong to this grammar.", _text_or_file),
+        "choices": _Flag("--choice", "TEXT", "Results are one of these; repeat it for each.", list, repeated=True),
+    },
+    "Beside the text": {
+        "top_logprobs": _Flag("--top-logprobs", "N", "Add the N likeliest tokens at each place to --json.", int),
+    },
+}  # fmt: skip
+OPTIONS = {name: option for options in GROUPS.values() for name, option in options.items()}
+_OTHERS = {"max_memory": "--max-memory"}
+
+
+class Command(click.Command):
+    """A command that takes them, and shows them under their headings."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for name, option in OPTIONS.items():
+            self.params.append(
+                click.Option(
+                    [option.flag, name], metavar=option.metavar, help=option.help, multiple=option.repeated, type=str
+                )
+            )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        headings = {name: heading for heading, options in GROUPS.items() for name in options}
+        shown: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record and isinstance(parameter, click.Option):
+                shown.setdefault(headings.get(parameter.name or "", "Options"), []).append(record)
+        for heading, records in shown.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def generation_options(texts: Mapping[str, Any], ids: bool, **others: Any) -> GenerationOptions:
+    """What was asked for, as options. ids: a prefix is ids. OptionError for what cannot be."""
+    given = {name: _value(name, text, ids) for name, text in texts.items() if text not in (None, ())}
+    return GenerationOptions(**given, **others)
+
+
+def _value(name: str, text: Any, ids: bool) -> Any:
+    if name == "prefix" and ids:
+        words = text.split()
+        return [int(word) for word in words] if all(word.isdecimal() for word in words) else words
+    try:
+        return OPTIONS[name].read(text)
+    except ValueError:
+        return text if isinstance(text, str) else " ".join(text)
+    except OptionError as error:
+        raise OptionError(f"{OPTIONS[name].flag}: {error}") from error
+
+
+def bytes_of(text: str) -> int:
+    """Of a number of bytes, or of KiB, MiB or GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if count < 1:
+        raise OptionError(
+            f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}"
+        )
+    return count
+
+
+def as_written(sentence: str) -> str:
+    """A sentence on options as they are called in Python, with the names that they have on the command line.
+
+    What it quotes, and what it says of a model file's own defaults, stays as it is.
+    """
+    flags = {name: option.flag for name, option in OPTIONS.items()} | _OTHERS
+    names = "|".join(sorted(flags, key=len, reverse=True))
+
+    def written(found: re.Match[str]) -> str:
+        name = found["name"]
+        if not name or ("_" not in name and found["article"]):  # words of the language too
+            return found[0]
+        return (found["article"] or "") + flags[name] + (" " if found["value"] else "")
+
+    pattern = rf"""'[^']*'|"[^"]*"|(?P<article>\b(?:an?|the)\ )?(?<!:\ )(?<![\w-])(?P<name>{names})\b(?P<value>=)?"""
+    return re.sub(pattern, written, sentence)

@@ -1,0 +1,131 @@
+"""Greedy decoding and sampling: every row for itself."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tformer_runtime.errors import OptionError
+from tformer_runtime.record import Trail
+from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
+
+
+class _Row:
+    """One sample of a task, or its only sequence."""
+
+    def __init__(self, task: Task, copy: int, seed: int) -> None:
+        self.task, self.copy = task, copy
+        self.ids: list[int] = task.prompt.tolist()
+        self.logprobs: list[float] = []
+        self.alternatives: list[Alternatives] = []
+        self.guide = task.guide.copy() if task.guide is not None else None
+        self.stopped = task.stopped() if task.stopped is not None else None
+        settings = task.settings
+        self.sampler: Sampler | None = None
+        if settings.sampling:
+            way = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+            self.sampler = Sampler(seed, task.index, copy, *way)
+        self.plain = not (task.rules or self.guide or self.sampler)
+
+    def choose(self, logits: Floats) -> int:
+        """The token that follows, by the task's rules, grammar and way of choosing."""
+        scores = self.task.ruled(np.array(self.ids), self.guide, logits)
+        if self.sampler is None:
+            token = int(scores.argmax())
+            if scores[token] == -np.inf:
+                raise OptionError(NOTHING_LEFT)
+            return token
+        return self.sampler(scores)
+
+    def take(self, token: int, logprob: float) -> FinishReason | None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if self.guide is not None:
+            self.guide.accept(token)
+        stopped = (self.stopped is not None and self.stopped(token)) or self.task.complete(self.guide)
+        reason = self.task.reason(token, len(self.logprobs), stopped)
+        if self.task.listen is not None:
+            self.task.listen(Token(self.copy, token, logprob, reason))
+        return reason
+
+    def hypothesis(self, finish: FinishReason, trail: Trail | None) -> Hypothesis:
+        ids = tuple(self.ids[len(self.task.prompt) :])
+        score = float(sum(self.logprobs) / len(ids) ** self.task.settings.length_penalty)
+        return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), trail)
+
+
+class RowSearch:
+    """Rows that each take one token a step. Cost of a step: one pass over the logits, and some microseconds a row.
+
+    A task's samples begin as one row of logits and are rows of their own after the first token.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self._rows: list[_Row] = []
+        self._at: list[int] = []  # the row of logits of each
+        self._done: dict[Task, dict[int, Hypothesis]] = {}
+
+    @property
+    def width(self) -> int:
+        return self._at[-1] + 1 if self._at else 0
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        for at, task in enumerate(tasks, self.width):
+            seed = task.settings.seed
+            seed = secrets.randbits(64) if seed is None else seed
+            self.tasks.append(task)
+            self._done[task] = {}
+            self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return)]
+            self._at += [at] * task.settings.num_return
+
+    def drop(self, over: Callable[[Task], bool]) -> Ints:
+        stays = [i for i, row in enumerate(self._rows) if not over(row.task)]
+        kept = sorted({self._at[i] for i in stays})
+        moved = {at: i for i, at in enumerate(kept)}
+        self._rows, self._at = [self._rows[i] for i in stays], [moved[self._at[i]] for i in stays]
+        self._forget(over)
+        return np.array(kept, np.int64)
+
+    def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
+        norm = log_normalizer(logits)
+        tokens = logits.argmax(-1).tolist()
+        left, chosen = [], []
+        for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
+            task = row.task
+            try:
+                token = tokens[at] if row.plain else row.choose(logits[at])
+                if task.settings.top_logprobs:
+                    row.alternatives.append(likeliest(logits[at] - norm[at], task.settings.top_logprobs))
+                finish = row.take(token, float(logits[at, token] - norm[at]))
+            except Exception as error:  # of the task's own rule or listener: it ends alone
+                task.error = task.error or error
+                continue
+            if finish is None:
+                left.append(i)
+                chosen.append(token)
+            else:
+                self._done[task][row.copy] = row.hypothesis(finish, trails[at] if trails else None)
+                self._finish(task)
+        parents = np.array([self._at[i] for i in left], np.int64)
+        if len(left) < len(self._rows) or self.width < len(self._rows):
+            going = [not self._rows[i].task.over for i in left]  # a sample that failed takes the others with it
+            left = [i for i, goes in zip(left, going, strict=True) if goes]
+            chosen = [token for token, goes in zip(chosen, going, strict=True) if goes]
+            parents = parents[going] if len(going) else parents
+            self._rows = [self._rows[i] for i in left]
+            self._at = list(range(len(left)))
+            self._forget(lambda task: task.over)
+        return parents, np.array(chosen, np.int64)
+
+    def _finish(self, task: Task) -> None:
+        done = self._done[task]
+        if len(done) == task.settings.num_return and not task.over:
+            task.found = [done[copy] for copy in range(len(done))]
+
+    def _forget(self, over: Callable[[Task], bool]) -> None:
+        self.tasks = [task for task in self.tasks if not over(task)]
+        self._done = {task: done for task, done in self._done.items() if not over(task)}

@@ -1,0 +1,317 @@
+"""Continuous batching: many tasks in one batch that others join as soon as there is room.
+
+Each step feeds one token to every row. Tasks that are over leave at once, and tasks that wait take their rows: they are
+encoded and their prompts are read on their own, then they join. A task's result is its own, whoever is beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tformer_runtime.beam import BeamSearch
+from tformer_runtime.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.memory import Budget, Share
+from tformer_runtime.record import Trail
+from tformer_runtime.rows import RowSearch
+from tformer_runtime.sampling import Floats, Ints
+from tformer_runtime.search import Search, Task, placed
+
+ROWS = 32  # that are decoded at once
+LATE = "the deadline passed before the request was finished"
+POSITIONS = 16384  # of prompts and sources, padded, that are computed at once before the first token
+
+
+class Rows(Protocol):
+    """What decoding needs of a model: some rows, and what they have cached."""
+
+    def step(self, tokens: Ints) -> Floats:
+        """Feed (rows, 1) tokens; logits (rows, vocabulary), which the next step overwrites."""
+
+    def reorder(self, rows: Ints) -> None:
+        """Row i becomes what row rows[i] was; rows may repeat, be fewer or be more."""
+
+    def join(self, other: Any) -> None:
+        """Append the other's rows; it is of no more use then."""
+
+    def fit(self) -> bool:
+        """Give back memory that is not used now. False if that is nothing to speak of."""
+
+    def trails(self) -> list[Trail] | None:
+        """What was recorded of each row up to the latest step, if anything is."""
+
+    def release(self) -> None:
+        """Give the memory back."""
+
+
+class Model(Protocol):
+    """What starts rows."""
+
+    def begin(self, tasks: Sequence[Task]) -> tuple[Rows, Floats]:
+        """A row for each task, which has read its prompt, and the logits (rows, vocabulary) after it.
+
+        Raises if a task cannot be run; which one, is found by trying each alone.
+        """
+
+    def size(self, task: Task) -> int:
+        """Positions that are computed before a task's first token."""
+
+    def need(self, running: Sequence[Task], coming: Sequence[Task], rows: Any = None) -> int:
+        """The most bytes that tasks may come to hold as rows of one batch. rows: those of the running ones."""
+
+
+class Scheduler:
+    """Tasks in, finished tasks out. To be used by one thread at a time.
+
+    Memory: that of the rows that are alive, in buffers of at most four times their need. A step costs the model's
+    step, one or two passes over the logits, and some microseconds a row.
+    """
+
+    def __init__(self, model: Model, rows: int = ROWS, positions: int = POSITIONS, memory: Share | None = None) -> None:
+        """rows: decoded at once. positions: computed at once before first tokens. memory: what tasks may hold."""
+        self._model, self._most_rows, self._positions = model, rows, positions
+        self._memory = memory or Budget().share()
+        self._waiting: deque[Task] = deque()
+        self._searches: dict[object, Search] = {}
+        self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
+        self._rows: Rows | None = None
+        self._logits: Floats | None = None
+        self._running: dict[Task, None] = {}
+        self._over: list[Task] = []  # not yet told of
+        self._dropped = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> list[Task]:
+        return list(self._running)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it has fewer tasks than it could admit at its next step."""
+        waiting = sum(task.width for task in self._waiting)
+        return waiting < max(self._most_rows - sum(task.width for task in self._running), self._most_rows // 4, 1)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running and not self._over
+
+    @property
+    def stalled(self) -> bool:
+        """Whether, after a step, nothing runs because others hold the memory that it would need."""
+        return bool(self._waiting) and not self._running and not self._over
+
+    def submit(self, task: Task) -> None:
+        """Let a task wait for its turn. MemoryBudgetError if it can never fit, with what it would need."""
+        limit = self._memory.limit
+        if limit is not None and (need := self._model.need((), [task])) > limit:
+            raise MemoryBudgetError(
+                f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or "
+                "ask for fewer tokens or beams"
+            )
+        self._waiting.append(task)
+
+    def cancel(self, task: Task, error: Exception) -> None:
+        """End a task with an error; its rows are free at once."""
+        if not task.over:
+            task.error = error
+            self._dropped = True
+            if task in self._waiting:
+                self._waiting.remove(task)
+                self._over.append(task)
+
+    def step(self) -> list[Task]:
+        """One token for every row; returns the tasks that are over.
+
+        Where nothing runs, for want of memory that others hold, it waits for that, or does nothing (`Share`).
+        """
+        self._expire()
+        if self._dropped:
+            self._drop()
+        self._take_out()
+        self._admit()
+        if self._rows is not None and self._logits is not None:
+            self._advance()
+        now = time.monotonic()
+        for task in self._running:
+            task.first = task.first or now
+        self._take_out()
+        if not self._running:
+            self.release()
+        over, self._over = self._over, []
+        for task in over:
+            task.ended = now
+        return over
+
+    def fail(self, error: BaseException) -> list[Task]:
+        """End every task with an error, after a step that raised; those that were through before keep their result."""
+        over = [*self._waiting, *self._running, *self._over]
+        for task in over:
+            if not task.over:
+                task.error = error
+            task.ended = time.monotonic()
+        self._waiting.clear()
+        self._running.clear()
+        self._over = []
+        self.release()
+        self._memory.leave()
+        return over
+
+    def release(self) -> None:
+        """Give the memory back, when nothing runs."""
+        if self._rows is not None:
+            self._rows.release()
+        self._rows = self._logits = None
+        self._searches.clear()
+        self._places.clear()
+        self._memory.end()
+
+    def _take_out(self) -> None:
+        """Tasks that are over run no longer."""
+        over = [task for task in self._running if task.over]
+        for task in over:
+            del self._running[task]
+        self._over += over
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for task in [*self._waiting, *self._running]:
+            if task.deadline is not None and now > task.deadline and not task.over:
+                self.cancel(task, DeadlineError(LATE))
+
+    def _drop(self) -> None:
+        """Take the rows of cancelled tasks out, between two steps."""
+        self._dropped = False
+        if self._rows is None or self._logits is None:
+            return
+        left = []
+        for key, search in list(self._searches.items()):
+            stays = search.drop(lambda task: task.over)
+            self._places[key] = self._places[key][stays]
+            left.append(self._places[key])
+        kept = np.sort(np.concatenate(left))
+        if len(kept) == len(self._logits):
+            return
+        if not len(kept):
+            self.release()
+            return
+        places, order = placed(kept)
+        where = np.zeros(len(self._logits), np.int64)
+        where[kept] = places
+        self._rows.reorder(order)
+        self._logits = self._logits[order]
+        self._places = {key: where[old] for key, old in self._places.items()}
+
+    def _admit(self) -> None:
+        """Begin tasks that wait, in their order, if enough rows are free for it to pay."""
+        if not self._waiting:
+            self._memory.leave()
+            return
+        used = sum(task.width for task in self._running)
+        free = self._most_rows - used
+        if used and free < min(self._most_rows // 4, sum(t.width for t in self._waiting)):
+            return
+        batch: list[Task] = []
+        longest = 0
+        while self._waiting:
+            task = self._waiting[0]
+            longest = max(longest, self._model.size(task))
+            first = not batch and not used
+            if not first and (free < task.width or (len(batch) + 1) * longest > self._positions):
+                break
+            try:
+                if not self._promised([*batch, task], idle=first):
+                    break
+                batch.append(task)
+                free -= task.width
+            except MemoryBudgetError as error:  # it does not fit beside what is kept
+                task.error = error
+                self._over.append(task)
+            self._waiting.popleft()
+        if batch:
+            self._running |= dict.fromkeys(batch)
+            self._begin(batch)
+
+    def _promised(self, coming: Sequence[Task], idle: bool) -> bool:
+        """Whether there will be memory for tasks beside those that run, to their end."""
+        if self._memory.limit is None:
+            return True
+        if self._memory.ask(self._model.need(self.running, coming, self._rows), idle):
+            return True
+        if self._rows is None or not self._rows.fit():
+            return False
+        return self._memory.ask(self._model.need(self.running, coming, self._rows), idle)
+
+    def _begin(self, tasks: Sequence[Task]) -> None:
+        try:
+            rows, logits = self._model.begin(tasks)
+        except Exception as error:
+            if len(tasks) == 1:
+                tasks[0].error = error
+                return
+            for task in tasks:  # one that fails, fails alone
+                self._begin([task])
+            return
+        first = 0 if self._logits is None else len(self._logits)
+        if self._rows is None or self._logits is None:
+            self._rows, self._logits = rows, logits
+        else:
+            kept = self._logits.copy()
+            try:
+                self._rows.join(rows)
+            except BaseException:
+                rows.release()
+                raise
+            self._logits = np.concatenate([kept, logits])
+        alike: dict[object, list[int]] = {}
+        for i, task in enumerate(tasks):
+            alike.setdefault(_kind(task), []).append(i)
+        for key, numbers in alike.items():
+            if key not in self._searches:
+                self._searches[key] = BeamSearch() if key else RowSearch()
+                self._places[key] = np.zeros(0, np.int64)
+            self._searches[key].add([tasks[i] for i in numbers])
+            self._places[key] = np.concatenate([self._places[key], first + np.array(numbers)])
+
+    def _advance(self) -> None:
+        assert self._rows is not None
+        assert self._logits is not None
+        trails = self._rows.trails()
+        parents, tokens, widths = [], [], []
+        for key, search in self._searches.items():
+            own = self._places[key]
+            whole = len(own) == len(self._logits) and bool((own == np.arange(len(own))).all())
+            logits = self._logits if whole else self._logits[own]
+            continued, new = search.advance(logits, trails and [trails[i] for i in own.tolist()])
+            parents.append(own[continued])
+            tokens.append(new)
+            widths.append(len(new))
+        every = np.concatenate(parents)
+        if not len(every):
+            self.release()
+            return
+        if len(every) == len(self._logits) and bool((every == np.arange(len(every))).all()):
+            places = every
+        else:
+            places, order = placed(every)
+            self._rows.reorder(order)
+        fed = np.empty((len(every), 1), np.int64)
+        fed[places, 0] = np.concatenate(tokens)
+        ends = np.cumsum(widths)
+        for key, end, width in zip(list(self._searches), ends, widths, strict=True):
+            self._places[key] = places[end - width : end]
+            if not width:
+                del self._searches[key], self._places[key]
+        self._logits = self._rows.step(fed)
+
+
+def _kind(task: Task) -> object:
+    """Tasks of one kind are advanced together: beams of a number, or rows that are each their own."""
+    settings = task.settings
+    return (settings.beam_size, settings.beam_groups) if settings.beam_size > 1 and not settings.sampling else 0

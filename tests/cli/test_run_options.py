@@ -1,0 +1,180 @@
+"""The options of generation on the command line: each says what the option of the same name says in Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from running import failed, run
+from toy_models import LETTERS, START_ID, Toy
+
+from tformer_runtime import GenerationOptions, Model, OptionError
+from tformer_runtime.cli_options import OPTIONS, as_written, bytes_of, generation_options
+
+SHORT = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return Model.load(path, "cpu")
+
+
+def test_every_option_can_be_given():
+    names = {field.name for field in dataclasses.fields(GenerationOptions)}
+    # A callable cannot be written; the other two are of the command's own, beside --json.
+    assert set(OPTIONS) == names - {"logits_processor", "alignments", "hidden"}
+    text = run("--help").stdout
+    assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
+    for heading in ("Options", "Beam search", "Sampling", "Constraints, of which one may be set"):
+        assert f"\n{heading}:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (["--min-new-tokens", 7, "--max-new-tokens", 8], {"min_new_tokens": 7, "max_new_tokens": 8}),
+        (["--stop", "m", "--stop", "xy"], {"stop": ["m", "xy"]}),
+        (["--prefix", "ab"], {"prefix": "ab"}),
+        (["--first-token", 9], {"first_token": 9}),
+        (["--beam-size", 3, "--num-return", 2, "--length-penalty", -0.5],
+         {"beam_size": 3, "num_return": 2, "length_penalty": -0.5}),
+        (["--beam-size", 2, "--early-stopping", "true"], {"beam_size": 2, "early_stopping": True}),
+        (["--beam-size", 2, "--early-stopping", "False"], {"beam_size": 2, "early_stopping": False}),
+        (["--beam-size", 2, "--early-stopping", "never", "--patience", 2],
+         {"beam_size": 2, "early_stopping": "never", "patience": 2.0}),
+        (["--beam-size", 4, "--beam-groups", 2, "--diversity-penalty", "0.7"],
+         {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.7}),
+        (["--temperature", 1.5, "--top-k", 20, "--top-p", 0.95, "--min-p", 0.01, "--seed", 3, "--num-return", 3],
+         {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "seed": 3, "num_return": 3}),
+        (["--suppress", "5,6, 7", "--suppress", 8], {"suppress": [5, 6, 7, 8]}),
+        (["--suppress-first", "15,3"], {"suppress_first": [15, 3]}),
+        (["--suppress-sequence", "15,3", "--suppress-sequence", 4], {"suppress_sequences": [[15, 3], [4]]}),
+        (["--logit-bias", "5=2.5", "--logit-bias", "6=-1e1"], {"logit_bias": {5: 2.5, 6: -10}}),
+        (["--repetition-penalty", 1.5, "--presence-penalty", "-.5", "--frequency-penalty", 1],
+         {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1}),
+        (["--no-repeat-ngram", 2], {"no_repeat_ngram": 2}),
+        (["--top-logprobs", 2], {"top_logprobs": 2}),
+    ],
+)  # fmt: skip
+def test_an_option_says_the_same_as_in_python(path, model, written, meant):
+    result = run(path, "hello", "--max-new-tokens", 12, "--json", *written)
+    assert result.exit_code == 0, result.output
+    expected = model.generate("hello", **{"max_new_tokens": 12, **meant})
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    for line, each in zip(lines, (expected, *expected.alternatives), strict=True):
+        assert line["text"] == each.text
+        assert tuple(line["token_ids"]) == each.token_ids
+        assert line["score"] == each.score
+        top = tuple(tuple(map(tuple, place)) for place in line.get("top_logprobs", ()))
+        assert top == each.top_logprobs
+
+
+@pytest.mark.parametrize("way", ["text", "file"])
+def test_constraints(path, model, tmp_path, way):
+    pytest.importorskip("llguidance")
+    grammar, schema = 'start: "a" ("b" | "cd")+ "z"', {"enum": ["ab"]}
+
+    def given(text):
+        if way == "text":
+            return text
+        (tmp_path / "definition").write_text(text)
+        return f"@{tmp_path / 'definition'}"
+
+    text = run(path, "hello", "--grammar", given(grammar)).stdout.strip()
+    assert text == model.generate("hello", grammar=grammar).text
+    assert text[0] + text[-1] == "az"
+    assert run(path, "hello", "--regex", "(zebra|@x)").stdout == "zebra\n"
+    assert run(path, "hello", "--choice", "horse", "--choice", "zebra").stdout.strip() in ("horse", "zebra")
+    # Letters alone spell no JSON: what is asked for has come through.
+    message = failed(run(path, "hello", "--json-schema", given(json.dumps(schema))), 2)
+    with pytest.raises(OptionError) as caught:
+        model.generate("hello", json_schema=schema)
+    assert message == as_written(str(caught.value))
+
+
+def test_a_prefix_of_ids(path, model):
+    ids = [LETTERS.index(c) for c in "ab"]
+    words = " ".join(str(LETTERS.index(c)) for c in "hello")
+    result = run(path, words, *SHORT, "--ids", "--prefix", " ".join(map(str, ids)))
+    assert tuple(map(int, result.stdout.split())) == model.generate("hello", prefix=ids, max_new_tokens=6).token_ids
+    assert failed(run(path, words, "--ids", "--prefix", "3 x"), 2) == (
+        "--prefix must be a sequence of token ids, not ['3', 'x']"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--beam-size", "0"], "--beam-size must be a whole number of at least 1, not 0"),
+        (["--beam-size", "2.0"], "--beam-size must be a whole number of at least 1, not '2.0'"),
+        (["--top-p", "2"], "--top-p must be more than 0 and at most 1, not 2.0"),
+        (["--temperature", "nan"], "--temperature must be 0 or more, not nan"),
+        (["--early-stopping", "yes"], "--early-stopping must be True, False or \"never\", not 'yes'"),
+        (["--stop", ""], "--stop must be strings that are not empty, not ['']"),
+        (["--suppress", "3;4"], "--suppress must be a sequence of token ids, not '3;4'"),
+        (["--suppress-sequence", "3", "--suppress-sequence", "x"], "none of them empty, not '3 x'"),
+        (["--logit-bias", "3"], "--logit-bias must be a mapping from token ids to numbers, each id once, not '3'"),
+        (["--logit-bias", "3=1", "--logit-bias", "3=2"], "not [(3, 1.0), (3, 2.0)]"),
+        (["--json-schema", "{"], "--json-schema must be a JSON schema, as JSON or as a dict, not '{'"),
+        (["--grammar", "@none/at/all"], "--grammar: 'none/at/all' cannot be read: No such file or directory"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice cannot be had at once: set one"),
+        (["--num-return", "2"], "--num-return 2 needs a --beam-size of at least 2, or sampling"),
+        (["--beam-size", "2", "--top-k", "3"], "--beam-size 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
+        (["--suppress", "3", "--first-token", "3"], "--first-token 3 is one of the ids that --suppress forbids"),
+        (["--suppress", "99"], "--suppress names the id 99, and the model's end at 28"),
+        (["--max-memory", "2T"], "--max-memory must be a number of bytes of at least 1, or such a number and K, M or"),
+    ],
+)
+def test_wrong_values_are_one_sentence_in_the_words_of_the_command_line(path, options, message):
+    assert message in failed(run(path, "a", *options), status=2)
+
+
+def test_sentences_in_the_words_of_the_command_line():
+    for same in (
+        "the regex 'beam_size=2' cannot be used: unknown extension",
+        "the options leave no token that may come next: suppress less, or allow more beams",
+        "the model file's generation defaults: beam_size must be a whole number",
+        "the unstoppable beam_sizes",
+    ):
+        assert as_written(same) == same
+    assert (
+        as_written("a json_schema and 1 byte of max_memory=1,000") == "a --json-schema and 1 byte of --max-memory 1,000"
+    )
+
+
+def test_what_is_not_given_is_left_to_the_file():
+    assert generation_options({name: () if o.repeated else None for name, o in OPTIONS.items()}, False).given() == {}
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("10k", 10240), ("1.5M", 3 << 19), (" 2G ", 2 << 30)])
+def test_sizes(text, count):
+    assert bytes_of(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "G", "1,000", "0.5", "1e9", "inf"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(OptionError, match="max_memory must be a number of bytes"):
+        bytes_of(text)
+
+
+def test_a_limit_of_memory(path):
+    unlimited = run(path, "hello", "ab", *SHORT)
+    assert run(path, "hello", "ab", *SHORT, "--max-memory", "1M").stdout == unlimited.stdout
+    message = failed(run(path, "hello", *SHORT, "--max-memory", 100), status=1)
+    assert "--max-memory allows 100: allow more" in message
+
+
+def test_timing_only_where_it_is_asked_for(path):
+    plain = json.loads(run(path, "hello", *SHORT, "--json").stdout)
+    timed = json.loads(run(path, "hello", *SHORT, "--json", "--timing").stdout)
+    timing = timed.pop("timing")
+    assert timed == plain
+    assert timing["first_token"] > 0
+    assert timing["per_token"] > 0
+    assert START_ID not in plain["token_ids"]

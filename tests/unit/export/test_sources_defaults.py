@@ -1,0 +1,162 @@
+"""A Hugging Face folder's generation config: its file generates, without being told anything, as generate() does."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from tformer_export import export
+from tformer_export.source import load_source
+from tformer_export.source.hugging_face import _defaults
+from tformer_runtime import Model, OptionError
+from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.sampling import warped
+
+PAD, START, END, FIRST = 0, 1, 2, 7
+VOCABULARY = 40
+IDS = dict(vocab_size=VOCABULARY, pad_token_id=PAD, bos_token_id=START, eos_token_id=END)
+RULES = dict(
+    repetition_penalty=1.3,
+    no_repeat_ngram_size=3,
+    bad_words_ids=[[9], [11, 12], [20, 21, 22]],
+    suppress_tokens=[5, 6],
+    begin_suppress_tokens=[13, 14],
+    sequence_bias=[[[15], 1.5], [[16], -2.0]],
+)
+BEAMS = dict(
+    num_beams=3, num_return_sequences=2, length_penalty=0.4, early_stopping="never", max_length=14, min_length=8,
+    forced_bos_token_id=FIRST,
+)  # fmt: skip
+GREEDY = dict(max_new_tokens=12, min_new_tokens=6)
+
+
+def marian():
+    config = transformers.MarianConfig(
+        **IDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=48, init_std=0.6, decoder_start_token_id=START,
+        forced_eos_token_id=None,
+    )  # fmt: skip
+    return transformers.MarianMTModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        **IDS, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(("build", "options"), [(marian, BEAMS), (llama, GREEDY)])
+def test_a_file_generates_as_its_folder_does(tmp_path, build, options, caplog):
+    torch.manual_seed(3)
+    module = build().eval()
+    ids = {name: value for name, value in IDS.items() if name != "vocab_size"}
+    module.generation_config = GenerationConfig(**ids, decoder_start_token_id=START, **RULES, **options)
+    module.save_pretrained(tmp_path / "folder")
+    with caplog.at_level(logging.WARNING, "tformer_export"):
+        export(load_source(tmp_path / "folder"), tmp_path / "model.onnx", max_length=40)
+    assert "not carry over" not in caplog.text
+    model, module = Model.load(tmp_path / "model.onnx", "cpu"), type(module).from_pretrained(tmp_path / "folder")
+    random, seen = np.random.default_rng(1), set()
+    for length in (5, 1, 9, 3):
+        row = random.integers(3, VOCABULARY, length)
+        with torch.no_grad():
+            given = torch.from_numpy(row)[None]
+            out = module.generate(given, attention_mask=torch.ones_like(given)).tolist()
+        prompt = 1 if build is marian else length
+        expected = [ids[prompt : ids.index(END, prompt) + 1 if END in ids[prompt:] else None] for ids in out]
+        result = model.generate(row)
+        assert [list(r.token_ids) for r in (result, *result.alternatives)] == expected
+        if build is marian:
+            assert {ids[0] for ids in expected} == {FIRST}
+        seen |= {tuple(ids) for ids in expected}
+    assert len(seen) >= 4
+    same = [model.generate(row).token_ids == plain(model, row) for row in (np.arange(3, 9), np.array([30]))]
+    assert not all(same)  # it is the config that makes the difference
+
+
+def plain(model, row):
+    """Greedy decoding as if the file had no defaults."""
+    settings = Settings.of(GenerationOptions(max_new_tokens=12), {})
+    task = model._generator.task(model._inputs.request(row, 0, settings), settings)
+    scheduler = model._generator.scheduler(settings, 1)
+    scheduler.submit(task)
+    while not scheduler.idle:
+        scheduler.step()
+    return model._generator.result(task).token_ids
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"top_k": 9, "top_p": 0.8}, {"top_k": 0, "min_p": 0.1}, {"top_p": 0.5}]
+)
+def test_what_is_sampled_from_is_what_generate_samples_from(options):
+    """Where the config leaves something open, generate() has defaults of its own."""
+    module = llama()
+    module.generation_config = GenerationConfig(do_sample=True, eos_token_id=END, **options)
+    config, _ = module._prepare_generation_config(None)
+    module._prepare_special_tokens(config, False, "cpu")
+    logits = np.random.default_rng(2).standard_normal(VOCABULARY * 3).astype(np.float32)
+    processors = module._get_logits_processor(config, input_ids_seq_length=3)
+    expected = processors(torch.zeros(1, 3, dtype=torch.int64), torch.tensor(logits)[None]).softmax(-1)[0].numpy()
+    settings = Settings.of(GenerationOptions(), _defaults(module.generation_config, 0, 64))
+    assert settings.sampling
+    given = (settings.temperature or 1.0, settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0)
+    tokens, probabilities = warped(logits, *given)
+    np.testing.assert_array_equal(tokens, np.flatnonzero(expected))
+    np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
+
+
+# (starts, what the config sets, what becomes of it, what is lost)
+CARRIED = [
+    (1, {"max_length": 20}, {"max_new_tokens": 19}, ""),
+    (1, {"max_length": 20, "max_new_tokens": 5}, {"max_new_tokens": 5}, ""),
+    (1, {"min_length": 4}, {"min_new_tokens": 3}, ""),
+    (0, {"max_length": 20}, {}, "max_length"),
+    (0, {"max_length": 64}, {}, ""),
+    (0, {"min_length": 4}, {}, "min_length"),
+    (0, {"min_length": 4, "min_new_tokens": 2}, {"min_new_tokens": 2}, ""),
+    (1, {"forced_bos_token_id": 7}, {"first_token": 7}, ""),
+    (0, {"forced_bos_token_id": 7}, {}, "forced_bos_token_id"),
+    (1, {"forced_eos_token_id": 2}, {}, "forced_eos_token_id"),
+    (1, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+     {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.5}, ""),
+    (1, {"num_beams": 2, "do_sample": True, "top_k": 5}, {"beam_size": 2}, r"do_sample \(with num_beams\)"),
+    (0, {"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "top_k": 50, "min_p": 0.1}, ""),
+    (0, {"do_sample": True, "typical_p": 0.5}, {"temperature": 1.0, "top_k": 50}, "typical_p"),
+    (0, {"temperature": 0.5, "top_k": 4}, {}, ""),
+    (0, {"sequence_bias": {(5,): 1.0, (6, 7): 2.0}}, {}, r"sequence_bias \(of several tokens\)"),
+    (0, {"sequence_bias": {(5,): 1.0, (6,): 2.0}}, {"logit_bias": [[5, 1.0], [6, 2.0]]}, ""),
+    (1, {"encoder_no_repeat_ngram_size": 3, "guidance_scale": 2.0, "renormalize_logits": True}, {},
+     "encoder_no_repeat_ngram_size, guidance_scale, renormalize_logits"),
+    (1, {"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0}, {"no_repeat_ngram": 0}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("starts", "config", "carried", "lost"), CARRIED)
+def test_what_is_carried_over_and_what_is_named_as_lost(starts, config, carried, lost, caplog):
+    with caplog.at_level(logging.WARNING, "tformer_export"):
+        assert _defaults(GenerationConfig(**config), starts, 64) == carried
+    Settings.of(GenerationOptions(), carried)
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("tformer_export")]
+    expected = [f"the model's generation config sets {lost}, which the file does not carry over".replace("\\", "")]
+    assert messages == (expected if lost else [])
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"num_beams": 4}, "the model file's generation defaults: there is no option 'num_beams'"),
+        ({"suppress": "ab"}, "the model file's generation defaults: suppress must be a sequence of token ids"),
+        ({"logits_processor": max}, "logits_processor is a callable, which a file cannot hold"),
+        ({"num_return": 2}, "num_return=2 needs a beam_size of at least 2, or sampling"),
+    ],
+)
+def test_defaults_that_no_request_could_have_are_refused_before_any_work(tmp_path, defaults, message):
+    with pytest.raises(OptionError, match=message):
+        export(llama(), tmp_path / "model.onnx", defaults=defaults)

@@ -1,0 +1,318 @@
+"""max_memory: who has started never runs out, who has to wait is served, and who cannot be served is told."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from toy_models import END_ID, Toy, assert_alike
+
+from tformer_runtime import MemoryBudgetError, Model, UnsupportedCallError
+from tformer_runtime.generate import Generator
+from tformer_runtime.memory import Budget, Share
+from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.search import Task
+
+WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
+WAYS = [
+    {},
+    {"beam_size": 3},
+    {"temperature": 1.0, "seed": 1, "num_return": 2},
+    {"max_new_tokens": 3},
+    {"suppress": [END_ID], "max_new_tokens": 20},
+]
+TOYS = {
+    "encoder-decoder": Toy(seed=27, layers=2, extras=True),
+    "decoder-only": Toy(seed=5, encoder=False),
+    "portable": Toy(seed=27, attention="scatter-pair"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    return {name: toy.write(folder / f"{name}.onnx") for name, toy in TOYS.items()}
+
+
+def loaded(files, name="decoder-only", limit=None):
+    return Model.load(files[name], "cpu", threads=1, max_memory=limit)
+
+
+def cost(model: Model, words: list[str], **options) -> int:
+    """The bytes that one batch of words is promised."""
+    generator, settings = model._generator, model._settings(None, options)
+    tasks = [generator.task(model._inputs.request(word, 0, settings), settings) for word in words]
+    return generator.scheduler(settings, 32)._model.need((), tasks)
+
+
+def of_length(model: Model, length: int) -> Task:
+    settings = model._settings(None, {"max_new_tokens": length, "suppress": [END_ID]})
+    return model._generator.task(model._inputs.request("hello", 0, settings), settings)
+
+
+def until_waiting(budget: Budget, count: int) -> None:
+    with budget.changed:
+        assert budget.changed.wait_for(lambda: len(budget._queue) == count, timeout=30)
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """A batch that takes more than it was promised fails, free bytes or not."""
+    take = Share.take
+
+    def checked(share: Share, count: int) -> None:
+        assert share.kept or share.limit is None or share.held + count <= share.promised
+        take(share, count)
+
+    monkeypatch.setattr(Share, "take", checked)
+
+
+@pytest.mark.parametrize("name", sorted(TOYS))
+@pytest.mark.parametrize("tightness", [1.0, 2.5, 6.0])
+def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
+    """Tasks of all kinds come at random to two batches that share a budget, and leave at random."""
+    free, alone = loaded(files, name), {}
+    limit = int(tightness * max(cost(free, [word], **way) for word in WORDS for way in WAYS))
+    model = loaded(files, name, limit)
+    generator, budget = model._generator, model._budget
+    schedulers = [generator.scheduler(None, 16, waits=False) for _ in range(2)]
+    rng = np.random.default_rng(3)
+    tasks, most = [], 0
+    while len(tasks) < 60 or not all(s.idle for s in schedulers):
+        if len(tasks) < 60 and rng.random() < 0.6:
+            word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
+            settings = model._settings(None, WAYS[way])
+            task = generator.task(model._inputs.request(WORDS[word], 0, settings), settings)
+            tasks.append((task, word, way))
+            schedulers[rng.integers(2)].submit(task)
+        for scheduler in schedulers:
+            if rng.random() < 0.9:
+                if scheduler.running and rng.random() < 0.03:
+                    scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
+                scheduler.step()
+                assert budget.held <= limit
+                most = max(most, budget._promised(lambda _: True))
+                assert most <= limit
+    assert most > limit / 2
+    assert model.memory()["held"] == budget._promised(lambda _: True) == 0
+    for task, word, way in tasks:
+        if isinstance(task.error, KeyError):
+            continue
+        if (word, way) not in alone:
+            alone[word, way] = free.generate(WORDS[word], **WAYS[way])
+        assert_alike(generator.result(task), alone[word, way])
+    assert sum(isinstance(task.error, KeyError) for task, *_ in tasks) < 30
+
+
+def test_threads_wait_for_each_other(files):
+    """The memory is that of one request at a time, and all of them come at once."""
+    free = loaded(files, "encoder-decoder")
+    expected = [free.generate(word) for word in WORDS]
+    model = loaded(files, "encoder-decoder", max(cost(free, [word]) for word in WORDS))
+    barrier = threading.Barrier(len(WORDS))
+
+    def run(word):
+        barrier.wait()
+        return [model.generate(word) for _ in range(3)]
+
+    with ThreadPoolExecutor(len(WORDS)) as threads:
+        assert list(threads.map(run, WORDS)) == [[result] * 3 for result in expected]
+    assert model.memory()["held"] == 0
+    assert 0 < model.memory()["peak"] <= model.memory()["limit"]
+
+
+def test_a_batch_of_more_than_fits_goes_through_in_parts(files, strict):
+    free = loaded(files, "decoder-only")
+    expected = list(free.generate_batch(WORDS * 3))
+    model = loaded(files, "decoder-only", 3 * cost(free, ["onnx" * 8]))
+    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
+        assert_alike(result, wanted)
+    assert model.memory()["held"] == 0
+
+
+def test_rows_that_left_make_room_for_others(files, strict):
+    """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
+    model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
+    scheduler = model._generator.scheduler(None, 32)
+    tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
+    for task in tasks:
+        scheduler.submit(task)
+    assert [len(scheduler.running) for _ in range(4) if scheduler.step() is not None] == [4, 2, 4, 3]
+    while not scheduler.idle:
+        scheduler.step()
+    assert all(task.found for task in tasks)
+
+
+def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
+    """A row of 50 slots leaves one of 30 and buffers of 64 slots, which another row joins."""
+    model = loaded(files, "encoder-decoder", 2**20)
+    scheduler = model._generator.scheduler(None, 32)
+    tasks = [of_length(model, length) for length in (50, 30, 30)]
+    for task, steps in zip(tasks, (25, 27, 30), strict=True):
+        scheduler.submit(task)
+        for _ in range(steps):
+            scheduler.step()
+    assert scheduler.idle
+    assert all(task.found for task in tasks)
+
+
+def test_a_request_that_never_fits_says_what_it_needs(files):
+    model = loaded(files, limit=5_000)
+    with pytest.raises(MemoryBudgetError, match=r"may need 8,192 bytes of cache and max_memory allows 5,000"):
+        model.generate("hello", beam_size=2, max_new_tokens=5)
+    assert model.generate("hello", max_new_tokens=5).token_ids
+
+
+def test_what_is_kept_is_not_waited_for(files):
+    """A prefix ends when its owner says so, and a stream when its owner has read it: here they would never."""
+    model = loaded(files, limit=cost(loaded(files), ["hello"]))
+    prefix = model.prefix("ab")
+    for word in ("hello", "a"):
+        with pytest.raises(MemoryBudgetError, match=r"4,096 of max_memory=8,192 are held by what does not end before"):
+            model.generate(word)
+    assert len(model.generate("hello", max_new_tokens=3).token_ids) <= 3
+    prefix.release()
+    stream = model.stream("hello", suppress=[END_ID])
+    next(stream)
+    with pytest.raises(MemoryBudgetError, match="streams that are not read to their end"):
+        model.generate("hello")
+    with pytest.raises(MemoryBudgetError):
+        model.prefix("hello")
+    stream.close()
+    assert model.generate("hello") == loaded(files).generate("hello")
+
+
+def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
+    model = loaded(files)
+    prefix = model.prefix("hello")
+    chat = model.chat()
+    chat.send("hello", max_new_tokens=3)
+    assert model.memory()["held"] == 2 * 4096
+    assert_alike(model.generate("a", after=prefix), model.generate("helloa"))
+    del prefix
+    assert model.memory()["held"] == 4096
+    del chat
+    gc.collect()
+    assert model.memory()["held"] == 0
+
+
+def test_nothing_follows_what_was_released(files):
+    model = loaded(files)
+    prefix, chat = model.prefix("hello"), model.chat()
+    chat.send("ab", max_new_tokens=3)
+    prefix.release()
+    chat.release()
+    for call in (lambda: model.generate("a", after=prefix), lambda: chat.send("c")):
+        with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it"):
+            call()
+    assert model.memory()["held"] == 0
+
+
+@pytest.mark.parametrize("words", [["ab"], ["ab", "cd"]])
+def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
+    """Not even while somebody looks at the error, whose traceback has the frames and what is in them."""
+    model = loaded(files, "encoder-decoder")
+    before = model.generate(words[-1])
+    step = model._engine.step
+    monkeypatch.setattr(model._engine, "step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(model.generate_batch(words))
+    assert model.memory()["held"] == 0
+    assert caught.value.__traceback__ is not None
+    monkeypatch.setattr(model._engine, "step", step)
+    assert model.generate(words[-1]) == before
+
+
+def test_who_asks_first_is_served_first():
+    budget = Budget(10)
+    large, small, running = (budget.share(waits=False) for _ in range(3))
+    assert running.ask(6)
+    assert not large.ask(8)
+    assert not small.ask(2)  # would fit, and is behind
+    assert not running.ask(7, idle=False)  # as is who runs and wants more
+    running.end()
+    assert large.ask(8)
+    assert small.ask(2)
+    large.end()
+    small.end()
+    assert not budget._queue
+
+
+def test_who_leaves_the_queue_keeps_nobody_waiting():
+    budget = Budget(10)
+    first, second, running = (budget.share(waits=False) for _ in range(3))
+    assert running.ask(6)
+    assert not first.ask(8)
+    assert not second.ask(4)
+    changes = budget.changes
+    first.leave()
+    assert budget.changes > changes
+    assert second.ask(4)
+
+
+def test_a_thread_that_holds_what_others_wait_for_is_not_behind_them():
+    budget = Budget(10)
+    mine, more = budget.share(), budget.share()
+    assert mine.ask(4)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(budget.share().ask, 8)
+        until_waiting(budget, 1)
+        assert more.ask(5)
+        more.end()
+        mine.end()
+        assert waiting.result(30)
+
+
+def test_threads_that_could_only_wait_for_each_other_do_not():
+    """Each is in the middle of a stream and wants as much again: one waits for the other, and that one is refused."""
+    budget = Budget(10)
+    mine, more = budget.share(), budget.share()
+    assert mine.ask(4)
+
+    def other():
+        held = budget.share()
+        assert held.ask(4)
+        ready.set()
+        assert budget.share().ask(5)  # there when the other thread's four are
+        held.end()
+
+    ready = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        over = threads.submit(other)
+        assert ready.wait(30)
+        until_waiting(budget, 1)
+        with pytest.raises(MemoryBudgetError):
+            more.ask(5)
+        mine.end()
+        over.result(30)
+
+
+def test_what_is_kept_grows_when_there_is_room():
+    budget = Budget(10)
+    kept, running = budget.share(kept=True), budget.share(waits=False)
+    kept.take(3)
+    assert running.ask(6)
+    with ThreadPoolExecutor(1) as threads:
+        growing = threads.submit(kept.take, 3)
+        until_waiting(budget, 1)
+        running.end()
+        growing.result(30)
+    assert budget.held == kept.held == 6
+    with pytest.raises(MemoryBudgetError):
+        running.ask(5)
+    kept.give(6)
+    assert running.ask(10)
+    assert budget.held == 0
+
+
+def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
+    model = loaded(files)
+    assert isinstance(model._generator, Generator)
+    scheduler = model._generator.scheduler(None, 4)
+    assert isinstance(scheduler, Scheduler)
+    list(model.generate_batch(WORDS))
+    assert model.memory()["limit"] is None
+    assert model.memory()["held"] == 0 < model.memory()["peak"]

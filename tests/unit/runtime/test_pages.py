@@ -1,0 +1,50 @@
+"""Mapped files that need not stay resident."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tformer_runtime import pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+
+
+def resident(path):
+    """Bytes of a file's mappings that are in memory."""
+    own, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            own = line.endswith(str(path))
+        elif own and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_pages_of_a_file_are_dropped_and_read_again(tmp_path):
+    """Of this file alone; what a private mapping has written is kept."""
+    contents = {tmp_path / name: bytes(range(256)) * 4096 for name in ("weights with a space", "other")}
+    maps = {}
+    for path, content in contents.items():
+        with path.open("w+b") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # pages that are not on disk yet stay
+            maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        assert maps[path][:] == content
+    mine, other = contents
+    maps[mine][5:9] = b"mine"
+    assert resident(mine) >= len(contents[mine])
+    pages.forget(mine)
+    assert resident(mine) < len(contents[mine]) / 2
+    assert resident(other) >= len(contents[other])
+    assert maps[mine][:] == contents[mine][:5] + b"mine" + contents[mine][9:]
+
+
+def test_a_file_that_is_not_mapped(tmp_path):
+    pages.forget(tmp_path / "none")

@@ -1,0 +1,202 @@
+"""Rows that come and go: what a task yields is its own, and what ends one ends no other."""
+
+from __future__ import annotations
+
+import time
+
+import hf_models as hf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_search import decoded, tasks_for
+
+from tformer_runtime.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.memory import Budget
+from tformer_runtime.scheduler import Scheduler
+
+WAYS = [
+    {"max_new_tokens": 7},
+    {"max_new_tokens": 12, "repetition_penalty": 1.3},
+    {"max_new_tokens": 6, "beam_size": 3, "num_return": 3},
+    {"max_new_tokens": 9, "beam_size": 2},
+    {"max_new_tokens": 8, "temperature": 1.5, "seed": 4, "num_return": 2},
+    {"max_new_tokens": 5, "beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.7},
+]
+
+
+def task(way, row, index):
+    ((only,), _) = tasks_for("gpt2", [row], **WAYS[way])
+    only.index = index
+    return only
+
+
+def found(task):
+    return [h.ids for h in task.found]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(WAYS) - 1), st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=9),
+    st.sampled_from([4, 7, 32]),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_task_yields_the_same_in_any_company(plan, rows):
+    """Greedy, sampling and beams of all kinds, some of them submitted while others decode."""
+    model = hf.gpt2(4)
+    scheduler = Scheduler(hf.HfStarter(model), rows)
+    tasks = [(task(way, row, i), wait) for i, (way, row, wait) in enumerate(plan)]
+    step = 0
+    over = []
+    while not scheduler.idle or any(not t.over for t, _ in tasks):
+        for t, wait in tasks:
+            if wait == step:
+                scheduler.submit(t)
+        over += scheduler.step()
+        step += 1
+    assert len(over) == len(set(map(id, over))) == len(tasks)
+    for (together, _), (way, row, _) in zip(tasks, plan, strict=True):
+        alone = task(way, row, together.index)
+        decoded(model, [alone])
+        assert found(together) == found(alone)
+
+
+def test_rows_that_are_free_are_taken():
+    """Never more rows than allowed, and those that finish make room before the others are through."""
+    starter = hf.HfStarter(hf.marian(1))
+    scheduler = Scheduler(starter, rows=8)
+    limits = [2, 20, 2, 20, 2, 20, 2, 20, 5, 5, 5, 5]
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3] * 3, most=limits, suppress=[hf.END])
+    for t in tasks:
+        scheduler.submit(t)
+    steps = 0
+    while not scheduler.idle:
+        scheduler.step()
+        steps += 1
+        assert len(scheduler.running) <= 8
+    assert starter.begun == [8, 4]
+    assert steps == 20
+    assert max(max(batch.calls, default=0) for batch in starter.batches) == 8
+
+
+def test_finished_rows_leave_at_once():
+    limits = [3, 9, 5, 7]
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3], most=limits, suppress=[hf.END])
+    _, starter = decoded(hf.marian(1), tasks)
+    assert starter.batches[0].calls == [sum(n > i + 1 for n in limits) for i in range(max(limits) - 1)]
+
+
+def test_a_task_that_fails_fails_alone():
+    """A rule of the caller's that raises, at a step of its own; in a greedy row and in beams."""
+
+    def fails(ids, prompt, scores):
+        if len(ids) - prompt == 3:
+            raise ZeroDivisionError("of the caller's")
+
+    for options in ({"max_new_tokens": 8}, {"max_new_tokens": 8, "beam_size": 2}):
+        tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
+        tasks[1].rules = [fails]
+        scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)))
+        for t in tasks:
+            scheduler.submit(t)
+        while not scheduler.idle:
+            scheduler.step()
+        assert isinstance(tasks[1].error, ZeroDivisionError)
+        for i in (0, 2):
+            ((alone,), _) = tasks_for("gpt2", [i], **options)
+            decoded(hf.gpt2(4), [alone])
+            assert found(tasks[i]) == found(alone)
+
+
+class Picky(hf.HfStarter):
+    """Cannot begin a prompt with a 20 in it."""
+
+    def begin(self, tasks):
+        if any(20 in t.prompt for t in tasks):
+            raise ValueError("20")
+        return super().begin(tasks)
+
+
+def test_a_task_that_cannot_begin_keeps_no_other_from_it():
+    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=4)
+    scheduler = Scheduler(Picky(hf.gpt2(4)))
+    for t in tasks:
+        scheduler.submit(t)
+    while not scheduler.idle:
+        scheduler.step()
+    assert [t.error is None for t in tasks] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.0, "num_return": 3, "seed": 1}])
+def test_what_is_cancelled_or_late_gives_its_rows_away(options):
+    model = hf.gpt2(4)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=12, suppress=[hf.END], **options)
+    tasks[2].deadline = time.monotonic() - 1
+    scheduler = Scheduler(hf.HfStarter(model), rows=9)
+    for t in tasks:
+        scheduler.submit(t)
+    over = scheduler.step()
+    assert over == [tasks[2]]
+    assert isinstance(tasks[2].error, DeadlineError)
+    scheduler.cancel(tasks[0], KeyError("cancelled"))
+    assert scheduler.step() == [tasks[0]]
+    while not scheduler.idle:
+        scheduler.step()
+    for i in (1, 3):
+        ((alone,), _) = tasks_for("gpt2", [i], max_new_tokens=12, suppress=[hf.END], **options)
+        alone.index = tasks[i].index
+        decoded(model, [alone])
+        assert found(tasks[i]) == found(alone)
+
+
+def test_a_budget_of_memory():
+    """HfStarter says that a task needs as many bytes as it has rows."""
+    scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=Budget(5).share())
+    ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, beam_size=6)
+    with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
+        scheduler.submit(wide)
+    tasks = [*tasks_for("gpt2", [0, 1], max_new_tokens=6, beam_size=3)[0], *tasks_for("gpt2", [2], max_new_tokens=3)[0]]
+    for t in tasks:
+        scheduler.submit(t)
+    while not scheduler.idle:
+        scheduler.step()
+        assert sum(t.width for t in scheduler.running) <= 5
+    assert all(t.found for t in tasks)
+
+
+def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
+    class Broken(hf.HfStarter):
+        def begin(self, tasks):
+            rows, logits = super().begin(tasks)
+            if broken:
+                rows.step = lambda tokens: 1 / 0
+            return rows, logits
+
+    broken = True
+    scheduler = Scheduler(Broken(hf.gpt2(4)))
+    tasks, _ = tasks_for("gpt2", [0, 1], max_new_tokens=6, suppress=[hf.END])
+    for t in tasks:
+        scheduler.submit(t)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.step()
+    assert scheduler.fail(ZeroDivisionError()) == tasks
+    assert scheduler.idle
+    broken = False
+    again, _ = tasks_for("gpt2", [0], max_new_tokens=6, suppress=[hf.END])
+    scheduler.submit(again[0])
+    while not scheduler.idle:
+        scheduler.step()
+    assert len(again[0].found[0].ids) == 6
+
+
+def test_prompts_are_read_in_portions():
+    starter = hf.HfStarter(hf.gpt2(4))
+    scheduler = Scheduler(starter, rows=32, positions=12)
+    tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress=[hf.END])
+    for t in tasks:
+        scheduler.submit(t)
+    while not scheduler.idle:
+        scheduler.step()
+    assert starter.begun[0] == 2  # prompts of five tokens
+    assert sum(starter.begun) == 5
+    assert all(len(t.found[0].ids) == 3 for t in tasks)
+    assert np.array_equal(tasks[0].prompt, tasks[1].prompt)
