@@ -64,6 +64,7 @@ def _measured(size: str, quantize: str) -> dict[str, str]:
         "of it libraries": f"{libraries / 1e6:.0f} MB; without them {(peak - libraries) / weights:.2f} ×",
         "file": f"{made['size'] / 1e6:.0f} MB",
         "loaded": f"{loaded['held'] / made['size']:.2f} × the file, peak {loaded['peak'] / made['size']:.2f} ×",
+        "after a request": f"{loaded['used'] / made['size']:.2f} ×",
     }
 
 
@@ -107,12 +108,13 @@ def _llama() -> Source:
 
 
 def _load(file: Path) -> dict[str, float]:
-    """What a loaded model holds beyond the libraries, after a first request."""
+    """What a loaded model holds beyond the libraries, before and after a first request."""
     importlib.import_module("onnxruntime")
     before = _resident()
     model = Model.load(file, device="cpu")
+    held = _resident() - before
     model.generate([5, 6, 7, 8], max_new_tokens=8)
-    return {"held": _resident() - before, "peak": peak_memory() - before}
+    return {"held": held, "used": _resident() - before, "peak": peak_memory() - before}
 
 
 def _resident() -> int:
