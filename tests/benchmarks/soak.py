@@ -198,18 +198,17 @@ async def soak(
     """Requests of a pool at random, until `more` says no, which is asked before each burst: whether all is quiet."""
     rng = np.random.default_rng(seed)
     running: set[asyncio.Task[None]] = set()
-    first = True
+    # As many as there will ever be, and the longest first, so that memory is what it will be.
+    burst, most = sorted(requests, key=lambda request: -len(request.input))[: 14 * rows], 0
     async with AsyncModel(model, rows=rows, queue=4 * rows) as aio:
         while more(not running):
-            burst = int(rng.choice([1, 2, 4, 8 * rows], p=[0.5, 0.3, 0.15, 0.05]))
-            most = int(rng.choice([0, rows, 6 * rows], p=[0.1, 0.5, 0.4]))
-            if first:  # as many as there will ever be, so that memory is what it will be
-                first, burst, most = False, 14 * rows, 0
-            for _ in range(burst):
-                request = requests[int(rng.integers(len(requests)))]
+            for request in burst:
                 running.add(asyncio.create_task(_one(aio, request, np.random.default_rng(rng.integers(2**32)), tally)))
             while len(running) > most:
                 running -= (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]
+            size = int(rng.choice([1, 2, 4, 8 * rows], p=[0.5, 0.3, 0.15, 0.05]))
+            burst = [requests[int(i)] for i in rng.integers(len(requests), size=size)]
+            most = int(rng.choice([0, rows, 6 * rows], p=[0.1, 0.5, 0.4]))
         if running:
             await asyncio.wait(running)
 
@@ -302,13 +301,17 @@ def resident() -> int:
 
 
 def returning() -> None:
-    """Let free() give large buffers back to the system at once, where it is glibc's: else it keeps as much of them for
-    the next as it happens to, some MB, and what is resident tells nothing of what is held."""
+    """Have glibc's free() give large buffers back to the system, and keep one heap for all threads.
+
+    Else it keeps as many for the next as it happens to, some MB, so that what is resident does not tell what is held.
+    """
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, 1 << 17)
+        mallopt(_ARENA_MAX, 1)
 
 
-_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8
 
 
 class Meter:
