@@ -210,8 +210,8 @@ class Shifted(Engine):
 
     wrong = ""
 
-    def encode(self, requests, rows, extras=()):
-        given = super().encode(requests, rows, extras)
+    def encode(self, *arguments):
+        given = super().encode(*arguments)
         if self.wrong in given:
             given[self.wrong] = self.session.tensor(given[self.wrong].numpy() + np.float32(0.1))
         return given
