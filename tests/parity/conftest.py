@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
+from filelock import FileLock
 
 from tformer_export import ExportReport, export
 from tformer_runtime import Model
@@ -33,12 +38,15 @@ Exporter = Callable[..., Exported]
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     made: dict[tuple[str, str, str, str], Exported] = {}
+    own = tmp_path_factory.getbasetemp()
+    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     def get(name: str, target: str = "cpu", quantize: str = "none", **extras: Any) -> Exported:
         key = name, target, quantize, repr(extras)
         if key not in made:
             family = BY_NAME[name]
-            path = tmp_path_factory.mktemp(name) / "model.onnx"
+            folder = tmp_path_factory.mktemp(name)
+            path = folder / "model.onnx"
             ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
             given: dict[str, Any] = {} if family.hf else {
                 "example": {"src": ids, "tgt": ids},
@@ -46,7 +54,19 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                 "special": {"start": [START], "end": [END], "pad": PAD},
             }  # fmt: skip
             given |= {"target": target, "quantize": quantize, "max_length": MAX_LENGTH, **extras}
-            report = export(family.module, path, **given)
+            # Tests that run side by side share what one of them exports; each has a copy in a folder for itself.
+            shared = base / hashlib.sha256(repr(key).encode()).hexdigest()
+            with FileLock(f"{shared}.lock"):
+                if not shared.exists():
+                    begun = shared.with_suffix(".part")
+                    begun.mkdir()
+                    report = export(family.module, begun / path.name, **given)
+                    (begun / "report.pickle").write_bytes(pickle.dumps(report))
+                    begun.rename(shared)
+            shutil.copytree(shared, folder, dirs_exist_ok=True)
+            pickled = folder / "report.pickle"
+            report = pickle.loads(pickled.read_bytes())
+            pickled.unlink()
             engine = Engine(path, device="cpu", threads=1)
             made[key] = Exported(family, path, report, engine, Model(engine))
         return made[key]
