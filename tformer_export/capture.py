@@ -209,9 +209,14 @@ def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
 def _trace(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
-    # Where a value decides the course, torch writes the graph so far to standard error before it raises.
-    silent = contextlib.redirect_stderr(io.StringIO()), quiet("torch.fx.experimental.symbolic_shapes")
-    with torch.no_grad(), warnings.catch_warnings(), silent[0], silent[1], _masks_unread(), _data_detached():
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        quiet("torch.fx.experimental.symbolic_shapes"),
+        contextlib.redirect_stderr(io.StringIO()),  # where a value decides the course, torch shows the graph there
+        _masks_unread(),
+        _data_detached(),
+    ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
         traced: torch.export.ExportedProgram = program.run_decompositions({})
