@@ -1,4 +1,4 @@
-"""Running tformer-export in this process, and what has to hold when it refuses."""
+"""The exported file that tests run, running tformer-export in this process, and what has to hold when it refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
+
+from toy_models import Toy
+
 from tformer_export.cli import main
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory):
+    """A file that tformer-run takes, of letters to letters; read only."""
+    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
 
 
 @pytest.fixture

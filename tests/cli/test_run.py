@@ -12,17 +12,12 @@ from pathlib import Path
 
 import pytest
 from running import PROGRAM, failed, misused, run
-from toy_models import LETTERS, Toy, with_manifest
+from toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__, cli
 
 WORDS = ["hello", "a", "transformer", "zebra"]
 SHORT = ["--max-new-tokens", "6"]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,12 @@ import json
 
 import pytest
 from running import failed, run
-from toy_models import LETTERS, START_ID, Toy
+from toy_models import LETTERS, START_ID
 
 from tformer_runtime import GenerationOptions, Model, OptionError
 from tformer_runtime.cli_options import OPTIONS, as_written, bytes_of, generation_options
 
 SHORT = ["--max-new-tokens", "6"]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 11)) for i in rang
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(Toy(seed=27).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
-
-
-@pytest.fixture(scope="module")
 def expected(path):
     return run(path, *SMALL, stdin=joined(LINES)).stdout
 

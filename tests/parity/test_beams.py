@@ -12,8 +12,13 @@ LENGTHS = (6, 11, 3, 1, 8)
 
 def expected(family, row, **options):
     """generate() for one row alone: generated ids, and scores."""
+    found = generated(family, row, **options)
+    return own_ids(family, row, found), found.sequences_scores.numpy()
+
+
+def generated(family, row, **options):
     with torch.no_grad():
-        found = family.module.generate(
+        return family.module.generate(
             torch.from_numpy(row)[None],
             attention_mask=torch.ones(1, len(row), dtype=torch.long),
             do_sample=False,
@@ -21,8 +26,12 @@ def expected(family, row, **options):
             return_dict_in_generate=True,
             **options,
         )
+
+
+def own_ids(family, row, found):
+    """The generated ids of each sequence, up to an end token."""
     prompt = len(row) if family.decoder_only else 1
-    return [cut(ids[prompt:]) for ids in found.sequences.tolist()], found.sequences_scores.numpy()
+    return [cut(ids[prompt:]) for ids in found.sequences.tolist()]
 
 
 def cut(ids: list[int]) -> list[int]:
@@ -69,19 +78,5 @@ def test_rules_equal_generates(exported, name, ours, theirs, beams):
     results = file.model.generate_batch(rows, batch_size=2, beam_size=beams, max_new_tokens=10, **ours)
     for row, result in zip(rows, results, strict=True):
         given = {"num_beams": beams, "max_new_tokens": 10, **theirs}
-        if beams == 1:
-            found = greedy(file.family, row, **given)
-        else:
-            (found, *_), _ = expected(file.family, row, **given)
+        found, *_ = own_ids(file.family, row, generated(file.family, row, **given))
         assert list(result.token_ids) == found
-
-
-def greedy(family, row, **options):
-    with torch.no_grad():
-        ids = family.module.generate(
-            torch.from_numpy(row)[None],
-            attention_mask=torch.ones(1, len(row), dtype=torch.long),
-            do_sample=False,
-            **options,
-        )[0].tolist()
-    return cut(ids[len(row) if family.decoder_only else 1 :])
