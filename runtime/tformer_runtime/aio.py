@@ -20,13 +20,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tformer_runtime.errors import DeadlineError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Request, Result
+from tformer_runtime.generate import Request, Result, Told
 from tformer_runtime.inputs import Input
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.scheduler import LATE, ROWS, Scheduler
-from tformer_runtime.search import Task, Token
-from tformer_runtime.text import Detokenizer
+from tformer_runtime.search import Task
 
 QUEUE = 1024  # requests that are running or wait; more wait outside, in `await`
 
@@ -90,7 +89,7 @@ class AsyncModel:
         except TimeoutError:
             raise DeadlineError(LATE) from None
         try:
-            if settings.constrained:  # a grammar is compiled, and kept, elsewhere: it may take long
+            if settings.constraint is not None:  # a grammar is compiled, and kept, elsewhere: it may take long
                 await asyncio.to_thread(self.model._generator.guide, settings)
             job = _Job(self.model, self.model._inputs.request(input, 0, settings), settings, until, stream)
             self._worker.submit(job)
@@ -119,33 +118,21 @@ class _Job:
 
     def __init__(self, model: Model, request: Request, settings: Settings, until: float | None, stream: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._generator = model._generator
         self.over: asyncio.Future[None] = self._loop.create_future()
         self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._stream = stream
-        self._text: Detokenizer | None = None
-        codec = self._generator.codec
-        beams = settings.beam_size > 1 and not settings.sampling
-        if stream and not beams and codec is not None:
-            self._text = Detokenizer(codec, settings.stop)
-            self._give("".join(self._text.push(token) for token in request.prefix))
-        self.task: Task = self._generator.task(request, settings, self._heard if self._text else None)
+        generator = model._generator
+        self._told = Told(generator, request, settings, self._tell) if stream else None
+        self.task: Task = self._told.task if self._told else generator.task(request, settings)
         self.task.deadline = until
 
-    def _heard(self, token: Token) -> None:
-        assert self._text is not None
-        if token.finish != "end":
-            self._give(self._text.push(token.id))
-
-    def _give(self, piece: str) -> None:
-        if piece:
-            self._call(self.pieces.put_nowait, piece)
+    def _tell(self, piece: str) -> None:
+        self._call(self.pieces.put_nowait, piece)
 
     def finish(self) -> None:
         """Tell whoever waits that the task is over. Called by the thread that decodes; raises nothing."""
-        if self._stream and self.task.error is None:
+        if self._told and self.task.error is None:
             try:
-                self._give(self._text.finish() if self._text else self._generator.result(self.task).text)
+                self._told.finish()
             except Exception as error:
                 self.task.error = error
         self._call(self.pieces.put_nowait, None)
@@ -233,8 +220,8 @@ class _Worker:
             if job.task in self._jobs:
                 self._scheduler(job.task).cancel(job.task, _ended(closing))
         for scheduler in self._schedulers.values():
-            if not scheduler.idle:
-                self._step(scheduler)
+            for task in scheduler.turn() if not scheduler.idle else ():
+                self._jobs.pop(task).finish()
         return not closing or bool(self._jobs)
 
     def _sleep(self) -> None:
@@ -257,14 +244,6 @@ class _Worker:
         except Exception as error:
             job.task.error = error
             self._jobs.pop(job.task).finish()
-
-    def _step(self, scheduler: Scheduler) -> None:
-        try:
-            over = scheduler.step()
-        except BaseException as error:  # nothing that a single request did: all that run in it have lost their rows
-            over = scheduler.fail(error)
-        for task in over:
-            self._jobs.pop(task).finish()
 
     def _scheduler(self, task: Task) -> Scheduler:
         key = task.settings.alignments, task.settings.hidden

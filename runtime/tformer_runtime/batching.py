@@ -47,11 +47,17 @@ def in_order(
                     failed = error
                 more = len(window) == WINDOW * batch_size
                 order += [request.index for request in window]
-                for request in sorted(window, key=lambda r: -r.size):
+                tasks = []
+                for request in window:
                     try:
-                        scheduler.submit(start(request))
+                        tasks.append(start(request))
                     except Exception as error:  # its turn has not come
                         over[request.index] = error
+                for task in sorted(tasks, key=lambda task: -task.size):
+                    try:
+                        scheduler.submit(task)
+                    except Exception as error:
+                        over[task.index] = error
             over.update((task.index, task) for task in scheduler.step())
             while order and order[0] in over:
                 index = order.popleft()

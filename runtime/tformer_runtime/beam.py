@@ -18,7 +18,7 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
-from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, in_place, likeliest
 
 _MORE = 16  # generated ids that there is room for at first
 
@@ -141,8 +141,8 @@ class BeamSearch:
         scores = np.stack([group.scores for group in groups])
         if not any(level or group.task.rules or group.task.guide for group in groups):
             # Each row's best by its logits, which its norm and its score so far only move: no pass over all of them.
-            every = rows.size == len(logits) and bool((rows.ravel() == np.arange(rows.size)).all())
-            top, tokens = best(logits if every else logits[rows.ravel()], wide)
+            flat = rows.ravel()
+            top, tokens = best(logits if in_place(flat, len(logits)) else logits[flat], wide)
             top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, wide) + scores[:, :, None]
             top, picks = best(top.reshape(len(groups), -1), wide)
             tokens = np.take_along_axis(tokens.reshape(len(groups), -1), picks, 1)

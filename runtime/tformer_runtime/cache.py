@@ -120,17 +120,9 @@ class KVCache:
             self._remake(rows, fitting, used)
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
-            sources = rows[moved]
-            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
             for slab in self._slabs if moved.size else ():
-                live = self._live(slab)
-                if apart:
-                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
-                        own = _part(slab.axis - 1, lengths[source])
-                        live[:, to][own] = live[:, source][own]
-                else:
-                    live = live[_part(slab.axis, used)]
-                    live[:, moved] = live[:, sources]  # the right-hand side is a copy before anything is written
+                live = self._live(slab)[_part(slab.axis, used)].swapaxes(0, 1)
+                move(live, moved, rows[moved], [_part(slab.axis - 1, length) for length in lengths.tolist()])
             if len(rows) == before:
                 return False
         self.rows = len(rows)
@@ -227,6 +219,16 @@ class KVCache:
                     slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
             if not self._on_host:
                 slab.arrays = [None] * len(slab.arrays)
+
+
+def move(array: Array, to: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
+    """Rows `to` of (rows, …) become what rows `sources` were. parts: what is in use of each row, if not all is."""
+    if np.isin(sources, to).any():
+        array[to] = array[sources]  # the right-hand side is a copy before anything is written
+        return
+    for row, source in zip(to.tolist(), sources.tolist(), strict=True):  # nothing is overwritten that is still to come
+        own = parts[source] if parts else ...
+        array[row][own] = array[source][own]
 
 
 def _part(axis: int, used: int) -> tuple[slice, ...]:

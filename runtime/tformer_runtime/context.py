@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.cache import SPARE
+from tformer_runtime.cache import SPARE, move
 from tformer_runtime.manifest import BATCH, TensorSpec
 from tformer_runtime.memory import Share
 from tformer_runtime.sampling import Ints
@@ -73,16 +73,9 @@ class Context:
             both = min(count, self.rows)
             stays[:both] = origin[:both] == self._origin[:both]
             moved = np.flatnonzero(~stays)
-            sources = rows[moved]
-            apart = not np.isin(sources, moved).any()  # no row is overwritten that another is still to be copied from
             for array, axis in zip(self._arrays, self._axes, strict=True):
-                if axis is None:
-                    continue
-                if apart:
-                    for to, source in zip(moved.tolist(), sources.tolist(), strict=True):
-                        array[to] = array[source]
-                else:
-                    array[moved] = array[sources]  # the right-hand side is a copy before anything is written
+                if axis is not None:
+                    move(array, moved, rows[moved])
             changed = count != self.rows
             self._values = [] if changed else self._values
         else:

@@ -37,7 +37,7 @@ from tformer_runtime.manifest import (
     TensorSpec,
 )
 from tformer_runtime.memory import Budget, Share
-from tformer_runtime.requests import lengths_of, request_arrays
+from tformer_runtime.requests import Sizes, lengths_of, own_sizes, request_arrays
 from tformer_runtime.session import Array, Session
 
 Ints = npt.NDArray[np.int64]
@@ -266,6 +266,10 @@ class Engine:
         if any(less):
             state.call = None
         return any(less)
+
+    def sizes(self, sources: Mapping[str, Array]) -> Sizes:
+        """Free axis of the request inputs → how long one request is there."""
+        return own_sizes(self.manifest.encode.inputs, sources) if self.manifest.encode else {}
 
     def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
         """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.

@@ -8,22 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.constrain import Grammar, Guide, Kind
+from tformer_runtime.constrain import Grammar, Guide
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import OptionError
 from tformer_runtime.live import Starter
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import Settings
-from tformer_runtime.requests import Sizes, own_sizes
+from tformer_runtime.record import cut_to
 from tformer_runtime.rules import rules_of
 from tformer_runtime.sampling import Ints
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec, Detokenizer, cut
-
-_KINDS: tuple[Kind, ...] = ("regex", "json_schema", "grammar", "choices")
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,6 @@ class Request:
         """The ids that the result begins with."""
         return [int(i) for i in self.prompt[len(self.prompt) - self.given :]]
 
-    @property
-    def size(self) -> int:
-        """How many positions are to be computed before the first token: what batches are packed by."""
-        read = len(self.base.ids) if self.base else 0
-        return len(self.prompt) - read + sum(len(array) for array in self.sources.values())
-
 
 class Generator:
     """Makes tasks of requests, and results of tasks."""
@@ -165,8 +157,7 @@ class Generator:
         return replace(first, alternatives=tuple(others))
 
     def _result(self, task: Task, found: Hypothesis) -> Result:
-        prefix = tuple(task.prompt[len(task.prompt) - task.given :].tolist())
-        ids, finish = (*prefix, *found.ids), found.finish
+        ids, finish = (*task.prefix.tolist(), *found.ids), found.finish
         text = self.codec.decode(ids[:-1] if finish == "end" else ids) if self.codec else ""
         before = cut(text, task.settings.stop)
         if before is not None:
@@ -188,32 +179,28 @@ class Generator:
         """What was asked for beside the tokens."""
         if found.trail is None and not task.encoded:
             return {}
-        encode = self.engine.manifest.encode
-        sizes: Sizes = own_sizes(encode.inputs, task.sources) if encode else {}
+        sizes = self.engine.sizes(task.sources)
         extras: Mapping[str, Extra] = self._extras
         given: dict[str, Array] = {}
         if found.trail is not None:
             shapes = {name: extras[name].shape[2:] for name in found.trail.values}
             given = found.trail.stacked(task.given + len(found.ids), sizes, shapes)
         for name, value in task.encoded.items():
-            axes = extras[name].shape[1:]
-            given[name] = value[tuple(slice(0, sizes.get(a) if isinstance(a, str) else None) for a in axes)]
+            given[name] = cut_to(sizes, extras[name].shape[1:], value)
         hidden = {extras[name].module: value for name, value in given.items() if extras[name].kind == HIDDEN}
         return {"alignments": given.get(ALIGNMENTS), "hidden": hidden}
 
     def guide(self, settings: Settings) -> Guide | None:
         """What a constraint allows, from its beginning. Its grammar is compiled once, which may take a while."""
-        vocabulary = int(self.engine.decode.logits.shape[-1])
-        for kind in _KINDS:
-            definition = getattr(settings, kind)
-            if definition is not None:
-                if self._tokenizer is None:
-                    raise OptionError(f"{kind} needs text and the file has no tokenizer")
-                ends = self.engine.manifest.special.end
-                first = settings.first_token if not settings.prefix else None
-                before = first if first is not None and self._silent(first) else None
-                return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
-        return None
+        if settings.constraint is None:
+            return None
+        kind, definition = settings.constraint
+        if self._tokenizer is None:
+            raise OptionError(f"{kind} needs text and the file has no tokenizer")
+        vocabulary, ends = int(self.engine.decode.logits.shape[-1]), self.engine.manifest.special.end
+        first = settings.first_token if not settings.prefix else None
+        before = first if first is not None and self._silent(first) else None
+        return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
 
     def _begin(self, guide: Guide, prefix: Sequence[int]) -> None:
         """Have a guide follow a prefix. OptionError if no text that is allowed begins so."""
@@ -246,31 +233,48 @@ def generate_all(generator: Generator, requests: Sequence[Request], settings: Se
     return [generator.result(task) for task in tasks]
 
 
-def generate_stream(generator: Generator, request: Request, settings: Settings) -> Iterator[str]:
-    """Pieces of one request's text as they become certain. Beams are known at their end only: one piece."""
-    assert generator.codec is not None
-    if settings.beam_size > 1 and not settings.sampling:
-        yield generate_all(generator, [request], settings)[0].text
-        return
-    text = Detokenizer(generator.codec, settings.stop)
-    pieces = [text.push(token) for token in request.prefix]
+class Told:
+    """A request's task, whose text is told in pieces as they become certain. Beams are known at their end only."""
 
-    def heard(token: Token) -> None:
+    def __init__(self, generator: Generator, request: Request, settings: Settings, tell: Callable[[str], None]) -> None:
+        """tell: is given pieces that are not empty, by the thread that decodes; the prefix at once."""
+        assert generator.codec is not None
+        self._generator, self._tell = generator, tell
+        self._text = None if settings.beams else Detokenizer(generator.codec, settings.stop)
+        self.task = generator.task(request, settings, self._heard if self._text else None)
+        if self._text is not None:
+            self._give("".join(map(self._text.push, request.prefix)))
+
+    def finish(self) -> None:
+        """Tell the rest, once the task is over; raises what ended it instead."""
+        if self._text is None or self.task.error is not None:
+            self._give(self._generator.result(self.task).text)
+        else:
+            self._give(self._text.finish())
+
+    def _heard(self, token: Token) -> None:
+        assert self._text is not None
         if token.finish != "end":
-            pieces.append(text.push(token.id))
+            self._give(self._text.push(token.id))
 
-    task = generator.task(request, settings, heard)
-    scheduler = generator.scheduler(settings, task.width, joins=False)
+    def _give(self, piece: str) -> None:
+        if piece:
+            self._tell(piece)
+
+
+def generate_stream(generator: Generator, request: Request, settings: Settings) -> Iterator[str]:
+    """Pieces of one request's text as they become certain."""
+    pieces: list[str] = []
+    told = Told(generator, request, settings, pieces.append)
+    scheduler = generator.scheduler(settings, told.task.width, joins=False)
     try:
-        scheduler.submit(task)
-        while not scheduler.idle:
+        scheduler.submit(told.task)
+        while not told.task.over:
             scheduler.step()
-            if task.error is not None:
-                raise task.error
+            if told.task.over:
+                told.finish()
             if piece := "".join(pieces):
                 yield piece
             pieces.clear()
     finally:
         scheduler.release()
-    if piece := text.finish():
-        yield piece

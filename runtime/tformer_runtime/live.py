@@ -9,7 +9,6 @@ import numpy as np
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.memory import Share
 from tformer_runtime.record import Trail
-from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
 from tformer_runtime.search import Task, likeliest, padded
 
@@ -76,17 +75,13 @@ class Starter:
             task.encoded = {name: values[i].copy() for name, values in state.encoded.items()}
         return self._read(state, tasks)
 
-    def size(self, task: Task) -> int:
-        return len(task.unread) + sum(len(array) for array in task.sources.values())
-
     def need(self, running: Sequence[Task], coming: Sequence[Task], rows: LiveRows | None = None) -> int:
-        encode = self._engine.manifest.encode
         beside = None if rows is None else rows.state
         slots, width = 0, sum(task.width for task in running)
         sizes: dict[str, int] = {}
         for task in (*running, *coming):
             slots = max(slots, len(task.prompt) + task.most)
-            for axis, size in own_sizes(encode.inputs, task.sources).items() if encode else ():
+            for axis, size in self._engine.sizes(task.sources).items():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
         return self._engine.need(slots, sizes, width, beside)
@@ -146,7 +141,7 @@ _FIRST = np.zeros(1, np.int64)
 
 def _note_given(task: Task, logits: Floats) -> None:
     """Note the log-probabilities of the prefix, and of what was likeliest there. logits: (prefix, vocabulary)."""
-    ids = task.prompt[len(task.prompt) - task.given :]
+    ids = task.prefix
     logprobs = logits - log_normalizer(logits)[:, None]
     known = ids < logits.shape[-1]  # the step input may have ids that are never generated
     own = np.where(known, logprobs[np.arange(len(ids)), np.where(known, ids, 0)], -np.inf)

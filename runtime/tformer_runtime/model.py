@@ -20,7 +20,6 @@ from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.requests import own_sizes
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
 
@@ -122,8 +121,8 @@ class Model:
         generator = self._generator
         base = self._base(after)
         requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
-        width = max(settings.beam_size, settings.num_return)
-        schedulers = [generator.scheduler(settings, batch_size * width, waits=workers == 1) for _ in range(workers)]
+        rows = batch_size * settings.width
+        schedulers = [generator.scheduler(settings, rows, waits=workers == 1) for _ in range(workers)]
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
 
     def stream(
@@ -270,9 +269,8 @@ class Model:
     @contextmanager
     def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
         """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
-        encode = self.manifest.encode
         share = self._budget.share()
-        share.ask(self._engine.need(length, own_sizes(encode.inputs, sources) if encode else {}))
+        share.ask(self._engine.need(length, self._engine.sizes(sources)))
         state: State | None = None
         try:
             state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)

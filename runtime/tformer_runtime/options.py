@@ -20,7 +20,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy.typing as npt
 
@@ -28,11 +28,12 @@ from tformer_runtime.errors import OptionError
 from tformer_runtime.sampling import Floats, Ints
 
 EarlyStopping = bool | Literal["never"]
+Kind = Literal["regex", "json_schema", "grammar", "choices"]  # of constraints
 LogitsProcessor = Callable[[Ints, Floats], npt.ArrayLike]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _GROUPS = ("beam_groups", "diversity_penalty")
-_CONSTRAINTS = ("regex", "json_schema", "grammar", "choices")
+_CONSTRAINTS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,19 @@ class Settings:
         return self.temperature != 0 and any(getattr(self, name) is not None for name in _SAMPLING)
 
     @property
-    def constrained(self) -> bool:
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+    def beams(self) -> bool:
+        """Whether it is beam search."""
+        return self.beam_size > 1 and not self.sampling
+
+    @property
+    def width(self) -> int:
+        """The rows that a request takes."""
+        return max(self.beam_size, self.num_return)
+
+    @property
+    def constraint(self) -> tuple[Kind, Any] | None:
+        """Which is set, and its definition."""
+        return next(((kind, text) for kind in _CONSTRAINTS if (text := getattr(self, kind)) is not None), None)
 
     @property
     def enough(self) -> int:

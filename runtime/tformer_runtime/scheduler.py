@@ -19,7 +19,7 @@ from tformer_runtime.memory import Budget, Share
 from tformer_runtime.record import Trail
 from tformer_runtime.rows import RowSearch
 from tformer_runtime.sampling import Floats, Ints
-from tformer_runtime.search import Search, Task, placed
+from tformer_runtime.search import Search, Task, in_place, placed
 
 ROWS = 32  # that are decoded at once
 LATE = "the deadline passed before the request was finished"
@@ -56,9 +56,6 @@ class Model(Protocol):
 
         Raises if a task cannot be run; which one, is found by trying each alone.
         """
-
-    def size(self, task: Task) -> int:
-        """Positions that are computed before a task's first token."""
 
     def need(self, running: Sequence[Task], coming: Sequence[Task], rows: Any = None) -> int:
         """The most bytes that tasks may come to hold as rows of one batch. rows: those of the running ones."""
@@ -149,6 +146,13 @@ class Scheduler:
             task.ended = now
         return over
 
+    def turn(self) -> list[Task]:
+        """A step that raises nothing: what no single task did ends all that run, as they have lost their rows."""
+        try:
+            return self.step()
+        except BaseException as error:
+            return self.fail(error)
+
     def fail(self, error: BaseException) -> list[Task]:
         """End every task with an error, after a step that raised; those that were through before keep their result."""
         over = [*self._waiting, *self._running, *self._over]
@@ -221,7 +225,7 @@ class Scheduler:
         longest = 0
         while self._waiting:
             task = self._waiting[0]
-            longest = max(longest, self._model.size(task))
+            longest = max(longest, task.size)
             first = not batch and not used
             if not first and (free < task.width or (len(batch) + 1) * longest > self._positions):
                 break
@@ -286,8 +290,7 @@ class Scheduler:
         parents, tokens, widths = [], [], []
         for key, search in self._searches.items():
             own = self._places[key]
-            whole = len(own) == len(self._logits) and bool((own == np.arange(len(own))).all())
-            logits = self._logits if whole else self._logits[own]
+            logits = self._logits if in_place(own, len(self._logits)) else self._logits[own]
             continued, new = search.advance(logits, trails and [trails[i] for i in own.tolist()])
             parents.append(own[continued])
             tokens.append(new)
@@ -296,7 +299,7 @@ class Scheduler:
         if not len(every):
             self.release()
             return
-        if len(every) == len(self._logits) and bool((every == np.arange(len(every))).all()):
+        if in_place(every, len(self._logits)):
             places = every
         else:
             places, order = placed(every)
@@ -314,4 +317,4 @@ class Scheduler:
 def _kind(task: Task) -> object:
     """Tasks of one kind are advanced together: beams of a number, or rows that are each their own."""
     settings = task.settings
-    return (settings.beam_size, settings.beam_groups) if settings.beam_size > 1 and not settings.sampling else 0
+    return (settings.beam_size, settings.beam_groups) if settings.beams else 0

@@ -98,9 +98,19 @@ class Task:
         return self.prompt if self.base is None else self.prompt[int(self.base.lengths[0]) :]
 
     @property
+    def prefix(self) -> Ints:
+        """The ids that the result begins with."""
+        return self.prompt[len(self.prompt) - self.given :]
+
+    @property
+    def size(self) -> int:
+        """How many positions are to be computed before the first token: what batches are packed by."""
+        return len(self.unread) + sum(len(array) for array in self.sources.values())
+
+    @property
     def width(self) -> int:
         """The rows that it takes."""
-        return max(self.settings.beam_size, self.settings.num_return)
+        return self.settings.width
 
     @property
     def over(self) -> bool:
@@ -154,6 +164,11 @@ class Search(Protocol):
 
         logits: (width, vocabulary), which may be changed. trails: what was recorded of each row, if anything is.
         """
+
+
+def in_place(rows: Ints, count: int) -> bool:
+    """Whether rows are all of `count`, each where it is."""
+    return len(rows) == count and bool((rows == np.arange(count)).all())
 
 
 def placed(parents: Ints) -> tuple[Ints, Ints]:

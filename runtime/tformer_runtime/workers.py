@@ -99,11 +99,7 @@ class Workers:
         try:
             while self._take(scheduler):
                 seen = self._memory.changes
-                try:
-                    over = scheduler.step()
-                except BaseException as error:  # nothing that one task did: all that run in it have lost their rows
-                    over = scheduler.fail(error)
-                for task in over:
+                for task in scheduler.turn():
                     self._outbox.put(task)
                 self._rest(scheduler, seen)
         finally:

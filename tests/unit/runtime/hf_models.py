@@ -120,9 +120,6 @@ class HfStarter:
         self.batches.append(rows)
         return rows, rows.logits()
 
-    def size(self, task: Any) -> int:
-        return len(task.prompt)
-
     def need(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
         return sum(task.width for task in (*running, *coming))
 

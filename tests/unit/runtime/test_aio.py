@@ -26,6 +26,7 @@ from tformer_runtime import (
     OptionError,
     UnsupportedCallError,
 )
+from tformer_runtime.scheduler import Scheduler
 
 TOYS = {"encoder-decoder": Toy(seed=27, extras=True), "decoder-only": Toy(seed=5, encoder=False)}
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
@@ -482,7 +483,7 @@ def test_nobody_waits_for_a_thread_that_has_died(toy, monkeypatch):
         async with AsyncModel(toy, rows=1) as aio:
             first, gate = await gated(aio, 1)
             waits = await started(aio.generate("ab"), aio.generate("q"))
-            monkeypatch.setattr(aio._worker, "_step", lambda scheduler: 1 / 0)
+            monkeypatch.setattr(Scheduler, "turn", lambda scheduler: 1 / 0)
             gate.open()
             outcomes = await asyncio.gather(first, *waits, return_exceptions=True)
             with pytest.raises(UnsupportedCallError):
