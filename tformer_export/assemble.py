@@ -10,6 +10,7 @@ from tformer_export.lowering import IR_VERSION
 from tformer_runtime import manifest
 
 EVERY_SIZE = 2**62
+CONTEXT = "context."  # how the decode inputs for the context begin
 ENCODED = ".encoded"  # an encode output is called as the decode input that it becomes, with this behind it
 
 

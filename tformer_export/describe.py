@@ -33,6 +33,7 @@ def describe(
     *,
     max_length: int,
     target: str,
+    shares_context: bool = False,
 ) -> Manifest:
     """Everything but quantisation and parity, which are known later."""
     texts = list(dict.fromkeys(source.tokenizers.values()))
@@ -40,7 +41,7 @@ def describe(
         task=source.task,
         max_length=max_length,
         encode=_encode(source, encode, inputs) if encode else None,
-        decode=_decode(decode, inputs) if decode else None,
+        decode=_decode(decode, inputs, shares_context) if decode else None,
         special=source.special,
         tokenizers=tuple(texts),
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
@@ -66,7 +67,7 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
     return Encode(tuple(described), outputs, _extras(program))
 
 
-def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
+def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool) -> Decode:
     step, *others = program.inputs
     ports = {port.name: port for port in (*program.inputs, *program.outputs)}
     pasts = {cache.past for cache in program.caches}
@@ -82,6 +83,7 @@ def _decode(program: Program, inputs: Mapping[str, About]) -> Decode:
         vocabulary=inputs[step.name].vocabulary,
         ragged_chunks=program.ragged_chunks,
         extras=_extras(program),
+        shares_context=shares_context,
     )
 
 

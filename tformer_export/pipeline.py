@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.alignments import Wanted, add_alignments
-from tformer_export.assemble import ENCODED, assemble
+from tformer_export.assemble import CONTEXT, ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line, vocabulary
@@ -111,7 +111,8 @@ def compile_source(
         model = assemble(*models)
         passes = run_passes(model, portable=target == "portable")
         chosen.check(model)
-    manifest = describe(source, encode, decode, inputs, max_length=length, target=target)
+    shares = passes.get("shared", 0) > 0
+    manifest = describe(source, encode, decode, inputs, max_length=length, target=target, shares_context=shares)
     landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else (), (*extras[0], *extras[1]))
     return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes}, gives_last)
 
@@ -181,7 +182,7 @@ def _stage(
     refuse_mixed_rows(captured, values, other_row)
     tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
-    names = [f"context.{i}" for i in range(len(contexts))]
+    names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names, extras[1])
     encode_program = None
     if contexts or extras[0]:

@@ -122,7 +122,7 @@ class _Job:
         self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
         generator = model._generator
         self._told = Told(generator, request, settings, self._tell) if stream else None
-        self.task: Task = self._told.task if self._told else generator.task(request, settings)
+        self.task: Task = self._told.task() if self._told else generator.task(request, settings)
         self.task.deadline = until
 
     def _tell(self, piece: str) -> None:
@@ -132,7 +132,7 @@ class _Job:
         """Tell whoever waits that the task is over. Called by the thread that decodes; raises nothing."""
         if self._told and self.task.error is None:
             try:
-                self._told.finish()
+                self._told.finish(self.task)
             except Exception as error:
                 self.task.error = error
         self._call(self.pieces.put_nowait, None)

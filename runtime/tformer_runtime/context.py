@@ -1,9 +1,11 @@
 """What the encode stage leaves for the decode stage: tensors that decoding reads and never writes, one row a sequence.
 
 As the caches have it (`cache.py`), the buffers have room for more rows than are in use, though not for far more, and
-only rows that move are copied. A free axis is as long as the longest row's, and longer after that has left, until rows
-come for which the buffers are made anew. What stands at a row's position of padding is what stands at any, so that a
-row can be made as long as another by repeating its end.
+only rows that move are copied. Where the file can share it (`Decode.shares_context`), neighbouring rows that came of
+one request, such as its beams, have one row of context together, as long as every request has as many rows. A free axis
+is as long as the longest row's, and longer after that has left, until rows come for which the buffers are made anew.
+What stands at a row's position of padding is what stands at any, so that a row can be made as long as another by
+repeating its end.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Context:
     refers to it any more.
 
     arrays: as the encode stage gave them, in the order of specs. lengths: free axis → (rows,) how long each row's own
-    part is, a position of padding counted if there is one; axes that it does not tell are never cut.
+    part is, a position of padding counted if there is one; axes that it does not tell are never cut. shares: whether
+    the file can share them.
     """
 
     def __init__(
@@ -38,17 +41,24 @@ class Context:
         lengths: Mapping[str, Ints],
         rows: int,
         budget: Share,
+        shares: bool = False,
     ) -> None:
-        self._session, self._specs, self._budget = session, specs, budget
+        self._session, self._specs, self._budget, self._shares = session, specs, budget, shares
         self._lengths = dict(lengths)
-        self._origin = np.arange(rows)  # rows with the same number have the same context
+        self.requests = np.arange(rows)  # of each row of the batch: rows with the same number have the same context
+        self._held = self.requests  # of each row of the buffers
         self._axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs]
         # Rows can come and go in place where they are the first axis: the rows in use are then one piece of memory.
         self._in_place = session.device == "cpu" and all(axis in (None, 0) for axis in self._axes)
-        self.rows, self.nbytes = rows, 0
+        self.nbytes = 0
         self._arrays: list[Array] = []
         self._values: list[Any] = []
         self._hold([_writable(array) for array in arrays])
+
+    @property
+    def rows(self) -> int:
+        """Of the buffers, in use."""
+        return len(self._held)
 
     @property
     def arrays(self) -> list[Array]:
@@ -57,37 +67,46 @@ class Context:
 
     @property
     def values(self) -> list[Any]:
-        """The OrtValues to bind."""
+        """The OrtValues to bind. MemoryBudgetError as of `Share.take`, and nothing has changed."""
+        self._arrange(self.requests)
         if len(self._values) != len(self._arrays):
             self._values = [self._session.tensor(array) for array in self.arrays]
         return self._values
 
     def reorder(self, rows: Ints) -> bool:
         """Row i becomes what row rows[i] was. True if there are new values to bind."""
-        count, origin = len(rows), self._origin[rows]
-        if not self._arrays or (count == self.rows and np.array_equal(origin, self._origin)):
-            self._origin, self.rows = origin, count
+        return self._arrange(self.requests[rows])
+
+    def _arrange(self, requests: Ints) -> bool:
+        """Have the buffers hold what rows of these requests read; True if there are new values to bind."""
+        wanted = _together(requests) if self._shares else requests
+        if np.array_equal(wanted, self._held) or not self._arrays:
+            self.requests, self._held = requests, wanted
             return False
-        if self._in_place and count <= self.room <= SPARE * count:
+        count, before = len(wanted), self.rows
+        rows = _first_of(self._held, wanted)
+        if self._in_place and self._arrays and count <= self.room <= SPARE * count:
             stays = np.zeros(count, np.bool_)
-            both = min(count, self.rows)
-            stays[:both] = origin[:both] == self._origin[:both]
+            both = min(count, before)
+            stays[:both] = wanted[:both] == self._held[:both]
             moved = np.flatnonzero(~stays)
             for array, axis in zip(self._arrays, self._axes, strict=True):
                 if axis is not None:
                     move(array, moved, rows[moved])
-            changed = count != self.rows
+            changed = count != before
             self._values = [] if changed else self._values
         else:
-            taken = [_taken(array, axis, rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
-            self._hold(taken)
+            self._hold([_taken(array, axis, rows) for array, axis in zip(self._arrays, self._axes, strict=True)])
             changed = True
         self._lengths = {name: own[rows] for name, own in self._lengths.items()}
-        self._origin, self.rows = origin, count
+        self.requests, self._held = requests, wanted
         return changed or not self._in_place
 
     def join(self, other: Context) -> None:
-        """Append the other's rows; the other is released. Copies those, and all of them where there is no room."""
+        """Append the other's rows; the other is released. Copies those, and all of them where there is no room.
+
+        What rows share is arranged when it is next read, as rows that come often continue as several.
+        """
         before, rows = self.rows, self.rows + other.rows
         self._budget.give(other.nbytes)  # what moves over is counted once
         other.nbytes = 0
@@ -108,8 +127,9 @@ class Context:
         for axis, array, came in zip(self._axes, self._arrays, other.arrays, strict=True):
             if axis is not None:
                 _rows(array, axis, rows, before)[...] = _fitted(came, axis, array.shape)
-        self._origin = np.concatenate([self._origin, other._origin + int(self._origin.max(initial=-1)) + 1])
-        self.rows, self._values = rows, []
+        first = int(max(self.requests.max(initial=-1), self._held.max(initial=-1))) + 1
+        self.requests = np.concatenate([self.requests, other.requests + first])
+        self._held, self._values = np.concatenate([self._held, other._held + first]), []
         other.release()
 
     def _shape(self, spec: TensorSpec, held: Array, came: Array, rows: int) -> tuple[int, ...]:
@@ -137,10 +157,12 @@ class Context:
 
     def copy(self, rows: Ints, budget: Share) -> Context:
         """A context of its own, whose row i is what row rows[i] is here."""
-        taken = [_taken(array, axis, rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
-        lengths = {name: own[rows] for name, own in self._lengths.items()}
-        other = Context(self._session, self._specs, taken, lengths, len(rows), budget)
-        other._origin = self._origin[rows]
+        wanted = self.requests[rows]
+        own = _first_of(self._held, wanted)
+        taken = [_taken(array, axis, own) for array, axis in zip(self._arrays, self._axes, strict=True)]
+        lengths = {name: length[own] for name, length in self._lengths.items()}
+        other = Context(self._session, self._specs, taken, lengths, len(rows), budget, self._shares)
+        other.requests = other._held = wanted
         return other
 
     def release(self) -> None:
@@ -161,6 +183,19 @@ class Context:
         count = sum(array.nbytes for array in arrays)
         self._budget.take(count - self.nbytes)
         self._arrays, self._values, self.nbytes = arrays, [], count
+
+
+def _together(requests: Ints) -> Ints:
+    """One number for each run of equal ones, if all runs are as long; else the numbers themselves."""
+    begins = np.flatnonzero(np.diff(requests, prepend=-1))
+    alike = len(begins) < len(requests) and len(set(np.diff(begins, append=len(requests)).tolist())) == 1
+    return requests[begins] if alike else requests
+
+
+def _first_of(held: Ints, wanted: Ints) -> Ints:
+    """Where each of the wanted numbers is held first."""
+    order = np.argsort(held, kind="stable")
+    return order[np.searchsorted(held[order], wanted)]
 
 
 def _rows(array: Array, axis: int | None, end: int, start: int = 0) -> Array:

@@ -81,7 +81,7 @@ class State:
 
     @property
     def context(self) -> list[Array]:
-        """What the encode stage gave for each row, in the order of its outputs."""
+        """What the encode stage gave for each row, or for all that share it, in the order of its outputs."""
         return self.held.arrays
 
     @property
@@ -170,7 +170,7 @@ class Engine:
             arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, more).items()}
             context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
             lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
-        held = Context(self.session, self._contexts, context, lengths, rows, budget)
+        held = Context(self.session, self._contexts, context, lengths, rows, budget, self.decode.shares_context)
         state = State(held, cache, rows, arrays, self._of_steps(extras))
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
@@ -275,7 +275,7 @@ class Engine:
         """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
 
         sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
-        they read) is taken to be as long as the longest.
+        they read) is taken to be as long as the longest. Rows that share a context may come to have one each.
         """
         sizes = {**sizes, BATCH: rows}
         longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)

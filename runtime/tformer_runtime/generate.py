@@ -234,21 +234,27 @@ def generate_all(generator: Generator, requests: Sequence[Request], settings: Se
 
 
 class Told:
-    """A request's task, whose text is told in pieces as they become certain. Beams are known at their end only."""
+    """The text of a request, told in pieces as they become certain. Beams are known at their end only.
+
+    The task refers to this, and this not to the task, so that what the task holds is freed with it.
+    """
 
     def __init__(self, generator: Generator, request: Request, settings: Settings, tell: Callable[[str], None]) -> None:
         """tell: is given pieces that are not empty, by the thread that decodes; the prefix at once."""
         assert generator.codec is not None
         self._generator, self._tell = generator, tell
         self._text = None if settings.beams else Detokenizer(generator.codec, settings.stop)
-        self.task = generator.task(request, settings, self._heard if self._text else None)
+        self._request, self._settings = request, settings
         if self._text is not None:
             self._give("".join(map(self._text.push, request.prefix)))
 
-    def finish(self) -> None:
+    def task(self) -> Task:
+        return self._generator.task(self._request, self._settings, self._heard if self._text else None)
+
+    def finish(self, task: Task) -> None:
         """Tell the rest, once the task is over; raises what ended it instead."""
-        if self._text is None or self.task.error is not None:
-            self._give(self._generator.result(self.task).text)
+        if self._text is None or task.error is not None:
+            self._give(self._generator.result(task).text)
         else:
             self._give(self._text.finish())
 
@@ -266,13 +272,14 @@ def generate_stream(generator: Generator, request: Request, settings: Settings) 
     """Pieces of one request's text as they become certain."""
     pieces: list[str] = []
     told = Told(generator, request, settings, pieces.append)
-    scheduler = generator.scheduler(settings, told.task.width, joins=False)
+    task = told.task()
+    scheduler = generator.scheduler(settings, task.width, joins=False)
     try:
-        scheduler.submit(told.task)
-        while not told.task.over:
+        scheduler.submit(task)
+        while not task.over:
             scheduler.step()
-            if told.task.over:
-                told.finish()
+            if task.over:
+                told.finish(task)
             if piece := "".join(pieces):
                 yield piece
             pieces.clear()

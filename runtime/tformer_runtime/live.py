@@ -29,6 +29,9 @@ class LiveRows:
         self._engine.reorder(self.state, rows)
         self._trails = [self._trails[i] for i in rows.tolist()]
 
+    def requests(self) -> Ints | None:
+        return self.state.held.requests if self._engine.decode.shares_context else None
+
     def join(self, other: LiveRows) -> None:
         self._engine.join(self.state, other.state)
         self._trails += other._trails

@@ -126,7 +126,8 @@ class Decode:
     `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
     may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
     tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
-    with no past, may always do so).
+    with no past, may always do so). `shares_context` tells whether a row of the context may be that of several
+    neighbouring rows of the step input, of as many for each; else there are as many of it as of those.
     """
 
     step: TensorSpec
@@ -137,6 +138,7 @@ class Decode:
     vocabulary: int | None = None
     ragged_chunks: bool = True
     extras: tuple[Extra, ...] = ()
+    shares_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ class Manifest:
                     decode["vocabulary"],
                     decode["ragged_chunks"],
                     _extras(decode),
+                    decode.get("shares_context", False),
                 ),
                 "special": SpecialTokens(
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]

@@ -35,6 +35,9 @@ class Rows(Protocol):
     def reorder(self, rows: Ints) -> None:
         """Row i becomes what row rows[i] was; rows may repeat, be fewer or be more."""
 
+    def requests(self) -> Ints | None:
+        """(rows,) numbers, equal for rows that are best beside each other; None if it does not matter."""
+
     def join(self, other: Any) -> None:
         """Append the other's rows; it is of no more use then."""
 
@@ -205,7 +208,7 @@ class Scheduler:
         if not len(kept):
             self.release()
             return
-        places, order = placed(kept)
+        places, order = placed(kept, self._rows.requests())
         where = np.zeros(len(self._logits), np.int64)
         where[kept] = places
         self._rows.reorder(order)
@@ -302,7 +305,7 @@ class Scheduler:
         if in_place(every, len(self._logits)):
             places = every
         else:
-            places, order = placed(every)
+            places, order = placed(every, self._rows.requests())
             self._rows.reorder(order)
         fed = np.empty((len(every), 1), np.int64)
         fed[places, 0] = np.concatenate(tokens)

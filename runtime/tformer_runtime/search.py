@@ -171,23 +171,44 @@ def in_place(rows: Ints, count: int) -> bool:
     return len(rows) == count and bool((rows == np.arange(count)).all())
 
 
-def placed(parents: Ints) -> tuple[Ints, Ints]:
+def placed(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]:
     """Places for rows that continue others, so that few must be copied.
 
-    parents: (n,) which of the present rows each continues. Returns for each of them its place among 0 … n-1, and for
-    each place the present row that it continues. A child takes its parent's place where it can.
+    parents: (n,) which of the present rows each continues. requests: a number for each present row. Rows that continue
+    those of one number are placed beside each other, if there are as many of each; else, and without numbers, anywhere.
+    Returns for each row its place among 0 … n-1, and for each place the present row that it continues. A child takes
+    its parent's place where it can.
+    """
+    places = _places(parents)
+    if requests is not None:
+        _, first, block, sizes = np.unique(
+            requests[parents], return_index=True, return_inverse=True, return_counts=True
+        )
+        size = int(sizes[0])
+        if size > 1 and bool((sizes == size).all()):
+            blocks = _places(parents[first] // size)
+            places = _places(parents, size, blocks[block])
+    order = np.empty(len(parents), np.int64)
+    order[places] = parents
+    return places, order
+
+
+def _places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
+    """A place for each child: its parent's, if that is one of 0 … n-1 and no earlier child has it, else one that is
+    left. blocks: the block of `size` places that each child's must be in; every block has as many children as places.
     """
     count = len(parents)
     places = np.full(count, -1)
-    firsts = np.unique(parents, return_index=True)
-    stays = firsts[0] < count
-    places[firsts[1][stays]] = firsts[0][stays]
     free = np.ones(count, np.bool_)
-    free[firsts[0][stays]] = False
-    places[places < 0] = np.flatnonzero(free)
-    order = np.empty(count, np.int64)
-    order[places] = parents
-    return places, order
+    rows, firsts = np.unique(parents, return_index=True)
+    stays = rows < count if blocks is None else rows // size == blocks[firsts]
+    places[firsts[stays]] = rows[stays]
+    free[rows[stays]] = False
+    others = np.flatnonzero(places < 0)
+    if blocks is not None:
+        others = others[np.argsort(blocks[others], kind="stable")]
+    places[others] = np.flatnonzero(free)
+    return places
 
 
 def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:

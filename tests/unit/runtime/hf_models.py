@@ -88,6 +88,9 @@ class HfRows:
             own += new.tolist()
         return self.logits()
 
+    def requests(self) -> None:
+        return None
+
     def reorder(self, rows: np.ndarray) -> None:
         self.ids = [list(self.ids[r]) for r in rows]
         self.sources = [self.sources[r] for r in rows]

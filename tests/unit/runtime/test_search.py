@@ -6,8 +6,10 @@ import itertools
 import random
 
 import hf_models as hf
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from tformer_runtime.beam import best
 from tformer_runtime.manifest import SpecialTokens
@@ -269,6 +271,23 @@ def test_children_take_their_parents_places(seed):
     assert sorted(places.tolist()) == list(range(count))
     np.testing.assert_array_equal(order[places], parents)
     assert int((order == np.arange(count)).sum()) == len({p for p in parents.tolist() if p < count})
+
+
+@hypothesis.given(st.data())
+def test_rows_of_a_request_are_placed_beside_each_other(data):
+    size, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    present = data.draw(st.permutations(range(2 * count)))  # some have one row yet, and some are through
+    requests = np.concatenate([[r] * data.draw(st.sampled_from([1, size])) for r in present])
+    stay = data.draw(st.permutations(range(2 * count)))[:count]
+    parents = np.array([data.draw(st.sampled_from(np.flatnonzero(requests == r))) for r in stay for _ in range(size)])
+    parents = parents[data.draw(st.permutations(range(len(parents))))]
+    places, order = placed(parents, requests)
+    assert sorted(places.tolist()) == list(range(len(parents)))
+    np.testing.assert_array_equal(order[places], parents)
+    blocks = requests[order].reshape(count, size)
+    assert (blocks == blocks[:, :1]).all()
+    if requests[: len(parents)].tolist() == requests[order].tolist():  # each is where it was: only copies move
+        assert int((order == np.arange(len(parents))).sum()) == len(set(parents.tolist()))
 
 
 def test_padded_keeps_each_rows_length():

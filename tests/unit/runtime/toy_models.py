@@ -42,6 +42,7 @@ class Toy:
     """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair".
 
     stride: cross attention sees every so manieth position of the source.
+    shares: neighbouring rows may have one row of context together.
     extras: give the mean of cross attention's weights, what the projection to the vocabulary reads, and what the
     encoder's keys are made of.
     """
@@ -59,6 +60,7 @@ class Toy:
     sharpness: float = 3.0
     layers: int = 1
     stride: int = 1
+    shares: bool = False
     extras: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +120,7 @@ class Toy:
             context=tuple("past_" + o.name for o in encode.outputs) if encode else (),
             ragged_chunks=not gqa,
             extras=tuple(given) if self.extras else (),
+            shares_context=self.shares,
         )
         return m.Manifest(
             task="translate" if self.encoder else "continue",
@@ -242,7 +245,12 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
         x = g.op("Add", [x, g.op("MatMul", [a, f"o{i}"])])
         if toy.encoder:
             query = g.op("MatMul", [x, f"cq{i}"])
+            size = g.op("Shape", [query])
+            if toy.shares:  # the positions of neighbouring rows are those of one
+                rows = g.op("Shape", ["past_context.k"], start=0, end=1)
+                query = g.op("Reshape", [query, g.op("Concat", [rows, g.constant([-1, WIDTH])], axis=0)])
             cross, weights = g.attend(query, "past_context.k", "past_context.v", "past_context.bias")
+            cross = g.op("Reshape", [cross, size])
             alignments.append(g.op("ReduceMean", [weights, g.constant([1])], keepdims=0))
             x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
     given = {"last": x} | ({"alignments": g.op("Mean", alignments)} if alignments else {})
