@@ -76,7 +76,8 @@ class _Rewriter:
         self.wide: dict[ir.Node, ir.Value] = {}  # what repeated a bias → the bias of merged queries
 
     def rewrite(self, node: ir.Node) -> None:
-        query, key, result, name = node.inputs[0], node.inputs[KEY], node.outputs[0], str(node.name)
+        query, key, result = node.inputs[0], node.inputs[KEY], node.outputs[0]
+        name = str(result.name)
         size = _before(node, "Shape", [query], f"{name}.size")
         merged = _before(node, "Reshape", [query, self._merged_shape(node, key)], f"{name}.merged")
         node.replace_input_with(0, merged)
