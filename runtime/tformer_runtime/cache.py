@@ -5,12 +5,16 @@ row's token *j*, so a row of length *n* uses slots 0 … n-1 and what lies beyon
 are numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps; growing,
 joining and moving rows pass through the host for now.
 
+Rows that move are copied from where they differ: every slot bears a number of who wrote it when, so that beams, which
+have most of their past in common, copy little.
+
 Buffers have room for more rows and slots than are in use, so that most changes move little: a row that leaves makes
 room for one that comes. They are made anew when the room is too small, or four times what is needed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +23,7 @@ import numpy as np
 
 from tformer_runtime.manifest import SLOT, Cache
 from tformer_runtime.memory import Budget, Share
+from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
@@ -80,6 +85,8 @@ class KVCache:
         self.turn = 0
         self.turns = 1 if all(spec.in_place for spec in specs) else 2
         self.nbytes = 0
+        self._written: Ints = np.zeros((0, 0), np.int64)  # (room, capacity): equal numbers at a slot, equal contents
+        self._writes = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
@@ -99,6 +106,13 @@ class KVCache:
     def present(self, turn: int) -> list[Any]:
         return self.past(turn + 1)
 
+    def wrote(self, lengths: Ints, new: int) -> None:
+        """Note that each row has read so many new tokens behind those that it had. lengths: (rows,) of the latter."""
+        rows = len(lengths)
+        numbers = np.arange(self._writes + 1, self._writes + rows + 1)
+        self._written[np.arange(rows)[:, None], lengths[:, None] + np.arange(new)] = numbers[:, None]
+        self._writes += rows
+
     def reserve(self, slots: int, used: int) -> bool:
         """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
         if slots <= self.capacity:
@@ -111,8 +125,8 @@ class KVCache:
         """Row i becomes what row rows[i] was. Rows may repeat, be fewer or be more. True if there are new buffers to
         bind. lengths: the slots in use of each row as it was.
 
-        Copies what is in use of the rows that move; all rows where the buffers have no room for as many, or far too
-        much.
+        Copies what is in use of the rows that move, from where they differ from what they become; all of all rows where
+        the buffers have no room for as many, or far too much.
         """
         used = int(lengths[rows].max(initial=0))
         before, fitting = self.rows, self._fitting(len(rows), used)
@@ -120,14 +134,29 @@ class KVCache:
             self._remake(rows, fitting, used)
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
-            for slab in self._slabs if moved.size else ():
-                live = self._live(slab)[_part(slab.axis, used)].swapaxes(0, 1)
-                move(live, moved, rows[moved], [_part(slab.axis - 1, length) for length in lengths.tolist()])
+            if moved.size:
+                self._move(moved, rows[moved], lengths)
             if len(rows) == before:
                 return False
         self.rows = len(rows)
         self._bind()
         return True
+
+    def _move(self, to: Ints, sources: Ints, lengths: Ints) -> None:
+        """Rows `to` become what rows `sources` were, in place. lengths: the slots in use of each row as it was."""
+        ends = lengths[sources]
+        if not ends.any():
+            return
+        were, become = (self._written[rows, : ends.max()] for rows in (to, sources))
+        differ = were != become
+        begins = np.where(differ.any(1), differ.argmax(1), ends)
+        for slab in self._slabs:
+            parts = [
+                (slice(None),) * (slab.axis - 1) + (slice(begin, end),)
+                for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+            ]
+            move(self._live(slab).swapaxes(0, 1), to, sources, parts)
+        self._written[to, : ends.max()] = become
 
     def join(self, other: KVCache, used: int, others: int) -> None:
         """Append the other's rows. used, others: how many slots of each are in use. The other is released.
@@ -143,6 +172,9 @@ class KVCache:
         for slab, theirs in zip(self._slabs, other._slabs, strict=True) if others else ():
             part = _part(slab.axis, others)
             self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
+        if others:
+            self._written[before:rows, :others] = other._written[: other.rows, :others] + self._writes
+            self._writes += other._writes
         other.release()
         self.rows = rows
         self._bind()
@@ -161,6 +193,9 @@ class KVCache:
         other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
         lives = [self._live(slab) for slab in self._slabs] if used else []
         other._remake(rows, other._fitting(len(rows), used), used, lives)
+        if used:
+            other._written[: len(rows), :used] = self._written[rows, :used]
+            other._writes = self._writes
         other._bind()
         return other
 
@@ -202,7 +237,10 @@ class KVCache:
         self.nbytes = held
         if lives is None and used:
             lives = [self._live(slab) for slab in self._slabs]
-        self.room, self.capacity = fitting
+        written = np.zeros(fitting, np.int64)
+        if used and len(self._written):
+            written[: len(rows), :used] = self._written[rows, :used]
+        self.room, self.capacity, self._written = *fitting, written
         for k, slab in enumerate(self._slabs):
             sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
             shape = (len(slab.members), self.room, *sizes)
@@ -222,13 +260,28 @@ class KVCache:
 
 
 def move(array: Array, to: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
-    """Rows `to` of (rows, …) become what rows `sources` were. parts: what is in use of each row, if not all is."""
-    if np.isin(sources, to).any():
-        array[to] = array[sources]  # the right-hand side is a copy before anything is written
-        return
-    for row, source in zip(to.tolist(), sources.tolist(), strict=True):  # nothing is overwritten that is still to come
-        own = parts[source] if parts else ...
-        array[row][own] = array[source][own]
+    """Rows `to` of (rows, …) become what rows `sources` were. parts: what has to be copied for each, if not all.
+
+    Each row is copied once, from whom it continues, in an order in which nothing is overwritten that is still to be
+    read; of rows that change places in a circle, one is put aside.
+    """
+    left = dict(zip(to.tolist(), sources.tolist(), strict=True))
+    part_of = dict(zip(left, parts, strict=False))
+    readers = Counter(left.values())
+    ready = [row for row in left if not readers[row]]
+    aside: dict[int, Array] = {}
+    while left:
+        if not ready:
+            row = next(iter(left))
+            aside[row] = array[row].copy()
+            ready.append(row)
+        row = ready.pop()
+        source = left.pop(row)
+        own = part_of.get(row, ...)
+        array[row][own] = aside.get(source, array[source])[own]
+        readers[source] -= 1
+        if not readers[source] and source in left and source not in aside:
+            ready.append(source)
 
 
 def _part(axis: int, used: int) -> tuple[slice, ...]:

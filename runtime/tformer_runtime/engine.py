@@ -459,6 +459,7 @@ class _Call:
                 io.bind_ortvalue_input(name, self.session.host_tensor(array))
         self.session.run(io)
         state.cache.turn = (state.cache.turn + 1) % state.cache.turns
+        state.cache.wrote(lengths, new)
         if counts is None or new == 1:
             lengths += new
             state.longest = total
