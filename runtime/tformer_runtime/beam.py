@@ -18,7 +18,7 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
-from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, in_place, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest
 
 _MORE = 16  # generated ids that there is room for at first
 
@@ -94,6 +94,10 @@ class BeamSearch:
         self.width = len(stays)
         return stays
 
+    def renumber(self, rows: Ints) -> None:
+        for group in self._live():
+            group.rows = rows[group.rows]
+
     def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
         norms = log_normalizer(logits)
         for group in (group for groups in self._beams.values() for group in groups if group.over):
@@ -142,7 +146,10 @@ class BeamSearch:
         if not any(level or group.task.rules or group.task.guide for group in groups):
             # Each row's best by its logits, which its norm and its score so far only move: no pass over all of them.
             flat = rows.ravel()
-            top, tokens = best(logits if in_place(flat, len(logits)) else logits[flat], wide)
+            every = len(flat) >= len(logits)
+            top, tokens = best(logits if every else logits[flat], wide)
+            if every:
+                top, tokens = top[flat], tokens[flat]
             top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, wide) + scores[:, :, None]
             top, picks = best(top.reshape(len(groups), -1), wide)
             tokens = np.take_along_axis(tokens.reshape(len(groups), -1), picks, 1)

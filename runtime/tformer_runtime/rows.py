@@ -90,6 +90,11 @@ class RowSearch:
         self._forget(over)
         return np.array(kept, np.int64)
 
+    def renumber(self, rows: Ints) -> None:
+        at = rows[self._at].tolist()
+        order = sorted(range(len(at)), key=at.__getitem__)
+        self._rows, self._at = [self._rows[i] for i in order], [at[i] for i in order]
+
     def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
         norm = log_normalizer(logits)
         tokens = logits.argmax(-1).tolist()

@@ -311,9 +311,13 @@ class Scheduler:
         fed[places, 0] = np.concatenate(tokens)
         ends = np.cumsum(widths)
         for key, end, width in zip(list(self._searches), ends, widths, strict=True):
-            self._places[key] = places[end - width : end]
+            own = places[end - width : end]
+            order = own.argsort()
+            self._places[key] = own[order]
             if not width:
                 del self._searches[key], self._places[key]
+            elif not in_place(order, width):  # rows in the batch's order: logits need not be put in the search's
+                self._searches[key].renumber(order.argsort())
         self._logits = self._rows.step(fed)
 
 

@@ -159,6 +159,9 @@ class Search(Protocol):
     def drop(self, over: Callable[[Task], bool]) -> Ints:
         """Forget tasks between two steps; returns the rows that stay."""
 
+    def renumber(self, rows: Ints) -> None:
+        """Row i of the next logits is row rows[i] of them instead."""
+
     def advance(self, logits: Floats, trails: Sequence[Trail] | None) -> tuple[Ints, Ints]:
         """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
 
