@@ -64,7 +64,8 @@ class State:
         self.longest = 0  # the greatest of lengths
         self.cache = cache
         self.held = context
-        self.call: _Call | None = None  # the last shape of call, bound
+        self.call: _Call | None = None  # the last shape of call, bound; None once what it is bound to has changed
+        self.calls: dict[tuple[int, Want], _Call] = {}  # every shape since then
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
@@ -200,8 +201,11 @@ class Engine:
         if state.cache.reserve(total, state.longest):
             state.call = None
         call = state.call
+        if call is None:
+            state.calls.clear()
         if call is None or call.new != new or call.want != want:
-            call = state.call = _Call(self, state, new, want)
+            call = state.calls.get((new, want)) or _Call(self, state, new, want)
+            state.call = state.calls[new, want] = call
         return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
