@@ -29,7 +29,7 @@ from tformer_runtime.session import Array
 LONGEST = 3  # ids that are compared to find what to copy
 FIXED = 10e6  # bytes: a step costs as much as reading these, beside its weights
 MEMORY = 0.9  # how much what was known of guesses still counts, after one more
-TRIAL = 16  # tokens after which guesses are tried again, at first
+TRIAL, RARELY = 16, 128  # tokens after which one is tried again where none pay: at first, and at last
 READ = 256  # tokens that a draft model reads at once
 
 
@@ -101,29 +101,32 @@ class Pace:
     def __init__(self, cost: float, most: int) -> None:
         """cost: of a guess, in steps. most: guesses at once."""
         self._cost, self._most = cost, most
-        self._true: dict[int, float] = defaultdict(lambda: 1.0)  # as if one of two had come true
-        self._seen: dict[int, float] = defaultdict(lambda: 2.0)
+        self._true: dict[int, float] = defaultdict(lambda: _TRUE)
+        self._seen: dict[int, float] = defaultdict(lambda: _SEEN)
         self._rest: dict[int, int] = defaultdict(lambda: TRIAL)  # tokens to wait, when none pay
         self._waited: dict[int, int] = defaultdict(int)
 
     def count(self, kind: int) -> int:
         """How many to make."""
-        best = self._best(self._true[kind] / self._seen[kind])
+        best = self._best(self._rate(kind))
         if best == 0 and self._best(1.0):
             self._waited[kind] += 1
             if self._waited[kind] > self._rest[kind]:
                 self._waited[kind] = 0
-                self._rest[kind] *= 2
+                self._rest[kind] = min(2 * self._rest[kind], RARELY)
                 return 1
         return best
 
     def learn(self, kind: int, made: int, true: int) -> None:
         """Of guesses one after the other, so many came true before the first that did not."""
+        if true and not self._best(self._rate(kind)):  # a trial: things have changed
+            self._true[kind], self._seen[kind], self._rest[kind] = _TRUE, _SEEN, TRIAL
         for came in [1] * true + [0] * (true < made):
             self._true[kind] = MEMORY * self._true[kind] + came
             self._seen[kind] = MEMORY * self._seen[kind] + 1
-        if true:
-            self._rest[kind] = TRIAL
+
+    def _rate(self, kind: int) -> float:
+        return self._true[kind] / self._seen[kind]
 
     def _best(self, rate: float) -> int:
         gains, tokens = [1.0], 1.0
@@ -131,6 +134,9 @@ class Pace:
             tokens += rate**k
             gains.append(tokens / (1 + k * self._cost))
         return int(np.argmax(gains))
+
+
+_TRUE, _SEEN = 1.0, 2.0  # of a kind of which nothing is known: as if one of two had come true
 
 
 class Guesser(Protocol):
