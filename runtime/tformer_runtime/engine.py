@@ -64,12 +64,23 @@ class State:
         self.longest = 0  # the greatest of lengths
         self.cache = cache
         self.held = context
-        self.call: _Call | None = None  # the last shape of call, bound; None once what it is bound to has changed
-        self.calls: dict[tuple[int, Want], _Call] = {}  # every shape since then
+        self.calls: dict[tuple[int, Want], _Call] = {}  # by their shapes, bound
+        self.call: _Call | None = None
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
         self.released = False
+
+    @property
+    def call(self) -> _Call | None:
+        """The latest; None once what calls are bound to has changed."""
+        return self._call
+
+    @call.setter
+    def call(self, call: _Call | None) -> None:
+        self._call = call
+        if call is None:
+            self.calls.clear()
 
     @property
     def rows(self) -> int:
@@ -201,8 +212,6 @@ class Engine:
         if state.cache.reserve(total, state.longest):
             state.call = None
         call = state.call
-        if call is None:
-            state.calls.clear()
         if call is None or call.new != new or call.want != want:
             call = state.calls.get((new, want)) or _Call(self, state, new, want)
             state.call = state.calls[new, want] = call

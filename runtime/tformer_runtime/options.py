@@ -95,14 +95,15 @@ class GenerationOptions:
 
     Speculation, which makes greedy decoding and sampling of one row faster and changes nothing else (speculate.py):
 
-    draft: where guesses come from, several of which a step of the model reads at once: "prompt", what the prompt, the
-        source if it has the same tokenizer, and the result so far hold that goes on from its latest ids; or a smaller
-        `Model` of the same vocabulary. Greedy tokens are those without a draft: each is chosen from the model's own
-        logits, which rounding alone can change, as a step over several tokens may round otherwise than steps over one;
-        so only a tie within rounding can fall otherwise. So are samples with a seed, but by a draft model: these are
-        other draws from the same distribution, and the same ones in every call. Rows that are decoded side by side (a
-        batch_size of more than 1, num_return, an AsyncModel) make no guesses, except samples by a draft model, which
-        are made row by row.
+    draft: where guesses come from, several of which a step of the model reads at once. "prompt": from what the prompt,
+        the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a
+        smaller `Model` of the same vocabulary, which reads every prompt as a whole.
+        Each token is chosen from the model's own logits. So greedy tokens are those without a draft, and so are samples
+        by a seed if the guesses are copied; but a step over several tokens may round otherwise than steps over one, and
+        what rounding alone decides may be decided otherwise. Guesses that a draft model has drawn make samples other
+        ones of the same distribution, the same in every call.
+        Rows that are decoded side by side (a batch_size of more than 1, num_return, an AsyncModel) go without guesses,
+        except where a draft model draws: those are decoded row by row.
     draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
 
     What is given beside the text:

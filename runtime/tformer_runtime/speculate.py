@@ -33,8 +33,8 @@ MORE = 0.1  # of a step, for each token that it reads more: 6+6 layers, d=512, 2
 def speculates(settings: Settings, rows: int) -> bool:
     """Whether requests with these settings read ahead, in a batch of so many rows.
 
-    It is done row by row, so that several rows are decoded faster side by side, to the same tokens. Except where the
-    draws are other ones, though they are distributed the same: samples by a draft model are drawn so in any batch.
+    It is done row by row, and several rows are faster side by side, where they give the same. Only what a draft model
+    has drawn makes samples other ones of the same distribution: so that they do not depend on the call, it always does.
     """
     return (
         settings.draft is not None

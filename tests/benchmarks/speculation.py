@@ -1,4 +1,4 @@
-"""What guesses gain, and what they cost where there is nothing to gain: whole requests of one row, ours with and without.
+"""What guesses gain, and what they cost where there is nothing to gain: requests of one row, ours with and without.
 
     python tests/benchmarks/speculation.py [--repeats 7] [--threads 2] [--quantize int8] [--out results.json]
 

@@ -186,12 +186,13 @@ def test_streams_batches_and_asyncio_give_the_same(models, draft):
         speculated = [r.speculation.guessed > 0 for r in batches[32]]
         assert any(speculated) == bool(way and draft != "prompt")
 
-        async def together(options=options):
-            async with AsyncModel(model) as shared:
+        async def together(rows, options=options):
+            async with AsyncModel(model, rows) as shared:
                 return await asyncio.gather(*(shared.generate(word, options) for word in words))
 
-        for result, expected in zip(asyncio.run(together()), alone, strict=True):
-            assert_alike(result, expected)
+        for rows in (1, 32):
+            for result, expected in zip(asyncio.run(together(rows)), alone, strict=True):
+                assert_alike(result, expected)
 
 
 def test_several_samples_are_those_without_a_draft(models):
