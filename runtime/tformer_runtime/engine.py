@@ -64,7 +64,7 @@ class State:
         self.longest = 0  # the greatest of lengths
         self.cache = cache
         self.held = context
-        self.calls: dict[tuple[int, Want], _Call] = {}  # by their shapes, bound
+        self.calls: dict[tuple[int, Want], _Call] = {}  # the small ones, by their shapes
         self.call: _Call | None = None
         self.encoded = encoded
         self.wanted = wanted  # of each step
@@ -214,7 +214,9 @@ class Engine:
         call = state.call
         if call is None or call.new != new or call.want != want:
             call = state.calls.get((new, want)) or _Call(self, state, new, want)
-            state.call = state.calls[new, want] = call
+            state.call = call
+            if rows * new <= _KEPT:
+                state.calls[new, want] = call
         return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
@@ -403,6 +405,7 @@ class Engine:
             ) from error
 
 
+_KEPT = 32  # tokens of a call at most, for it to be kept: its logits take memory that nobody counts
 _LIMIT = 256  # positions of an input that has no maximum, at which its strides show
 
 
