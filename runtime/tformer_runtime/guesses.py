@@ -35,11 +35,11 @@ READ = 256  # tokens that a draft model reads at once
 
 def check_draft(model: Engine, draft: Engine) -> None:
     """OptionError if what one model generates cannot be guessed by the other."""
+    if draft is model:
+        raise OptionError("draft is the model itself: give a smaller one of the same vocabulary")
     one, other = model.manifest, draft.manifest
     wrong = None
-    if draft is model:
-        wrong = "the model itself: give a smaller one"
-    elif other.decode is None:
+    if other.decode is None:
         wrong = "a model that does not generate"
     elif draft.decode.logits.shape[-1] != model.decode.logits.shape[-1]:
         wrong = f"a model of {draft.decode.logits.shape[-1]} ids, and this one has {model.decode.logits.shape[-1]}"
