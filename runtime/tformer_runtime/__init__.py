@@ -21,7 +21,7 @@ from tformer_runtime.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from tformer_runtime.generate import Result, Timing
+from tformer_runtime.generate import Result, Speculation, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
 
@@ -42,6 +42,7 @@ __all__ = [
     "ParityError",
     "Result",
     "SourceError",
+    "Speculation",
     "TformerError",
     "Timing",
     "UnsupportedCallError",

@@ -26,6 +26,7 @@ from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.scheduler import LATE, ROWS, Scheduler
 from tformer_runtime.search import Task
+from tformer_runtime.speculate import speculates
 
 QUEUE = 1024  # requests that are running or wait; more wait outside, in `await`
 
@@ -148,14 +149,15 @@ class _Job:
 
 
 class _Worker:
-    """The thread that decodes. Requests of one kind share a scheduler: what a file gives besides is given to all.
+    """The thread that decodes. Requests of one kind share a scheduler: what a file gives besides is given to all, and
+    rows read ahead or do not.
 
     It sleeps on the condition of the model's memory, which it may have to wait for as well.
     """
 
     def __init__(self, model: Model, rows: int) -> None:
         self._generator, self._rows = model._generator, rows
-        self._schedulers: dict[tuple[bool, bool], Scheduler] = {}
+        self._schedulers: dict[tuple[bool, bool, bool], Scheduler] = {}
         self._jobs: dict[Task, _Job] = {}
         self._came: list[_Job] = []
         self._gone: list[_Job] = []
@@ -246,9 +248,10 @@ class _Worker:
             self._jobs.pop(job.task).finish()
 
     def _scheduler(self, task: Task) -> Scheduler:
-        key = task.settings.alignments, task.settings.hidden
+        settings = task.settings
+        key = settings.alignments, settings.hidden, speculates(settings, self._rows)
         if key not in self._schedulers:
-            self._schedulers[key] = self._generator.scheduler(task.settings, self._rows, waits=False)
+            self._schedulers[key] = self._generator.scheduler(settings, self._rows, waits=False)
         return self._schedulers[key]
 
 

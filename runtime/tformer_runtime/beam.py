@@ -17,7 +17,7 @@ import numpy as np
 from tformer_runtime.constrain import Guide
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
-from tformer_runtime.sampling import Floats, Ints, log_normalizer
+from tformer_runtime.sampling import Floats, Guess, Ints, log_normalizer
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest
 
 _MORE = 16  # generated ids that there is room for at first
@@ -98,7 +98,12 @@ class BeamSearch:
         for group in self._live():
             group.rows = rows[group.rows]
 
-    def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
+    def advance(
+        self,
+        logits: Floats,
+        trails: Sequence[Trail] | None = None,
+        guesses: Sequence[Guess | None] | None = None,
+    ) -> tuple[Ints, Ints]:
         norms = log_normalizer(logits)
         for group in (group for groups in self._beams.values() for group in groups if group.over):
             group.chosen = []

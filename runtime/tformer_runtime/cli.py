@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tformer_runtime.model import Model
 from tformer_runtime.modelfile import read_manifest, read_metadata
 from tformer_runtime.options import GenerationOptions
 from tformer_runtime.plot import Drawing
+from tformer_runtime.speculate import PROMPT
 
 LONGEST = 64 << 20  # bytes of a line
 
@@ -47,7 +48,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
-@click.option("--batch-size", type=_AT_LEAST_1, default=32, show_default=True, help="Inputs computed together.")
+@click.option("--batch-size", type=_AT_LEAST_1, help="Inputs computed together.  [default: 32, 1 with a draft]")
 @click.option("--workers", type=_AT_LEAST_1, help="Batches side by side.  [default: one per core for --input-file]")
 @click.option("--max-memory", metavar="SIZE", help="Bytes that caches may take, such as 500M or 2G.")
 @click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
@@ -100,7 +101,7 @@ def _run(
     force: bool,
     device: str,
     threads: int | None,
-    batch_size: int,
+    batch_size: int | None,
     workers: int | None,
     max_memory: str | None,
     stream: bool,
@@ -109,23 +110,31 @@ def _run(
     timing: bool,
     alignments: str | None,
     hidden: bool,
+    draft: str | None,
     **texts: Any,
 ) -> None:
     if not inputs and not input_file:
         if sys.stdin.isatty():
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
-    options = generation_options(texts, ids, alignments=True if alignments else None, hidden=hidden or None)
+    options = generation_options(
+        {**texts, "draft": draft and PROMPT}, ids, alignments=True if alignments else None, hidden=hidden or None
+    )
+    drafts = Path(draft) if draft and draft != PROMPT else None
     memory = bytes_of(max_memory) if max_memory is not None else None
     drawing = Drawing(Path(alignments), force) if alignments not in (None, "-") else None
     file: ResultFile | None = None
     if output_file:
-        asked = _asked(model, options, {"--ids": ids, "--json": as_json, "--timing": timing})
+        flags = {"--ids": ids, "--json": as_json, "--timing": timing, "--draft": drafts and _identity(drafts)}
+        asked = _asked(model, options, flags)
         file = ResultFile(output_file, asked, force, resume, keep=drawing is None)
     done = file.done if file else 0
     if workers is None:
         workers = _cores() if input_file and threads is None and not stream and device != "cuda" else 1
-    loaded = Model.load(model, device, 1 if workers > 1 and threads is None else threads, memory)
+    threads = 1 if workers > 1 and threads is None else threads
+    loaded = Model.load(model, device, threads, memory)
+    if drafts:
+        options = options.with_({"draft": Model.load(drafts, device, threads)})
     if loaded.device == "cuda":
         workers = 1
     if device == "auto":
@@ -142,6 +151,8 @@ def _run(
         return
     if drawing:
         values = drawing.watch(values)
+    if batch_size is None:
+        batch_size = 1 if draft else 32
     results = loaded.generate_batch(values, options, batch_size, workers=workers, first=done)
     write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
     with (
@@ -173,16 +184,20 @@ def _cores() -> int:
     return min(own, 8)
 
 
-def _asked(model: Path, options: GenerationOptions, flags: dict[str, bool]) -> dict[str, Any]:
+def _asked(model: Path, options: GenerationOptions, flags: Mapping[str, Any]) -> dict[str, Any]:
     """What the results depend on beside the inputs, by its name on the command line."""
-    size = file_info(model, read_manifest(model))["bytes"]
-    digest = hashlib.sha256(read_metadata(model)[KEY].encode()).hexdigest()  # of the manifest, which has the weights'
     names = {name: option.flag for name, option in OPTIONS.items()}
     return {
-        "MODEL.onnx": f"{size} bytes, {digest[:16]}",
-        **{flag: given or None for flag, given in flags.items()},
+        "MODEL.onnx": _identity(model),
         **{names.get(name, f"--{name}"): value for name, value in options.given().items()},
+        **{flag: given for flag, given in flags.items() if given},
     }
+
+
+def _identity(model: Path) -> str:
+    size = file_info(model, read_manifest(model))["bytes"]
+    digest = hashlib.sha256(read_metadata(model)[KEY].encode()).hexdigest()  # of the manifest, which has the weights'
+    return f"{size} bytes, {digest[:16]}"
 
 
 def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool, timing: bool) -> str:
@@ -200,6 +215,8 @@ def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool, timin
             fields["top_logprobs"] = result.top_logprobs
         if timing and result.timing is not None:
             fields["timing"] = asdict(result.timing)
+        if result.speculation is not None:
+            fields["speculation"] = asdict(result.speculation)
         if result.alignments is not None:
             fields["alignments"] = _numbers(result.alignments)
         if result.hidden:

@@ -107,6 +107,10 @@ GROUPS: dict[str, dict[str, _Flag]] = {
         "grammar": _Flag("--grammar", "LARK|@FILE", "Results belong to this grammar.", _text_or_file),
         "choices": _Flag("--choice", "TEXT", "Results are one of these; repeat it for each.", list, repeated=True),
     },
+    "Speculation": {
+        "draft": _Flag("--draft", "FILE.onnx|prompt", "Guess tokens by a smaller model, or from what was read.", str),
+        "draft_tokens": _Flag("--draft-tokens", "N", "At most so many guesses at once.", int),
+    },
     "Beside the text": {
         "top_logprobs": _Flag("--top-logprobs", "N", "Add the N likeliest tokens at each place to --json.", int),
     },

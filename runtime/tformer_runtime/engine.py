@@ -64,11 +64,23 @@ class State:
         self.longest = 0  # the greatest of lengths
         self.cache = cache
         self.held = context
-        self.call: _Call | None = None  # the last shape of call, bound
+        self.calls: dict[tuple[int, Want], _Call] = {}  # the small ones, by their shapes
+        self.call: _Call | None = None
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
         self.released = False
+
+    @property
+    def call(self) -> _Call | None:
+        """The latest; None once what calls are bound to has changed."""
+        return self._call
+
+    @call.setter
+    def call(self, call: _Call | None) -> None:
+        self._call = call
+        if call is None:
+            self.calls.clear()
 
     @property
     def rows(self) -> int:
@@ -201,7 +213,10 @@ class Engine:
             state.call = None
         call = state.call
         if call is None or call.new != new or call.want != want:
-            call = state.call = _Call(self, state, new, want)
+            call = state.calls.get((new, want)) or _Call(self, state, new, want)
+            state.call = call
+            if rows * new <= _KEPT:
+                state.calls[new, want] = call
         return call.run(state, tokens, counts, total)
 
     def reorder(self, state: State, rows: Array) -> None:
@@ -390,6 +405,7 @@ class Engine:
             ) from error
 
 
+_KEPT = 32  # tokens of a call at most, for it to be kept: its logits take memory that nobody counts
 _LIMIT = 256  # positions of an input that has no maximum, at which its strides show
 
 

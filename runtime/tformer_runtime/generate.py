@@ -21,6 +21,7 @@ from tformer_runtime.sampling import Ints
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token
 from tformer_runtime.session import Array
+from tformer_runtime.speculate import Speculator, speculates
 from tformer_runtime.text import Codec, Detokenizer, cut
 
 
@@ -30,6 +31,14 @@ class Timing:
 
     first_token: float
     per_token: float
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Tokens that were guessed, and how many of them came: so many steps of the model fewer than tokens."""
+
+    guessed: int
+    accepted: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Result:
     hidden: submodule of the source model → its output, (tokens, …) for one of the decoder, at the step that chose each
         token, or (source positions, …) for one of the encoder. Empty if not asked for.
     timing: of the request; the same for all of its alternatives.
+    speculation: what came of a draft. None if there was none.
     """
 
     text: str
@@ -62,6 +72,7 @@ class Result:
     alignments: Array | None = field(default=None, compare=False, repr=False)
     hidden: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
     timing: Timing | None = field(default=None, compare=False, repr=False)
+    speculation: Speculation | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,8 @@ class Generator:
         asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden} if settings else {}
         wanted = tuple(name for name, extra in self._extras.items() if asked.get(extra.kind))
         share = self.budget.share(waits=waits)
+        if settings is not None and speculates(settings, rows):
+            return Scheduler(Speculator(self.engine, wanted, share), rows, memory=share)
         return Scheduler(Starter(self.engine, wanted, share, joins), rows, memory=share)
 
     def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
@@ -172,6 +185,7 @@ class Generator:
             (*task.given_logprobs, *found.logprobs),
             top_logprobs=(*task.given_alternatives, *found.alternatives),
             timing=timing,
+            speculation=None if task.settings.draft is None else Speculation(task.guessed, task.accepted),
             **self._besides(task, found),
         )
 

@@ -42,6 +42,9 @@ class LiveRows:
     def trails(self) -> list[Trail] | None:
         return [trail for trail in self._trails if trail is not None] if self.state.wanted else None
 
+    def guesses(self) -> None:
+        return None
+
     def release(self) -> None:
         self.state.release()
 

@@ -15,6 +15,7 @@ from tformer_runtime.chat import Chat, Prefix
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
+from tformer_runtime.guesses import check_draft
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
@@ -201,6 +202,8 @@ class Model:
         settings = Settings.of((options or GenerationOptions()).with_(overrides), self.manifest.defaults)
         if settings.stop and not self._inputs.output_codec:
             raise OptionError("stop needs text and the file has no tokenizer")
+        if isinstance(settings.draft, Model):
+            check_draft(self._engine, settings.draft._engine)
         for kind in (ALIGNMENTS, HIDDEN):
             if getattr(settings, kind):
                 self._extras(kind)

@@ -20,19 +20,24 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 import numpy.typing as npt
 
 from tformer_runtime.errors import OptionError
 from tformer_runtime.sampling import Floats, Ints
 
+if TYPE_CHECKING:
+    from tformer_runtime.model import Model
+
 EarlyStopping = bool | Literal["never"]
 Kind = Literal["regex", "json_schema", "grammar", "choices"]  # of constraints
 LogitsProcessor = Callable[[Ints, Floats], npt.ArrayLike]
+Draft = Union["Model", Literal["prompt"]]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _GROUPS = ("beam_groups", "diversity_penalty")
+_DRAFT = ("draft", "draft_tokens")
 _CONSTRAINTS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -88,6 +93,19 @@ class GenerationOptions:
     grammar: belongs to this grammar, written as Lark's are;
     choices: is one of these.
 
+    Speculation, which makes greedy decoding and sampling of one row faster and changes nothing else (speculate.py):
+
+    draft: where guesses come from, several of which a step of the model reads at once. "prompt": from what the prompt,
+        the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a
+        smaller `Model` of the same vocabulary, which reads every prompt as a whole.
+        Each token is chosen from the model's own logits. So greedy tokens are those without a draft, and so are samples
+        by a seed if the guesses are copied; but a step over several tokens may round otherwise than steps over one, and
+        what rounding alone decides may be decided otherwise. Guesses that a draft model has drawn make samples other
+        ones of the same distribution, the same in every call.
+        Rows that are decoded side by side (a batch_size of more than 1, num_return, an AsyncModel) go without guesses,
+        except where a draft model draws: those are decoded row by row.
+    draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
+
     What is given beside the text:
 
     top_logprobs: so many of the likeliest tokens at each position, and their log-probabilities.
@@ -127,6 +145,8 @@ class GenerationOptions:
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     choices: Sequence[str] | None = None
+    draft: Draft | None = None
+    draft_tokens: int | None = None
     top_logprobs: int | None = None
     alignments: bool | None = None
     hidden: bool | None = None
@@ -195,6 +215,8 @@ class Settings:
     json_schema: str | None = None
     grammar: str | None = None
     choices: tuple[str, ...] | None = None
+    draft: Draft | None = None
+    draft_tokens: int = 10
     top_logprobs: int = 0
     alignments: bool = False
     hidden: bool = False
@@ -231,12 +253,14 @@ class Settings:
         if mine.get("temperature") != 0 and any(name in mine for name in _SAMPLING):
             files = _without(files, ("beam_size", "num_return", "patience", *_GROUPS))
         elif mine.get("beam_size", 1) > 1:
-            files = _without(files, _SAMPLING)
+            files = _without(files, (*_SAMPLING, *_DRAFT))
         elif "beam_size" in mine:
             files = _without(files, ("patience", *_GROUPS))
         if any(name in mine for name in _CONSTRAINTS):
             files = _without(files, _CONSTRAINTS)
         settings = cls(**{**files, **mine})
+        if settings.draft is None and "draft_tokens" in mine:
+            raise OptionError(f"draft_tokens={settings.draft_tokens} needs a draft")
         settings._check()
         return settings
 
@@ -256,6 +280,10 @@ class Settings:
         if self.beam_size > 1 and self.enough < self.num_return:
             raise OptionError(
                 f"patience={self.patience} ends at {self.enough} hypotheses, fewer than num_return={self.num_return}"
+            )
+        if self.draft is not None and self.beams:
+            raise OptionError(
+                f"a draft guesses for one row and beam_size={self.beam_size} has more: set 1, or no draft"
             )
         if self.first_token in self.suppress:
             raise OptionError(f"first_token={self.first_token} is one of the ids that suppress forbids")
@@ -426,6 +454,15 @@ def _callable(name: str, value: Any) -> LogitsProcessor:
     return processor
 
 
+def _draft(name: str, value: Any) -> Draft:
+    from tformer_runtime.model import Model  # which needs this module
+
+    if isinstance(value, Model) or value == "prompt":
+        draft: Draft = value
+        return draft
+    raise _refused(name, 'a Model or "prompt"', value)
+
+
 _CHECKS: dict[str, _Check] = {
     "max_new_tokens": _whole(1),
     "min_new_tokens": _whole(0),
@@ -457,6 +494,8 @@ _CHECKS: dict[str, _Check] = {
     "json_schema": _schema,
     "grammar": _text,
     "choices": _choices,
+    "draft": _draft,
+    "draft_tokens": _whole(1),
     "top_logprobs": _whole(0),
     "alignments": _flag,
     "hidden": _flag,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
-from tformer_runtime.sampling import Floats, Ints, Sampler, log_normalizer
+from tformer_runtime.sampling import Floats, Guess, Ints, Sampler, log_normalizer
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
 
 
@@ -23,22 +23,18 @@ class _Row:
         self.alternatives: list[Alternatives] = []
         self.guide = task.guide.copy() if task.guide is not None else None
         self.stopped = task.stopped() if task.stopped is not None else None
-        settings = task.settings
-        self.sampler: Sampler | None = None
-        if settings.sampling:
-            way = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-            self.sampler = Sampler(seed, task.index, copy, *way)
+        self.sampler = Sampler.of(task.settings, seed, task.index, copy) if task.settings.sampling else None
         self.plain = not (task.rules or self.guide or self.sampler)
 
-    def choose(self, logits: Floats) -> int:
-        """The token that follows, by the task's rules, grammar and way of choosing."""
+    def choose(self, logits: Floats, guess: Guess | None) -> int:
+        """The token that follows, by the task's rules, grammar and way of choosing. guess: what may be it."""
         scores = self.task.ruled(np.array(self.ids), self.guide, logits)
         if self.sampler is None:
             token = int(scores.argmax())
             if scores[token] == -np.inf:
                 raise OptionError(NOTHING_LEFT)
             return token
-        return self.sampler(scores)
+        return self.sampler(scores, guess)
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
         self.ids.append(token)
@@ -95,14 +91,22 @@ class RowSearch:
         order = sorted(range(len(at)), key=at.__getitem__)
         self._rows, self._at = [self._rows[i] for i in order], [at[i] for i in order]
 
-    def advance(self, logits: Floats, trails: Sequence[Trail] | None = None) -> tuple[Ints, Ints]:
+    def advance(
+        self,
+        logits: Floats,
+        trails: Sequence[Trail] | None = None,
+        guesses: Sequence[Guess | None] | None = None,
+    ) -> tuple[Ints, Ints]:
         norm = log_normalizer(logits)
         tokens = logits.argmax(-1).tolist()
         left, chosen = [], []
         for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
             task = row.task
             try:
-                token = tokens[at] if row.plain else row.choose(logits[at])
+                guess = guesses[at] if guesses else None
+                token = tokens[at] if row.plain else row.choose(logits[at], guess)
+                if guess is not None and guess.token == token:
+                    task.accepted += 1
                 if task.settings.top_logprobs:
                     row.alternatives.append(likeliest(logits[at] - norm[at], task.settings.top_logprobs))
                 finish = row.take(token, float(logits[at, token] - norm[at]))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import OptionError
 
+if TYPE_CHECKING:
+    from tformer_runtime.options import Settings
+
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
 
 
 def log_normalizer(logits: Floats) -> Floats:
@@ -21,11 +28,21 @@ def log_normalizer(logits: Floats) -> Floats:
     return total
 
 
+@dataclass(frozen=True)
+class Guess:
+    """A token that may come next. tokens, probabilities: what it was drawn from, in the order of the vocabulary; None
+    if it was not drawn."""
+
+    token: int
+    tokens: Ints | None = None
+    probabilities: Doubles | None = None
+
+
 class Sampler:
     """Draws from a row's distribution, warped by temperature, then top-k, top-p and min-p (transformers' order).
 
     The row has a generator of its own, seeded by (seed, its request's index, which sample of the request), one number a
-    token, so that its draws do not depend on its neighbours.
+    token, or two where the guess of a draft model is refused, so that its draws do not depend on its neighbours.
     """
 
     def __init__(
@@ -44,17 +61,50 @@ class Sampler:
         self._top_p = 1.0 if top_p is None else top_p
         self._min_p = min_p or 0.0
 
-    def __call__(self, logits: Floats) -> int:
-        """A token for (vocabulary,) logits. OptionError if all are -inf."""
-        tokens, probabilities = warped(logits, self._temperature, self._top_k, self._top_p, self._min_p)
-        cumulative = np.cumsum(probabilities)
+    @classmethod
+    def of(cls, settings: Settings, seed: int, index: int, copy: int) -> Sampler:
+        """The one that settings ask for."""
+        return cls(seed, index, copy, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+
+    def __call__(self, logits: Floats, guess: Guess | None = None) -> int:
+        """A token for (vocabulary,) logits. OptionError if all are -inf.
+
+        guess: what a draft model has drawn from a distribution q of its own. It is taken with the probability
+        min(1, p / q), and what comes in its place is drawn from max(0, p - q), so that what comes is distributed as p
+        (Leviathan et al. 2023, Chen et al. 2023). A guess that was not drawn changes nothing: what comes may be it.
+        """
+        tokens, probabilities = self._warped(logits)
+        if guess is not None and guess.tokens is not None and guess.probabilities is not None:
+            drafts = _of(tokens, guess.tokens, guess.probabilities)
+            at = int(np.searchsorted(tokens, guess.token))
+            possible = at < len(tokens) and tokens[at] == guess.token
+            if possible and self._generator.random() * drafts[at] < probabilities[at]:
+                return guess.token
+            left = np.maximum(probabilities - drafts, 0)
+            probabilities = left if left.any() else probabilities  # where they are the same but for rounding
+        return self._drawn(tokens, probabilities)
+
+    def guess(self, logits: Floats) -> Guess:
+        """A token that is drawn, and what it was drawn from."""
+        tokens, probabilities = self._warped(logits)
+        return Guess(self._drawn(tokens, probabilities), tokens, probabilities)
+
+    def _warped(self, logits: Floats) -> tuple[Ints, Doubles]:
+        return warped(logits, self._temperature, self._top_k, self._top_p, self._min_p)
+
+    def _drawn(self, tokens: Ints, weights: Doubles) -> int:
+        cumulative = np.cumsum(weights)
         at = np.searchsorted(cumulative, self._generator.random() * cumulative[-1], side="right")
         return int(tokens[min(int(at), len(tokens) - 1)])
 
 
-def warped(
-    logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
-) -> tuple[Ints, npt.NDArray[np.float64]]:
+def _of(tokens: Ints, others: Ints, probabilities: Doubles) -> Doubles:
+    """The probabilities of `tokens` by those of `others`, both in the order of the vocabulary."""
+    at = np.minimum(np.searchsorted(others, tokens), len(others) - 1)
+    return np.where(others[at] == tokens, probabilities[at], 0.0)
+
+
+def warped(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> tuple[Ints, Doubles]:
     """The tokens that may be drawn and their probabilities, in the order of the vocabulary.
 
     top_k keeps ties with the k-th. top_p drops the least likely tokens as long as they sum to at most 1 - p. min_p

@@ -18,7 +18,7 @@ from tformer_runtime.errors import DeadlineError, MemoryBudgetError
 from tformer_runtime.memory import Budget, Share
 from tformer_runtime.record import Trail
 from tformer_runtime.rows import RowSearch
-from tformer_runtime.sampling import Floats, Ints
+from tformer_runtime.sampling import Floats, Guess, Ints
 from tformer_runtime.search import Search, Task, in_place, placed
 
 ROWS = 32  # that are decoded at once
@@ -46,6 +46,9 @@ class Rows(Protocol):
 
     def trails(self) -> list[Trail] | None:
         """What was recorded of each row up to the latest step, if anything is."""
+
+    def guesses(self) -> list[Guess | None] | None:
+        """What was read ahead of each row, if anything is: the logits after it, if it comes, cost no step."""
 
     def release(self) -> None:
         """Give the memory back."""
@@ -289,12 +292,15 @@ class Scheduler:
     def _advance(self) -> None:
         assert self._rows is not None
         assert self._logits is not None
-        trails = self._rows.trails()
+        trails, guesses = self._rows.trails(), self._rows.guesses()
         parents, tokens, widths = [], [], []
         for key, search in self._searches.items():
             own = self._places[key]
             logits = self._logits if in_place(own, len(self._logits)) else self._logits[own]
-            continued, new = search.advance(logits, trails and [trails[i] for i in own.tolist()])
+            numbers = own.tolist()
+            continued, new = search.advance(
+                logits, trails and [trails[i] for i in numbers], guesses and [guesses[i] for i in numbers]
+            )
             parents.append(own[continued])
             tokens.append(new)
             widths.append(len(new))

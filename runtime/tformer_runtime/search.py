@@ -18,7 +18,7 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.options import Settings
 from tformer_runtime.record import Trail
 from tformer_runtime.rules import Rule
-from tformer_runtime.sampling import Floats, Ints
+from tformer_runtime.sampling import Floats, Guess, Ints
 from tformer_runtime.session import Array
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Task:
     listen: told of each token of greedy decoding and sampling as it is chosen.
     encoded: what encode gave besides. deadline: when it is to be over. began, first, ended: when it was given, had its
         first token, and was over; all by `time.monotonic`.
+    guessed, accepted: how many tokens were read ahead, and how many of them came.
     found: the hypotheses, best first, once it is over. error: what ended it instead.
     """
 
@@ -89,6 +90,8 @@ class Task:
     began: float = field(default_factory=time.monotonic)
     first: float = 0.0
     ended: float = 0.0
+    guessed: int = 0
+    accepted: int = 0
     found: list[Hypothesis] | None = None
     error: BaseException | None = None
 
@@ -162,10 +165,13 @@ class Search(Protocol):
     def renumber(self, rows: Ints) -> None:
         """Row i of the next logits is row rows[i] of them instead."""
 
-    def advance(self, logits: Floats, trails: Sequence[Trail] | None) -> tuple[Ints, Ints]:
+    def advance(
+        self, logits: Floats, trails: Sequence[Trail] | None, guesses: Sequence[Guess | None] | None
+    ) -> tuple[Ints, Ints]:
         """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
 
         logits: (width, vocabulary), which may be changed. trails: what was recorded of each row, if anything is.
+        guesses: what was read ahead of each, if anything is.
         """
 
 

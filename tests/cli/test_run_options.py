@@ -7,9 +7,9 @@ import json
 
 import pytest
 from running import failed, run
-from toy_models import LETTERS, START_ID
+from toy_models import LETTERS, START_ID, Toy
 
-from tformer_runtime import GenerationOptions, Model, OptionError
+from tformer_runtime import GenerationOptions, Model, OptionError, guesses
 from tformer_runtime.cli_options import OPTIONS, as_written, bytes_of, generation_options
 
 SHORT = ["--max-new-tokens", "6"]
@@ -55,6 +55,7 @@ def test_every_option_can_be_given():
          {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1}),
         (["--no-repeat-ngram", 2], {"no_repeat_ngram": 2}),
         (["--top-logprobs", 2], {"top_logprobs": 2}),
+        (["--draft", "prompt", "--draft-tokens", 3], {"draft": "prompt", "draft_tokens": 3}),
     ],
 )  # fmt: skip
 def test_an_option_says_the_same_as_in_python(path, model, written, meant):
@@ -93,6 +94,36 @@ def test_constraints(path, model, tmp_path, way):
     assert message == as_written(str(caught.value))
 
 
+def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(guesses, "relative_cost", lambda *_: 0.1)  # of a file of the same size, it would be 1
+    words = ["hello", "ab", "transformer"]
+    plain = run(path, *words, "--json", "--max-new-tokens", 12)
+    for more in ([], ["--batch-size", 3], ["--batch-size", 1, "--workers", 2]):
+        lines = run(path, *words, "--draft", path, "--json", "--max-new-tokens", 12, *more).stdout.splitlines()
+        for line, other in zip(map(json.loads, lines), map(json.loads, plain.stdout.splitlines()), strict=True):
+            made = line.pop("speculation")
+            assert made["guessed"] == made["accepted"]
+            assert (made["guessed"] > 0) == (3 not in more)
+            assert line["token_ids"] == other["token_ids"]
+    streamed = run(path, "hello", "--draft", path, "--stream")
+    assert streamed.stdout == run(path, "hello", "--stream").stdout
+    assert "prompt" not in failed(run(path, "hello", "--draft", "none.onnx"))
+    other = Toy(vocabulary=12, tokenizer=False).write(tmp_path / "other.onnx")
+    assert failed(run(path, "hello", "--draft", other), 2).startswith(
+        "--draft is a model of 12 ids, and this one has 29"
+    )
+
+
+def test_a_run_goes_on_with_the_draft_that_it_was_given(path, tmp_path):
+    asked = ["--draft", path, "--temperature", 1.0, "--seed", 3, "--output-file", tmp_path / "out"]
+    failed(run(path, "hello", "ab", "é", *asked))
+    again = ["hello", "ab", "abc", *asked, "--resume"]
+    other = Toy(seed=27, max_length=63).write(tmp_path / "other.onnx")
+    assert failed(run(path, *again, "--draft", other)).startswith("--draft is ")
+    assert run(path, *again).exit_code == 0
+    assert (tmp_path / "out").read_text() == run(path, "hello", "ab", "abc", *asked[:-2]).stdout
+
+
 def test_a_prefix_of_ids(path, model):
     ids = [LETTERS.index(c) for c in "ab"]
     words = " ".join(str(LETTERS.index(c)) for c in "hello")
@@ -123,6 +154,9 @@ def test_a_prefix_of_ids(path, model):
         (["--beam-size", "2", "--top-k", "3"], "--beam-size 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
         (["--suppress", "3", "--first-token", "3"], "--first-token 3 is one of the ids that --suppress forbids"),
         (["--suppress", "99"], "--suppress names the id 99, and the model's end at 28"),
+        (["--draft", "prompt", "--beam-size", "2"], "a draft guesses for one row and --beam-size 2 has more: set 1"),
+        (["--draft", "prompt", "--draft-tokens", "0"], "--draft-tokens must be a whole number of at least 1, not 0"),
+        (["--draft-tokens", "3"], "--draft-tokens 3 needs a draft"),
         (["--max-memory", "2T"], "--max-memory must be a number of bytes of at least 1, or such a number and K, M or"),
     ],
 )

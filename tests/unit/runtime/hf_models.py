@@ -105,6 +105,9 @@ class HfRows:
     def trails(self) -> None:
         return None
 
+    def guesses(self) -> None:
+        return None
+
     def release(self) -> None:
         pass
 

@@ -93,6 +93,21 @@ def test_a_short_row_may_take_a_chunk_beside_a_full_one(made):
         rows.engine.step(rows.state, np.full((2, 9), 5), np.array([1, 9]))
 
 
+def test_one_row_rewinds_and_reads_on_in_calls_of_many_shapes(made):
+    rows, random = Rows(*made, rows=1), np.random.default_rng(3)
+    rows.feed([9])
+    shapes = set()
+    for _ in range(60):
+        rows.state.rewind(int(random.integers(max(1, rows.state.longest - 4), rows.state.longest + 1)))
+        count = int(random.integers(1, min(6, 64 - rows.state.longest) + 1)) if rows.state.longest < 64 else 0
+        if not count:
+            break
+        rows.feed([count], "all", counted=False)
+        shapes.add(count)
+    assert len(shapes) > 4
+    assert {new for new, _ in rows.state.calls} <= shapes | {9}
+
+
 def test_rows_drop_repeat_and_move(made):
     rows = Rows(*made, rows=4)
     rows.feed([4, 2, 7, 3])

@@ -12,7 +12,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from tformer_runtime import OptionError
-from tformer_runtime.sampling import Sampler, log_normalizer, warped
+from tformer_runtime.sampling import Guess, Sampler, log_normalizer, warped
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -72,6 +72,35 @@ def test_draws_follow_the_distribution_of_transformers(options):
     assert not counts[~possible].any()
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     assert _chance(chi_square, possible.sum() - 1) > 0.001
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.5, 3.0])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "min_p": 0.05}])
+def test_what_comes_after_a_guess_follows_the_models_distribution_not_the_drafts(options, distance):
+    """And guesses are taken as often as can be: Σ min(p, q) (Leviathan et al. 2023, corollary 3.6)."""
+    logits, draws = _logits(1, 9), 10_000
+    drafts = (logits + distance * _logits(2, 9)).astype(np.float32)
+    drafts[4] = -np.inf
+    p, q = np.zeros(9), np.zeros(9)
+    way = (options.get("temperature", 1.0), options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0))
+    for into, scores in ((p, logits), (q, drafts)):
+        tokens, into_tokens = warped(scores, *way)
+        into[tokens] = into_tokens
+    sampler, draft = Sampler(3, 0, 0, **options), Sampler(3, 0, 1, **options)
+    guesses = [draft.guess(drafts) for _ in range(draws)]
+    drawn = np.array([sampler(logits, guess) for guess in guesses])
+    counts = np.bincount(drawn, minlength=9)
+    assert not counts[p == 0].any()
+    chi_square = ((counts - p * draws)[p > 0] ** 2 / (p * draws)[p > 0]).sum()
+    assert _chance(chi_square, (p > 0).sum() - 1) > 0.001
+    taken = (drawn == [guess.token for guess in guesses]).mean()
+    assert taken == pytest.approx(np.minimum(p, q).sum(), abs=0.02)
+
+
+def test_a_guess_that_was_not_drawn_changes_no_draw():
+    samplers = Sampler(3, 0, 0), Sampler(3, 0, 0)
+    for i in range(50):
+        assert samplers[0](_logits(i), Guess(i % 40)) == samplers[1](_logits(i))
 
 
 @pytest.mark.parametrize("other", [(5, 0, 1), (5, 1, 0), (6, 0, 0)])

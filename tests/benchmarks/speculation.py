@@ -1,0 +1,154 @@
+"""What guesses gain, and what they cost where there is nothing to gain: requests of one row, ours with and without.
+
+    python tests/benchmarks/speculation.py [--repeats 7] [--threads 2] [--quantize int8] [--out results.json]
+
+The models are of full size (6+6 layers, d=512, 32k vocabulary) and their weights are written by hand, so that what they
+generate is known: at each position the source's token there, or another in its place. "edit" replaces one token in
+eight, as corrections do; "translate" replaces all. Their drafts (1+1 layers, d=128) say the same but for one token in
+ten; or, as "stranger", never the same. Figures are medians over sources of 48 random tokens; runners alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tformer_export import export
+from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime import GenerationOptions, Model
+
+START, END, FIRST, VOCABULARY = 1, 2, 3, 32_000
+SOURCE, LENGTH = 48, 64
+QUIET = 0.1  # seconds before a measurement, in which the threads of the runner before stop spinning
+
+
+def replaced(share: float, seed: int) -> np.ndarray:
+    """What each token becomes: so many of them another, the others themselves."""
+    random = np.random.default_rng(seed)
+    found = np.arange(VOCABULARY)
+    chosen = FIRST + np.flatnonzero(random.random(VOCABULARY - FIRST) < share)
+    found[chosen] = np.roll(chosen, 1)
+    return found
+
+
+def but_for(truth: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """The same, but for so many of the tokens."""
+    return np.where(np.arange(VOCABULARY) < FIRST, truth, truth[replaced(share, seed)])
+
+
+def written(becomes: np.ndarray, width: int, heads: int, layers: int, feedforward: int) -> Seq2SeqTransformer:
+    """A model that generates, at each position, what the source's token there becomes.
+
+    Half of the stream holds a token's code, the other half a position's. The first cross-attention finds the source's
+    position and fetches its token; all else is next to nothing, and is computed nevertheless.
+    """
+    torch.manual_seed(0)
+    module = Seq2SeqTransformer(
+        VOCABULARY, VOCABULARY, width=width, heads=heads, encoder_layers=layers, decoder_layers=layers,
+        feedforward=feedforward, max_length=LENGTH, positions="learned", norm="pre", tie_output=False,
+    ).eval()  # fmt: skip
+    half, size = width // 2, width // heads
+    codes, places = torch.randn(VOCABULARY, half), torch.randn(LENGTH, half)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith(("encoder.", "decoder.")) and parameter.dim() > 1:
+                parameter *= 1e-3
+        for side in (module.source, module.target):
+            side.tokens.weight.zero_()
+            side.positions.zero_()
+            side.positions[:, half:] = places
+        module.source.tokens.weight[:, :half] = codes / math.sqrt(width)
+        module.target.tokens.weight[:, :half] = codes / math.sqrt(width) * 0.01
+        attention = module.decoder[0].cross_attention
+        each = torch.arange(width)
+        part = each // size * size % half + each % size  # of a half, for each head's numbers
+        for linear in (attention.query, attention.key, attention.value, attention.output):
+            linear.weight.zero_()
+        attention.query.weight[each, half + part % half] = 8.0
+        attention.key.weight[each, half + part % half] = 1.0
+        attention.value.weight[each, part % half] = 1.0
+        attention.output.weight[part % half, each] = 1.0
+        module.output.weight.zero_()
+        module.output.weight[torch.from_numpy(becomes), :half] = codes
+        module.output.bias.zero_()
+    return module
+
+
+def made(folder: Path, name: str, quantize: str, *described: Any) -> Path:
+    path = folder / f"{name}.onnx"
+    ids = torch.randint(FIRST, 40, (2, 6))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).to_str()
+    special = {"start": [START], "end": [END], "pad": 0}
+    export(
+        written(*described), path, {"src": ids, "tgt": ids}, "tgt",
+        quantize=quantize, special=special, tokenizer=words, max_length=LENGTH,
+    )  # fmt: skip
+    print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB", flush=True)
+    return path
+
+
+def measure(folder: Path, quantize: str, repeats: int, threads: int) -> list[dict[str, Any]]:
+    tasks = {"edit": replaced(1 / 8, 1), "translate": replaced(1.0, 2)}
+    large, small = (512, 8, 6, 2048), (128, 4, 1, 512)
+    rows: list[dict[str, Any]] = []
+    random = np.random.default_rng(0)
+    for task, becomes in tasks.items():
+        others = {"draft": but_for(becomes, 0.1, 3), "stranger": but_for(becomes, 1.0, 4)}
+        paths = {task: made(folder, task, quantize, becomes, *large)}
+        paths |= {name: made(folder, f"{task}-{name}", quantize, other, *small) for name, other in others.items()}
+        models = {name: Model.load(path, device="cpu", threads=threads) for name, path in paths.items()}
+        model = models.pop(task)
+        ways: dict[str, Any] = {"plain": None, "prompt": "prompt", **models}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        guessed, accepted = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
+        for repeat in range(repeats + 1):
+            source = np.append(random.permutation(np.arange(FIRST, VOCABULARY))[:SOURCE], END)
+            for name, draft in ways.items():
+                time.sleep(QUIET)
+                begin = time.perf_counter()
+                result = model.generate(source, GenerationOptions(draft=draft))
+                seconds = time.perf_counter() - begin
+                assert list(result.token_ids) == becomes[source].tolist()
+                if repeat:
+                    times[name].append(seconds / len(result.token_ids) * 1e3)
+                    guessed[name] += result.speculation.guessed if result.speculation else 0
+                    accepted[name] += result.speculation.accepted if result.speculation else 0
+        base = statistics.median(times["plain"])
+        for name, values in times.items():
+            middle = statistics.median(values)
+            row = {"task": task, "guesses": name, "ms": middle, "ratio": base / middle}
+            rows.append({**row, "guessed": guessed[name] / repeats, "accepted": accepted[name] / repeats})
+            print(
+                f"{task:10s} {name:9s} {middle:6.2f} ms/token  {base / middle:5.2f} ×  "
+                f"{accepted[name] / repeats:5.1f} of {guessed[name] / repeats:5.1f} guesses came true",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quantize", choices=["none", "int8"], default="none")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), options.quantize, options.repeats, options.threads)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
