@@ -142,7 +142,7 @@ class Model:
     def closing(self) -> np.ndarray:
         scores = np.zeros(self.size, np.float32)
         for i in range(self.tokenizer.get_vocab_size()):
-            text = self.decode([i]).strip()
+            text = self.decode([i]).strip().removeprefix("##")
             scores[i] = 9 * (text in list('"[}]),:')) or 6 * (len(text) == 1) + 2 * (text == "Z")
             scores[i] += 9 * (self.tokenizer.id_to_token(i) in ("Ġ", "▁", " "))
         scores[self.end] = 99
