@@ -16,7 +16,8 @@ from tformer_runtime import errors
 NAMES = {
     "AsyncModel", "DeadlineError", "DeviceError", "GenerationOptions", "InputError", "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
-    "SourceError", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError", "__version__",
+    "SourceError", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
+    "__version__",
 }  # fmt: skip
 
 
