@@ -5,7 +5,10 @@ model = Model.load("model.onnx")
 print(model.generate("a text").text)
 """
 
-from tformer_runtime.aio import AsyncModel
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from tformer_runtime.errors import (
     DeadlineError,
     DeviceError,
@@ -24,6 +27,9 @@ from tformer_runtime.errors import (
 from tformer_runtime.generate import Result, Speculation, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from tformer_runtime.aio import AsyncModel
 
 __version__ = "0.1.0"
 
@@ -49,3 +55,13 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if (
+        name == "AsyncModel"
+    ):  # only whoever asks for it waits for asyncio to load, a tenth of the time to a first result
+        from tformer_runtime.aio import AsyncModel
+
+        return AsyncModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ import tformer_runtime.cli
 imported_early = "onnxruntime" in sys.modules
 model = Model.load(sys.argv[1])
 text = model.generate("hello", beam_size=2, max_new_tokens=5).text
-ours = ("torch", "onnx", "tformer_export", "tformer_models", "transformers", "onnxscript", "onnx_ir")
+ours = ("asyncio", "torch", "onnx", "tformer_export", "tformer_models", "transformers", "onnxscript", "onnx_ir")
 print(json.dumps([text != "", imported_early, [name for name in ours if name in sys.modules]]))
 """
 
