@@ -56,14 +56,16 @@ def main(
     if not report:
         peers = [peer for peer in PEERS if not only or peer == OURS or peer.name in only]
         bench = Bench(peers, models, threads, 2 if quick else repeats, budget, timeout, _tell)
-        kept |= _machine(bench, threads)
+        kept = _here(kept, _machine(bench, threads), out)
         for row in ROWS:
             chosen = any(name in row.name for name in rows) if rows else not (quick and "1.1B" in row.name)
             precisions = [p for p in row.precisions if not precision or p in precision]
             for records in _row(bench, row, precisions, quick, kept["rates"]) if chosen else ():
                 kept["records"] = _joined(kept["records"], records)
                 out.write_text(json.dumps(kept, indent=1))
-    text = f"{_title(kept)}\n\n{table.markdown(kept['records'])}"
+    if not kept["records"]:
+        raise click.ClickException(f"{out} holds no results")
+    text = f"{_title(kept)}\n\n{table.markdown(kept['records'], kept['rates'])}"
     out.with_suffix(".md").write_text(text)
     chart.draw(kept["records"], out.with_suffix(".png"), _title(kept))
     click.echo(text)
@@ -103,6 +105,17 @@ def _machine(bench: Bench, threads: int) -> dict[str, Any]:
     return {"processor": _processor(), "threads": threads, "rates": rates, "versions": versions}
 
 
+def _here(kept: dict[str, Any], now: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The results so far as this machine's, which can do the most that it ever did."""
+    if not kept["records"]:
+        return kept | now
+    if any(kept[name] != now[name] for name in ("processor", "threads")):
+        was = f"{kept['processor']} with {kept['threads']} threads"
+        raise click.ClickException(f"{out} holds the results of {was}: give another --out")
+    best = {name: max(value, kept["rates"][name]) for name, value in now["rates"].items()}
+    return kept | {"rates": best, "versions": kept["versions"] | now["versions"]}
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -113,11 +126,13 @@ def _processor() -> str:
 
 
 def _title(kept: dict[str, Any]) -> str:
-    versions = {name: version for found in kept.get("versions", {}).values() for name, version in found.items()}
+    versions: dict[str, str] = {}
+    for peer in reversed(PEERS):  # tformer's own last: others' environments may hold other releases
+        versions |= kept["versions"].get(peer.name, {})
     named = ", ".join(f"{name} {version.split('+')[0]}" for name, version in sorted(versions.items()))
-    rates = kept.get("rates", {})
-    told = ", ".join(f"{k} {v / 1e9:.0f} {'GB/s' if k == 'bandwidth' else 'GMAC/s'}" for k, v in rates.items())
-    return f"{kept.get('processor', '')}, {kept.get('threads', '')} threads ({told}); {named}"
+    units = {"bandwidth": "GB/s"}
+    told = ", ".join(f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items())
+    return f"{kept['processor']}, {kept['threads']} threads ({told}); {named}"
 
 
 def _tell(text: str) -> None:

@@ -1,8 +1,12 @@
-"""The results as a picture: a panel for each model, an engine's speed with tformer's as 1."""
+"""The results as a picture: a panel for each model, an engine's speed with tformer's as 1.
+
+Of a decoder, the steps after a short prompt and the first token after one of up to 256; the table has all.
+"""
 
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,18 +31,30 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
     panels = [(row, bars) for row, bars in panels if bars]
     if not panels:
         return
-    heights = [1.4 + 0.19 * sum(len(engines) + 1 for _, engines in bars) for _, bars in panels]
-    figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
-    )
-    for axis, (row, bars) in zip(axes[:, 0], panels, strict=True):
-        _panel(axis, row, bars)
-    figure.suptitle(title, fontsize=10, color="#444444")
+    columns: list[list[tuple[Row, Bars]]] = [[], []]
+    for panel in panels:
+        min(columns, key=lambda column: sum(_height(bars) for _, bars in column)).append(panel)
+    columns = [column for column in columns if column]
+    tallest = max(sum(_height(bars) for _, bars in column) for column in columns)
+    figure = pyplot.figure(figsize=(7.5 * len(columns), tallest + 0.6), layout="constrained")
+    for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
+        heights = [_height(bars) for _, bars in column]
+        heights.append(tallest - sum(heights) + 0.01)  # the shorter column ends in nothing
+        axes = part.subplots(len(heights), 1, height_ratios=heights)
+        for axis, (row, bars) in zip(axes, column, strict=False):
+            _panel(axis, row, bars)
+        axes[-1].set_visible(False)
+    figure.suptitle(textwrap.fill(title, 95 * len(columns)), fontsize=9, color="#444444")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
 Bars = list[tuple[str, dict[str, float]]]
+
+
+def _height(bars: Bars) -> float:
+    """Inches."""
+    return 0.9 + 0.15 * sum(len(engines) for _, engines in bars)
 
 
 def _bars(row: Row, records: Sequence[Record]) -> Bars:
@@ -50,11 +66,18 @@ def _bars(row: Row, records: Sequence[Record]) -> Bars:
         case = Case(**record["case"])
         for at, measure in enumerate(SHOWN[row.shape.kind]):
             values = record.get("ratio", {}).get(measure)
-            if values:
+            if values and _shown(row, case, measure):
                 key = (row.precisions.index(record["precision"]), at, case)
                 found.setdefault(key, {})[record["peer"]] = 1 / statistics.median(values)
     order = sorted(found, key=lambda key: (*key[:2], key[2].prompt, key[2].beams, key[2].batch))
     return [(_label(row, *key), found[key]) for key in order if len(found[key]) > 1]
+
+
+def _shown(row: Row, case: Case, measure: str) -> bool:
+    prompts = sorted({case.prompt for case in row.cases})
+    if measure == "step":
+        return case.prompt == prompts[0] and case.beams == 1
+    return measure == "request" or (case.batch == 1 and case.prompt == [n for n in prompts if n <= 256][-1])
 
 
 def _label(row: Row, precision: int, at: int, case: Case) -> str:

@@ -14,6 +14,7 @@ from versus.floor import floors
 from versus.shapes import Case, Row, Shape, inputs_of
 
 QUIET = 0.3  # seconds before each turn
+TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
 FEWEST = 2  # rounds, however long they take
 
 Record = dict[str, Any]
@@ -42,7 +43,7 @@ def rounds(
                 continue
             time.sleep(quiet)
             try:
-                reply = worker.ask("run", case=case.to_dict(), inputs=inputs)
+                reply = worker.ask("run", case=case.to_dict(), inputs=inputs, least=TURN if turn else 0.0)
             except PeerError as error:
                 failed[name] = str(error)
                 del found[name]
@@ -175,7 +176,7 @@ class Bench:
                 turns, failed = rounds(workers, case, inputs_of(row.shape, case), self.repeats, self.budget)
                 ours = turns.get(OURS.name, [])
                 floor = floors(row.shape, case, precision, rates)
-                key = {"row": row.name, "precision": precision, "case": case.to_dict(), "floor": floor}
+                key = {"row": row.name, "precision": precision, "case": case.to_dict()}
                 for name, values in turns.items():
                     before = samples.setdefault((case, name), [])
                     before.extend(values)
@@ -183,7 +184,7 @@ class Bench:
                     record = {**key, "peer": name, "seconds": taken, "ratio": ratios(values, ours)}
                     records[:] = [r for r in records if not same(r, record)]
                     records.append(record)
-                    self.tell(f"  {precision} {case.name}: {name} {told(record)}")
+                    self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")
                 for name, reason in failed.items():
                     records.append({**key, "peer": name, "error": reason})
                     self.tell(f"  {precision} {case.name}: {name}: {reason}")
@@ -235,11 +236,13 @@ def same(one: Record, other: Record) -> bool:
     return all(one.get(name) == other.get(name) for name in ("row", "precision", "peer", "case"))
 
 
-def told(record: Record) -> str:
+def told(record: Record, floor: Mapping[str, float]) -> str:
     parts = []
-    for measure, values in record["seconds"].items():
-        middle = sorted(values)[len(values) // 2]
-        parts.append(f"{measure} {middle * 1e3:.2f} ms ({record['floor'].get(measure, 0) / middle:.0%} of the floor)")
+    for measure, least in floor.items():
+        values = sorted(record["seconds"].get(measure, ()))
+        if values:
+            middle = values[len(values) // 2]
+            parts.append(f"{measure} {middle * 1e3:.2f} ms ({least / middle:.0%} of the floor's speed)")
     return ", ".join(parts)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from versus.client import BARE, OURS, PEERS
+from versus.floor import floors
 from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
 
@@ -20,20 +21,21 @@ TITLES = {
     ("continue", "step"): "milliseconds a decode step",
     ("continue", "first"): "milliseconds to the first token",
     ("continue", "request"): "milliseconds a step, of whole requests with beams",
-    ("embed", "request"): "milliseconds a batch",
+    ("embed", "request"): "sentences a second",
 }
 
 
-def markdown(records: Sequence[Record]) -> str:
+def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
+    """rates: what the machine reads and multiplies, as `engines.rates` measures it."""
     parts = []
     for row in ROWS:
         mine = [record for record in records if record["row"] == row.name]
         if mine:
-            parts += [f"### {row.name}", *_speed(row, mine), *_beside(row, mine), *_reasons(mine)]
+            parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
     return "\n\n".join([*parts, *_behind(records), LEGEND]) + "\n"
 
 
-def _speed(row: Row, records: Sequence[Record]) -> Iterator[str]:
+def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
     for (kind, measure), title in TITLES.items():
         if kind != row.shape.kind:
             continue
@@ -41,12 +43,12 @@ def _speed(row: Row, records: Sequence[Record]) -> Iterator[str]:
         columns = _columns(chosen)
         lines = []
         for precision in row.precisions:
-            cases = {Case(**r["case"]): r["floor"][measure] for r in chosen if r["precision"] == precision}
-            for case, floor in sorted(cases.items(), key=lambda item: (item[0].prompt, item[0].beams, item[0].batch)):
-                parts = case.new if measure == "request" and case.new else 1
+            cases = {Case(**record["case"]) for record in chosen if record["precision"] == precision}
+            for case in sorted(cases, key=lambda case: (case.prompt, case.beams, case.batch)):
+                floor = floors(row.shape, case, precision, rates)[measure]
                 found = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
-                cells = [_cell(found[name], measure, parts) if name in found else "–" for name in columns]
-                lines.append([precision, case.name, *cells, _number(floor / parts * 1e3)])
+                cells = [_cell(found[name], case, measure, floor) if name in found else "–" for name in columns]
+                lines.append([precision, case.name, *cells, _number(_figure(floor, case, measure))])
         if lines:
             yield f"{title}:\n\n" + _table(["", "", *columns, "floor"], lines)
 
@@ -59,11 +61,18 @@ def _counts(record: Record, kind: str, measure: str) -> bool:
     return measure != "request" or kind != "continue" or case["beams"] > 1
 
 
-def _cell(record: Record, measure: str, parts: int) -> str:
-    values = [value / parts * 1e3 for value in record["seconds"][measure]]
+def _figure(seconds: float, case: Case, measure: str) -> float:
+    """What is told: milliseconds, of one step of a whole request; sentences a second where nothing is generated."""
+    if not case.new:
+        return case.batch / seconds
+    return 1e3 * seconds / (case.new if measure == "request" else 1)
+
+
+def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
+    values = [_figure(value, case, measure) for value in record["seconds"][measure]]
     middle = statistics.median(values)
     spread = (max(values) - min(values)) / 2 / middle
-    share = record["floor"][measure] / statistics.median(record["seconds"][measure])
+    share = floor / statistics.median(record["seconds"][measure])
     ratio = statistics.median(record["ratio"][measure]) if record["ratio"].get(measure) else None
     beside = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
     return f"{_number(middle)} ± {spread:.0%} ({beside}{share:.0%})"

@@ -4,12 +4,15 @@
 
     {"do": "prepare", "shape": …, "folder": …, "precision": …}     → {"bytes": of the files}
     {"do": "load", …the same…, "threads": 2}                       → {"seconds": …}
-    {"do": "run", "case": …, "inputs": [[ids], …], "keep": true}   → {"seconds": …, "first": …, "result": [[…], …]}
+    {"do": "run", "case": …, "inputs": [[ids], …], "least": 0.25}  → {"seconds": …, "first": …}
+        with "keep": true                                          → {…, "result": [[…], …]}
     {"do": "score", "inputs": [[ids], …], "last": 32}              → {"result": log-probabilities of the last ids}
     {"do": "versions"}                                             → {package: version}
     {"do": "memory"}                                               → {"peak": bytes, "now": bytes}
 
-first: seconds to the first token, None where the engine does not tell. What fails is answered with {"error": sentence}.
+least: a request that takes fewer seconds is made again until as many have passed, and the median is told; the first,
+which wakes the engine, is not counted then. first: seconds to the first token, None where an engine does not tell. What
+fails is answered with {"error": sentence}.
 Everyone, tformer too, is run like this: nobody's threads spin in another's process, and memory is each one's own.
 """
 
@@ -59,15 +62,27 @@ class Worker:
         self.engine = self.module.Engine(Path(folder), shape_of(shape), precision, threads)
         return {"seconds": time.perf_counter() - begun}
 
-    def _run(self, case: dict[str, int], inputs: list[list[int]], keep: bool = False) -> dict[str, Any]:
-        begun = time.perf_counter()
-        first, result = self.engine.run(Case(**case), inputs)
-        seconds = time.perf_counter() - begun
-        given = case["new"] and [len(row) for row in result]
-        if given and set(given) != {case["new"]}:
-            return {"error": f"it generated {sorted(set(given))} tokens, not {case['new']}"}
-        reply = {"seconds": seconds, "first": None if first is None else first - begun}
+    def _run(
+        self, case: dict[str, int], inputs: list[list[int]], least: float = 0.0, keep: bool = False
+    ) -> dict[str, Any]:
+        seconds, first, result = self._once(Case(**case), inputs)
+        if seconds < least:
+            counted = []
+            while sum(one for one, _ in counted) < least:
+                seconds, first, result = self._once(Case(**case), inputs)
+                counted.append((seconds, first))
+            seconds, first = sorted(counted, key=lambda one: one[0])[len(counted) // 2]
+        reply = {"seconds": seconds, "first": first}
         return {**reply, "result": result} if keep else reply
+
+    def _once(self, case: Case, inputs: list[list[int]]) -> tuple[float, float | None, list[Any]]:
+        begun = time.perf_counter()
+        first, result = self.engine.run(case, inputs)
+        seconds = time.perf_counter() - begun
+        lengths = {len(row) for row in result} if case.new else {0}
+        if lengths != {case.new}:
+            raise UnavailableError(f"it generated {sorted(lengths)} tokens, not {case.new}")
+        return seconds, None if first is None else first - begun, result
 
     def _score(self, inputs: list[list[int]], last: int) -> dict[str, Any]:
         if not hasattr(self.engine, "score"):
