@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0
+GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder needs more than it asks for
 OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0'
 WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -46,7 +46,7 @@ evaluate: $(READY)
 
 # The peers of the benchmark: one of them beside what we have, those that need other packages in environments of their own.
 # One that cannot be installed is a column without figures.
-SAME = sed -n 's/^onnxruntime-gpu/onnxruntime/p; /^torch==/p; /^numpy==/p' constraints.txt
+SAME = sed -n 's/^onnxruntime-gpu/onnxruntime/p; /^\(torch\|numpy\|onnx\|onnx-ir\)==/p' constraints.txt
 WITHOUT = || echo "$(@D) could not be made: its column will say so"
 
 bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
