@@ -15,6 +15,7 @@ from versus.shapes import Case, Row, Shape, inputs_of
 
 QUIET = 0.3  # seconds before each turn
 TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
+STARTS = 3  # rounds of starts, at most
 FEWEST = 2  # rounds, however long they take
 
 Record = dict[str, Any]
@@ -205,7 +206,7 @@ class Bench:
         inputs = inputs_of(row.shape, case)
         peers = {p.name: p for p in (*self.peers, BARE) if not row.peers or p.name in row.peers or p == BARE}
         seconds: dict[str, list[float]] = {}
-        for turn in range(self.repeats + 1):
+        for turn in range(min(self.repeats, STARTS) + 1):
             for peer in list(peers.values()):
                 time.sleep(QUIET)
                 begun = time.perf_counter()
