@@ -2,14 +2,18 @@
 # make test   the test suite
 # make check  lint and types
 # make evaluate   the model card's error rates, from exported files
+# make bench      against other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder needs more than it asks for
+OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0'
 WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/same.txt
 
-.PHONY: demo test check evaluate clean
+.PHONY: demo test check evaluate bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -40,5 +44,24 @@ evaluate: $(READY)
 	  $(BIN)/python -m tformer_models.g2p score build/$$precision.txt || exit 1; \
 	done
 
+# The peers of the benchmark: one of them beside what we have, those that need other packages in environments of their own.
+# One that cannot be installed is a column without figures.
+SAME = sed -n 's/^onnxruntime-gpu/onnxruntime/p; /^\(torch\|numpy\|onnx\|onnx-ir\)==/p' constraints.txt
+WITHOUT = || echo "$(@D) could not be made: its column will say so"
+
+bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
+	$(BIN)/python tests/benchmarks/versus.py
+
+.venv/.peers: $(READY)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]' && touch $@ $(WITHOUT)
+
+.venv-genai/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
+	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(GENAI) && touch $@ $(WITHOUT)
+
+.venv-optimum/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
+	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPTIMUM) && touch $@ $(WITHOUT)
+
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-genai .venv-optimum

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import ctranslate2_model, to_ctranslate2
+from versus.engines.ctranslate import ctranslate2_model, to_ctranslate2
 
 from tformer_export import export
 from tformer_models.seq2seq import Seq2SeqTransformer

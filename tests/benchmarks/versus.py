@@ -1,0 +1,149 @@
+"""tformer against other engines: the same weights, inputs, precision and threads, in one run, by turns.
+
+    make bench                                  everything: what peers need is installed first
+    python tests/benchmarks/versus.py [--quick] [--rows 60M] [--only CTranslate2] [--precision int8] [--repeats 5]
+    python tests/benchmarks/versus.py --report  only the table and the chart, of what was measured before
+
+Each engine, tformer too, runs in a process of its own and is asked over pipes. Beside the peers stands the floor: bytes
+that a step must read and multiply-adds that it must make, at the rates that this machine was measured to have. Results
+are kept in a JSON file, where a new figure takes the place of the old one; a peer that is missing, or cannot do
+something, is named with its reason. Models are made once, from seeded random weights, in --models (30 GB for all rows).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parent))
+from versus import chart, table
+from versus.client import OURS, PEERS, RATES, ROOT, SOURCE, PeerError
+from versus.measure import Bench, Record, same
+from versus.shapes import PRECISIONS, ROWS, Row
+
+BUILD = ROOT / "build"
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option("--rows", multiple=True, help="Only models with this in their name; may be given several times.")
+@click.option(
+    "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Only this peer, beside tformer."
+)
+@click.option("--precision", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision.")
+@click.option("--quick", is_flag=True, help="Two rounds of a few cases; without the model of 1.1 B unless it is named.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each case.")
+@click.option("--budget", default=90.0, show_default=True, help="Seconds of a case after which no round begins.")
+@click.option("--timeout", default=1800.0, show_default=True, help="Seconds that an engine may take for one answer.")
+@click.option("--threads", type=click.IntRange(1), default=os.cpu_count(), show_default=True)
+@click.option("--models", type=click.Path(path_type=Path), default=BUILD / "versus", help="Folder of the models.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=BUILD / "versus.json", help="Results; .md and .png beside."
+)
+@click.option("--report", is_flag=True, help="Measure nothing.")
+def main(
+    rows: tuple[str, ...], only: tuple[str, ...], precision: tuple[str, ...], quick: bool, repeats: int, budget: float,
+    timeout: float, threads: int, models: Path, out: Path, report: bool,
+) -> None:  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(out.read_text()) if out.exists() else {"records": []}
+    if not report:
+        peers = [peer for peer in PEERS if not only or peer == OURS or peer.name in only]
+        bench = Bench(peers, models, threads, 2 if quick else repeats, budget, timeout, _tell)
+        kept = _here(kept, _machine(bench, threads), out)
+        for row in ROWS:
+            chosen = any(name in row.name for name in rows) if rows else not (quick and "1.1B" in row.name)
+            precisions = [p for p in row.precisions if not precision or p in precision]
+            if chosen:
+                kept["rates"] = _best(kept["rates"], bench.once(RATES, "measure", threads=threads))
+            for records in _row(bench, row, precisions, quick, kept["rates"]) if chosen else ():
+                kept["records"] = _joined(kept["records"], records)
+                out.write_text(json.dumps(kept, indent=1))
+    if not kept["records"]:
+        raise click.ClickException(f"{out} holds no results")
+    text = f"{_title(kept)}\n\n{table.markdown(kept['records'], kept['rates'])}"
+    out.with_suffix(".md").write_text(text)
+    chart.draw(kept["records"], out.with_suffix(".png"), _title(kept))
+    click.echo(text)
+
+
+def _row(
+    bench: Bench, row: Row, precisions: Sequence[str], quick: bool, rates: Mapping[str, float]
+) -> Iterator[list[Record]]:
+    """The records of a model, as they come."""
+    _tell(row.name)
+    try:
+        bench.once(SOURCE, "prepare", **bench.model(row.shape, "fp32"))
+    except PeerError as error:
+        raise click.ClickException(f"the weights of {row.name} cannot be made: {error}") from error
+    folder = Path(bench.model(row.shape, "fp32")["folder"])
+    reference = json.loads((folder / "source" / "reference.json").read_text())
+    for precision in precisions:
+        yield bench.measure(row, row.quick if quick else row.cases, precision, reference, rates)
+        yield bench.starts(row, precision)
+
+
+def _joined(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    return [*(record for record in old if not any(same(record, other) for other in new)), *new]
+
+
+def _machine(bench: Bench, threads: int) -> dict[str, Any]:
+    """What was measured where: processor, rates, versions."""
+    versions = {}
+    for peer in bench.peers:
+        try:
+            versions[peer.name] = bench.once(peer, "versions")
+        except PeerError as error:
+            _tell(f"{peer.name}: {error}")
+    rates = bench.once(RATES, "measure", threads=threads)
+    told = [f"{rates['bandwidth'] / 1e9:.1f} GB/s", *(f"{p} {rates[p] / 1e9:.0f} GMAC/s" for p in ("fp32", "int8"))]
+    _tell(f"{_processor()}, {threads} threads: {', '.join(told)}")
+    return {"processor": _processor(), "threads": threads, "rates": rates, "versions": versions}
+
+
+def _here(kept: dict[str, Any], now: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The results so far as this machine's, which can do the most that it ever did."""
+    if not kept["records"]:
+        return kept | now
+    if any(kept[name] != now[name] for name in ("processor", "threads")):
+        was = f"{kept['processor']} with {kept['threads']} threads"
+        raise click.ClickException(f"{out} holds the results of {was}: give another --out")
+    return kept | {"rates": _best(kept["rates"], now["rates"]), "versions": kept["versions"] | now["versions"]}
+
+
+def _best(rates: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    """What the machine can do is what it once did: somebody else may be busy at any one time."""
+    return {name: max(rate, again[name]) for name, rate in rates.items()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def _title(kept: dict[str, Any]) -> str:
+    versions: dict[str, str] = {}
+    for peer in reversed(PEERS):  # tformer's own last: others' environments may hold other releases
+        versions |= kept["versions"].get(peer.name, {})
+    named = ", ".join(f"{name} {version.split('+')[0]}" for name, version in sorted(versions.items()))
+    units = {"bandwidth": "GB/s"}
+    told = ", ".join(f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items())
+    return f"{kept['processor']}, {kept['threads']} threads ({told}); {named}"
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    main()

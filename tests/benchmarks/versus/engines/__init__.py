@@ -1,0 +1,50 @@
+"""Every engine is a module with
+
+    prepare(folder, shape, precision) -> int      make its files from the source's, if they are not there; their bytes
+    Engine(folder, shape, precision, threads)     open them
+    Engine.run(case, inputs)                      → when the first token was there (perf_counter; None: it is not told),
+                                                  and the tokens of each request, or the vector of each
+    Engine.score(inputs, last)                    optional: the log-probabilities of the last ids of each sequence
+
+and raises UnavailableError for what it cannot do. Heavy imports stand in functions: a worker that opens a file imports
+only what a user's program would.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from versus.shapes import Shape
+
+SOURCE = "source"  # the folder with what every engine's files are made from
+HUGGING_FACE = "hf"  # in it, the same weights as a transformers model, where there is a class for them
+
+
+class UnavailableError(Exception):
+    """This engine does not do that; the text says why."""
+
+
+def made(path: Path, make: Callable[[Path], object]) -> int:
+    """Have `make` fill a folder, unless it is there already; its bytes. A killed run leaves no half of one."""
+    if not path.exists():
+        part = path.with_name(f"{path.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        make(part)
+        part.rename(path)
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def hugging_face(folder: Path, shape: Shape) -> Path:
+    """The transformers model of a shape."""
+    path = folder / SOURCE / HUGGING_FACE
+    if not path.exists():
+        raise UnavailableError(f"transformers has no class for {shape.name} (pre-norm, a vocabulary for each side)")
+    return path
+
+
+def only(precision: str, *known: str) -> None:
+    if precision not in known:
+        raise UnavailableError(f"no {precision} on CPU")

@@ -1,0 +1,72 @@
+"""transformers as it comes: `generate()` and `forward` of its own classes in PyTorch, in fp32."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from versus.engines import hugging_face, only
+from versus.shapes import Case, Shape
+
+
+def prepare(folder: Path, shape: Shape, precision: str) -> int:
+    only(precision, "fp32")
+    return sum(file.stat().st_size for file in hugging_face(folder, shape).glob("*.safetensors"))
+
+
+class Engine:
+    """Of anything that has transformers' calls."""
+
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, folder: Path, shape: Shape, precision: str, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        classes = {
+            "translate": transformers.AutoModelForSeq2SeqLM,
+            "continue": transformers.AutoModelForCausalLM,
+            "embed": transformers.AutoModel,
+        }
+        self.kind = shape.kind
+        self.model = classes[shape.kind].from_pretrained(hugging_face(folder, shape)).eval()
+
+    def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
+        import torch
+
+        ids = torch.tensor(inputs)
+        with torch.inference_mode():
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if self.kind == "embed":
+                return None, self.model(**given).last_hidden_state.mean(1).tolist()
+            times: list[float] = []
+            made = self.model.generate(
+                **given, num_beams=case.beams, do_sample=False, min_new_tokens=case.new, max_new_tokens=case.new,
+                stopping_criteria=[_Clock(times)], **self.options,
+            )  # fmt: skip
+        first = times[0] if self.kind == "continue" and case.beams == 1 else None
+        return first, made[:, 1 if self.kind == "translate" else case.prompt :].tolist()
+
+    def score(self, inputs: list[list[int]], last: int) -> list[float]:
+        import torch
+
+        ids = torch.tensor(inputs)
+        with torch.inference_mode():
+            scores = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float().log_softmax(-1)
+        return scores[:, :-1].gather(-1, ids[:, 1:, None])[:, -last:].flatten().tolist()
+
+
+class _Clock:
+    """A stopping criterion that stops nothing, and notes when each token was chosen."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+
+    def __call__(self, ids: Any, scores: Any, **others: Any) -> Any:
+        import torch
+
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)

@@ -1,0 +1,61 @@
+"""onnxruntime-genai: its model builder on the same folder, its Generator as its examples use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from versus.engines import UnavailableError, hugging_face, made, only
+from versus.shapes import Case, Shape
+
+
+def prepare(folder: Path, shape: Shape, precision: str) -> int:
+    only(precision, "fp32", "int4")
+    if shape.kind != "continue":
+        raise UnavailableError("decoder-only models alone")
+    source = hugging_face(folder, shape)
+
+    def make(path: Path) -> None:
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(source), "-o", str(path)]
+        command += ["-p", precision, "-e", "cpu", "-c", str(path / "cache")]
+        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise UnavailableError(f"its builder failed: {done.stderr.strip().splitlines()[-1][:200]}")
+
+    return made(_path(folder, precision), make)
+
+
+def _path(folder: Path, precision: str) -> Path:
+    return folder / f"genai-{precision}"
+
+
+class Engine:
+    def __init__(self, folder: Path, shape: Shape, precision: str, threads: int) -> None:
+        import onnxruntime_genai
+
+        self.genai = onnxruntime_genai
+        config = onnxruntime_genai.Config(str(_path(folder, precision)))
+        options = {"session_options": {"intra_op_num_threads": threads}}
+        config.overlay(json.dumps({"model": {"decoder": options}}))
+        self.model = onnxruntime_genai.Model(config)
+
+    def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
+        import numpy as np
+
+        total = case.prompt + case.new
+        params = self.genai.GeneratorParams(self.model)
+        params.set_search_options(
+            max_length=total, min_length=total, batch_size=case.batch, num_beams=case.beams, do_sample=False
+        )
+        generator = self.genai.Generator(self.model, params)
+        generator.append_tokens(np.array(inputs, np.int32))
+        first = None
+        while not generator.is_done():
+            generator.generate_next_token()
+            first = first or time.perf_counter()
+        made = [generator.get_sequence(i)[case.prompt :].tolist() for i in range(case.batch)]
+        return first if case.beams == 1 else None, made

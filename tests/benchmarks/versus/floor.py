@@ -1,0 +1,95 @@
+"""The floor: what a request must read and multiply, whatever computes it, over what the machine reads and multiplies.
+
+A stage takes no less than max(bytes / bandwidth, multiply-adds / rate): its weights are read once, in the file's
+precision, and what is cached of each row up to its valid length, in fp32. Scales, biases and norms are left out: the
+floor is a bound. Multiply-adds with weights go at the rate of int8 where these are int8 or int4, those of attention at
+the rate of fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from versus.shapes import Case, Shape
+
+BITS = {"fp32": 32, "int8": 8, "int4": 4}
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass through a stage. weights: how many are read and multiplied with. cached: bytes read beside them.
+
+    rows: for each of which all weights are multiplied with. attended: multiply-adds of attention, of all rows.
+    """
+
+    weights: int
+    rows: int
+    cached: int = 0
+    attended: int = 0
+
+    def bytes(self, precision: str) -> int:
+        return self.weights * BITS[precision] // 8 + self.cached
+
+    def seconds(self, precision: str, rates: Mapping[str, float]) -> float:
+        """rates: as `engines.rates` measures them."""
+        products = self.weights * self.rows / rates["fp32" if precision == "fp32" else "int8"]
+        return max(self.bytes(precision) / rates["bandwidth"], products + self.attended / rates["fp32"])
+
+
+def _layer(shape: Shape) -> int:
+    """Weights of self-attention and feed-forward."""
+    attention = 2 * shape.width * shape.width + 2 * shape.width * shape.keys
+    return attention + (3 if shape.gated else 2) * shape.width * shape.feedforward
+
+
+def output(shape: Shape) -> int:
+    """Weights of the output projection."""
+    return shape.width * shape.written
+
+
+def encode(shape: Shape, case: Case) -> Work:
+    """An encoder's pass; of an encoder-decoder, with the keys and values that the decoder will attend to."""
+    weights = shape.layers * _layer(shape)
+    if shape.kind == "translate":
+        weights += shape.layers * 2 * shape.width * shape.width
+    attended = 2 * shape.layers * shape.width * case.prompt * case.prompt * case.batch
+    return Work(weights, case.batch * case.prompt, attended=attended)
+
+
+def prompt(shape: Shape, case: Case) -> Work:
+    """Reading a prompt, up to what the output projection reads: that is for one position, and left out."""
+    pairs = case.prompt * (case.prompt + 1) // 2
+    attended = 2 * shape.layers * shape.width * pairs * case.batch
+    return Work(shape.layers * _layer(shape), case.batch * case.prompt, attended=attended)
+
+
+def step(shape: Shape, case: Case, position: int) -> Work:
+    """One token more for each row, whose own is the `position`-th, counted from 0: it attends to position + 1."""
+    rows, seen = case.batch * case.beams, position + 1
+    weights = shape.layers * _layer(shape) + output(shape)
+    cached = 2 * shape.layers * shape.keys * seen * rows * FLOAT
+    attended = 2 * shape.layers * shape.width * seen * rows
+    if shape.kind == "translate":
+        weights += shape.layers * 2 * shape.width * shape.width
+        cached += 2 * shape.layers * shape.width * case.prompt * case.batch * FLOAT  # all beams see one source
+        attended += 2 * shape.layers * shape.width * case.prompt * rows
+    return Work(weights, rows, cached, attended)
+
+
+def floors(shape: Shape, case: Case, precision: str, rates: Mapping[str, float]) -> dict[str, float]:
+    """Measure → seconds: of a "request", the "first" token, a "step"; those that the case has."""
+
+    def seconds(work: Work) -> float:
+        return work.seconds(precision, rates)
+
+    if shape.kind == "embed":
+        return {"request": seconds(encode(shape, case))}
+    if shape.kind == "translate":
+        steps = [seconds(step(shape, case, i)) for i in range(case.new)]
+        return {"request": seconds(encode(shape, case)) + sum(steps)}
+    first = seconds(prompt(shape, case)) + seconds(Work(output(shape), case.batch))
+    steps = [seconds(step(shape, case, case.prompt + i)) for i in range(case.new - 1)]
+    found = {"request": first + sum(steps), "first": first}
+    return found | ({"step": sum(steps) / len(steps)} if steps and case.beams == 1 else {})

@@ -1,0 +1,253 @@
+"""Turns, and what is kept of them: each round gives every engine one turn, after a pause in which the last one's
+threads stop spinning. A ratio is of two turns of one round; what is told is the median of all rounds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from versus.client import BARE, OURS, Peer, PeerError, Worker, loaded
+from versus.floor import floors
+from versus.shapes import Case, Row, Shape, inputs_of
+
+QUIET = 0.3  # seconds before each turn
+TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
+STARTS = 3  # rounds of starts, at most
+FEWEST = 2  # rounds, however long they take
+
+Record = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+class Asked(Protocol):
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]: ...
+
+
+def rounds(
+    workers: Mapping[str, Asked], case: Case, inputs: list[list[int]], repeats: int, budget: float, quiet: float = QUIET
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+    """Engine → its measures in each round, and engine → why it has none. The first round warms up and is left out.
+
+    budget: seconds after which no further round begins, once there are FEWEST.
+    """
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+    failed: dict[str, str] = {}
+    begun = time.monotonic()
+    for turn in range(repeats + 1):
+        if turn > FEWEST and time.monotonic() - begun > budget:
+            break
+        for name, worker in workers.items():
+            if name in failed:
+                continue
+            time.sleep(quiet)
+            try:
+                reply = worker.ask("run", case=case.to_dict(), inputs=inputs, least=TURN if turn else 0.0)
+            except PeerError as error:
+                failed[name] = str(error)
+                del found[name]
+                continue
+            if turn:
+                found[name].append(measures(reply, case))
+    return found, failed
+
+
+def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
+    """Seconds of the whole "request", and if it is told to the "first" token and for each "step" from there."""
+    seconds, first = reply["seconds"], reply["first"]
+    if first is None:
+        return {"request": seconds}
+    steps = {"step": (seconds - first) / (case.new - 1)} if case.new > 1 else {}
+    return {"request": seconds, "first": first, **steps}
+
+
+def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Measure → for each round, how many times as long as ours theirs took."""
+    names = set(theirs[0] if theirs else ()) & set(ours[0] if ours else ())
+    return {name: [a[name] / b[name] for a, b in zip(theirs, ours, strict=False)] for name in sorted(names)}
+
+
+def agreement(results: Sequence[Sequence[int]], source: Sequence[Sequence[int]]) -> float:
+    """Of the steps that began from the source's own tokens, the share that chose the source's next one."""
+    equal = changed = 0
+    for mine, right in zip(results, source, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b), len(right))
+        equal += same
+        changed += same < len(right)
+    return equal / (equal + changed)
+
+
+def cosine(results: Sequence[Sequence[float]], source: Sequence[Sequence[float]]) -> float:
+    """The mean cosine of each vector and the source's."""
+    return sum(
+        sum(a * b for a, b in zip(mine, right, strict=True)) / (math.hypot(*mine) * math.hypot(*right))
+        for mine, right in zip(results, source, strict=True)
+    ) / len(source)
+
+
+def quality(worker: Asked, row: Row, reference: Mapping[str, Any]) -> dict[str, float]:
+    """How far an engine's results are the source's."""
+    case, inputs, right = row.quality, reference["inputs"], reference["result"]
+    result = worker.ask("run", case=case.to_dict(), inputs=inputs, keep=True)["result"]
+    if row.shape.kind == "embed":
+        return {"cosine": cosine(result, right)}
+    found = {"agreement": agreement(result, right)}
+    if row.shape.kind == "continue":
+        try:
+            whole = [[*prompt, *tokens] for prompt, tokens in zip(inputs, right, strict=True)]
+            scores = worker.ask("score", inputs=whole, last=case.new)["result"]
+        except PeerError:
+            return found
+        found["perplexity"] = math.exp(sum(reference["scores"]) / len(scores) - sum(scores) / len(scores))
+    return found
+
+
+def groups(sizes: Mapping[str, float], first: str, room: float) -> list[list[str]]:
+    """Engines that fit in memory together, each group with `first`, which the others are compared with."""
+    base = sizes.get(first, 0.0)
+    others = [name for name in sizes if name != first]
+    found: list[list[str]] = []
+    left = 0.0
+    for name in others:
+        if not found or sizes[name] > left:
+            found.append([first] if first in sizes else [])
+            left = room - base
+        found[-1].append(name)
+        left -= sizes[name]
+    return found or ([[first]] if first in sizes else [])
+
+
+class Bench:
+    """The engines, on this machine."""
+
+    def __init__(
+        self, peers: Sequence[Peer], folder: Path, threads: int, repeats: int, budget: float, timeout: float, tell: Tell
+    ) -> None:
+        self.peers, self.folder, self.threads = peers, folder, threads
+        self.repeats, self.budget, self.timeout, self.tell = repeats, budget, timeout, tell
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "workers.log"
+
+    def model(self, shape: Shape, precision: str) -> dict[str, Any]:
+        folder = self.folder / shape.name.replace(" ", "-")
+        folder.mkdir(exist_ok=True)
+        return {"shape": shape.__dict__, "folder": str(folder.resolve()), "precision": precision}
+
+    def once(self, peer: Peer, do: str, **arguments: Any) -> dict[str, Any]:
+        """Ask a process of its own, which ends then."""
+        with Worker(peer, self.threads, self.log, self.timeout) as worker:
+            return worker.ask(do, **arguments)
+
+    def measure(self, row: Row, cases: Sequence[Case], precision: str, reference: Any, rates: Any) -> list[Record]:
+        """All engines on all cases in one precision."""
+        model, records = self.model(row.shape, precision), []
+        sizes, found = {}, {}
+        for peer in self.peers:
+            key = {"row": row.name, "precision": precision, "peer": peer.name}
+            if row.peers and peer.name not in row.peers:
+                continue
+            try:
+                found[peer.name] = {**key, "bytes": self.once(peer, "prepare", **model)["bytes"]}
+                sizes[peer.name] = 2.0 * found[peer.name]["bytes"] + 0.6e9
+            except PeerError as error:
+                records.append({**key, "error": str(error)})
+                self.tell(f"  {peer.name}: {error}")
+        samples: dict[tuple[Case, str], list[dict[str, float]]] = {}
+        for group in groups(sizes, OURS.name, 0.8 * available()):
+            self._group(row, cases, group, model, reference, found, samples, records, rates)
+        return [*records, *found.values()]
+
+    def _group(
+        self, row: Row, cases: Sequence[Case], group: Sequence[str], model: Any, reference: Any,
+        found: dict[str, Record], samples: dict[tuple[Case, str], list[dict[str, float]]], records: list[Record],
+        rates: Any,
+    ) -> None:  # fmt: skip
+        workers: dict[str, Worker] = {}
+        precision = model["precision"]
+        try:
+            for peer in (peer for peer in self.peers if peer.name in group):
+                try:
+                    workers[peer.name] = loaded(peer, model, self.threads, self.log, self.timeout)
+                except PeerError as error:
+                    found[peer.name]["error"] = str(error)
+                    self.tell(f"  {peer.name}: {error}")
+            for case in cases:
+                turns, failed = rounds(workers, case, inputs_of(row.shape, case), self.repeats, self.budget)
+                ours = turns.get(OURS.name, [])
+                floor = floors(row.shape, case, precision, rates)
+                key = {"row": row.name, "precision": precision, "case": case.to_dict()}
+                for name, values in turns.items():
+                    before = samples.setdefault((case, name), [])
+                    before.extend(values)
+                    taken = {measure: [value[measure] for value in before] for measure in before[0]}
+                    record = {**key, "peer": name, "seconds": taken, "ratio": ratios(values, ours)}
+                    records[:] = [r for r in records if not same(r, record)]
+                    records.append(record)
+                    self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")
+                for name, reason in failed.items():
+                    records.append({**key, "peer": name, "error": reason})
+                    self.tell(f"  {precision} {case.name}: {name}: {reason}")
+            for name, worker in workers.items():
+                try:
+                    if "agreement" not in found[name] and "cosine" not in found[name]:
+                        found[name] |= quality(worker, row, reference)
+                    found[name]["peak"] = worker.ask("memory")["peak"]
+                except PeerError as error:
+                    self.tell(f"  {name}: {error}")
+        finally:
+            for worker in workers.values():
+                worker.close()
+
+    def starts(self, row: Row, precision: str) -> list[Record]:
+        """Seconds from the start of a process to its first result: import, open, one token (or vector)."""
+        model, case = self.model(row.shape, precision), row.first
+        inputs = inputs_of(row.shape, case)
+        peers = {p.name: p for p in (*self.peers, BARE) if not row.peers or p.name in row.peers or p == BARE}
+        seconds: dict[str, list[float]] = {}
+        for turn in range(min(self.repeats, STARTS) + 1):
+            for peer in list(peers.values()):
+                time.sleep(QUIET)
+                begun = time.perf_counter()
+                try:
+                    if turn == 0:
+                        self.once(peer, "prepare", **model)
+                        begun = time.perf_counter()
+                    with loaded(peer, model, self.threads, self.log, self.timeout) as worker:
+                        worker.ask("run", case=case.to_dict(), inputs=inputs)
+                        spent = time.perf_counter() - begun
+                except PeerError:  # told already, where the engine was measured
+                    del peers[peer.name]
+                    seconds.pop(peer.name, None)
+                    continue
+                if turn:
+                    seconds.setdefault(peer.name, []).append(spent)
+        ours = [{"start": value} for value in seconds.get(OURS.name, ())]
+        key = {"row": row.name, "precision": precision, "case": "start"}
+        return [
+            {**key, "peer": name, "seconds": {"start": values},
+             "ratio": ratios([{"start": value} for value in values], ours)}
+            for name, values in seconds.items()
+        ]  # fmt: skip
+
+
+def same(one: Record, other: Record) -> bool:
+    """Whether the one takes the other's place."""
+    return all(one.get(name) == other.get(name) for name in ("row", "precision", "peer", "case"))
+
+
+def told(record: Record, floor: Mapping[str, float]) -> str:
+    parts = []
+    for measure, least in floor.items():
+        values = sorted(record["seconds"].get(measure, ()))
+        if values:
+            middle = values[len(values) // 2]
+            parts.append(f"{measure} {middle * 1e3:.2f} ms ({least / middle:.0%} of the floor's speed)")
+    return ", ".join(parts)
+
+
+def available() -> float:
+    """Bytes of memory that nobody uses."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))

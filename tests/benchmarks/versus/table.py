@@ -1,0 +1,176 @@
+"""The results as Markdown: a table for each model, what is told beside speed, and where another engine is ahead."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from versus.client import BARE, OURS, PEERS
+from versus.floor import floors
+from versus.measure import Record
+from versus.shapes import ROWS, Case, Row
+
+ORDER = [peer.name for peer in PEERS]
+LEGEND = (
+    "Medians, ± half of the spread; in parentheses how many times as long as tformer's it took in the same round, "
+    "and the share of the floor's speed."
+)
+TITLES = {
+    ("translate", "request"): "milliseconds a step, of whole requests",
+    ("continue", "step"): "milliseconds a decode step",
+    ("continue", "first"): "milliseconds to the first token",
+    ("continue", "request"): "milliseconds a step, of whole requests with beams",
+    ("embed", "request"): "sentences a second",
+}
+
+
+def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
+    """rates: what the machine reads and multiplies, as `engines.rates` measures it."""
+    parts = []
+    for row in ROWS:
+        mine = [record for record in records if record["row"] == row.name]
+        if mine:
+            parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
+    return "\n\n".join([*parts, *_behind(records), LEGEND]) + "\n"
+
+
+def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
+    for (kind, measure), title in TITLES.items():
+        if kind != row.shape.kind:
+            continue
+        chosen = [record for record in records if _counts(record, row.shape.kind, measure)]
+        columns = _columns(chosen)
+        lines = []
+        for precision in row.precisions:
+            cases = {Case(**record["case"]) for record in chosen if record["precision"] == precision}
+            for case in sorted(cases, key=lambda case: (case.prompt, case.beams, case.batch)):
+                floor = floors(row.shape, case, precision, rates)[measure]
+                found = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
+                cells = [_cell(found[name], case, measure, floor) if name in found else "–" for name in columns]
+                lines.append([precision, case.name, *cells, _number(_figure(floor, case, measure))])
+        if lines:
+            yield f"{title}:\n\n" + _table(["", "", *columns, "floor"], lines)
+
+
+def _counts(record: Record, kind: str, measure: str) -> bool:
+    """Whether a record has a figure for a table. Of a decoder's whole requests only those with beams are told."""
+    case = record.get("case")
+    if not isinstance(case, dict) or measure not in record.get("seconds", ()):
+        return False
+    return measure != "request" or kind != "continue" or case["beams"] > 1
+
+
+def _figure(seconds: float, case: Case, measure: str) -> float:
+    """What is told: milliseconds, of one step of a whole request; sentences a second where nothing is generated."""
+    if not case.new:
+        return case.batch / seconds
+    return 1e3 * seconds / (case.new if measure == "request" else 1)
+
+
+def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
+    values = [_figure(value, case, measure) for value in record["seconds"][measure]]
+    middle = statistics.median(values)
+    spread = (max(values) - min(values)) / 2 / middle
+    share = floor / statistics.median(record["seconds"][measure])
+    ratio = statistics.median(record["ratio"][measure]) if record["ratio"].get(measure) else None
+    beside = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
+    return f"{_number(middle)} ± {spread:.0%} ({beside}{share:.0%})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _columns(records: Iterable[Record]) -> list[str]:
+    names = {record["peer"] for record in records}
+    return [name for name in [*ORDER, BARE.name] if name in names]
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+BESIDE = {
+    "agreement": ("steps that choose the source's token", "{:.1%}", 1),
+    "perplexity": ("perplexity, × the source's", "{:.4f}", 1),
+    "cosine": ("cosine to the source's vectors", "{:.5f}", 1),
+    "bytes": ("files, MB", "{:.0f}", 1e-6),
+    "peak": ("peak memory of the process, MB", "{:.0f}", 1e-6),
+}
+
+
+def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
+    """Quality, memory, starts, and what many tokens in the cache cost."""
+    of_models = [record for record in records if "case" not in record and "bytes" in record]
+    starts = [record for record in records if record.get("case") == "start"]
+    columns = _columns([*of_models, *starts])
+    lines = []
+    for precision in row.precisions:
+        found = {record["peer"]: record for record in of_models if record["precision"] == precision}
+        for name, (title, form, factor) in BESIDE.items():
+            if any(name in record for record in found.values()):
+                told = (form.format(found[c][name] * factor) if name in found.get(c, ()) else "–" for c in columns)
+                lines.append([precision, title, *told])
+        begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
+        if begun:
+            told = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
+            lines.append([precision, "seconds from the process's start to its first result", *told])
+        longer = _longer(records, precision)
+        if longer:
+            title, found_ratios = longer
+            told = (f"{found_ratios[c]:.2f} ×" if c in found_ratios else "–" for c in columns)
+            lines.append([precision, title, *told])
+    if lines:
+        yield "beside speed:\n\n" + _table(["", "", *columns], lines)
+
+
+def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, float]] | None:
+    """A step of one row with the most tokens cached, over one with the fewest."""
+    steps: dict[str, dict[int, float]] = {}
+    for record in records:
+        seconds, case = record.get("seconds", {}), record.get("case")
+        if record["precision"] == precision and "step" in seconds and case["batch"] == 1:
+            steps.setdefault(record["peer"], {})[case["prompt"]] = statistics.median(seconds["step"])
+    prompts = sorted({prompt for values in steps.values() for prompt in values})
+    if len(prompts) < 2:
+        return None
+    few, many = prompts[0], prompts[-1]
+    ratios = {name: values[many] / values[few] for name, values in steps.items() if {few, many} <= set(values)}
+    return f"a step after {many:,} tokens, over one after {few}", ratios
+
+
+def _reasons(records: Sequence[Record]) -> Iterator[str]:
+    """Why a column or a cell is empty."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        if "error" in record:
+            case = record.get("case")
+            where = f"{record['precision']}, {Case(**case).name}" if isinstance(case, dict) else record["precision"]
+            told.setdefault((record["peer"], record["error"]), []).append(where)
+    if told:
+        yield "\n".join(f"- {peer} ({'; '.join(where)}): {why}" for (peer, why), where in told.items())
+
+
+def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
+    """(ratio, sentence) for each figure in which another engine took less time than tformer, the worst first."""
+    kinds = {row.name: row.shape.kind for row in ROWS}
+    found = []
+    for record in records:
+        for measure, values in record.get("ratio", {}).items():
+            case: Any = record["case"]
+            kind = kinds.get(record["row"], "")
+            wanted = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
+            ratio = statistics.median(values) if values else 1.0
+            if record["peer"] in ORDER and record["peer"] != OURS.name and wanted and ratio < 1:
+                where = case if isinstance(case, str) else f"{Case(**case).name}, {measure}"
+                told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
+                found.append((ratio, told))
+    return sorted(found)
+
+
+def _behind(records: Sequence[Record]) -> Iterator[str]:
+    lines = [f"- {sentence}" for _, sentence in behind(records)]
+    if lines:
+        yield "### where another engine is ahead\n\n" + "\n".join(lines)

@@ -1,0 +1,154 @@
+"""Figures without a clock: the floor's counts, the turns and their ratios, and the table that they end in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from versus import chart, table
+from versus.client import PeerError
+from versus.floor import encode, floors, prompt, step
+from versus.measure import agreement, cosine, groups, ratios, rounds
+from versus.shapes import ROWS, Case, Shape, inputs_of
+
+GATED = Shape(
+    "a decoder",
+    "continue",
+    vocabulary=10,
+    width=4,
+    heads=2,
+    layers=2,
+    feedforward=8,
+    max_length=9,
+    shared=1,
+    gated=True,
+)
+BOTH = Shape("both", "translate", vocabulary=10, width=4, heads=2, layers=3, feedforward=6, max_length=9, target=7)
+
+
+def test_a_decode_step_counted_by_hand():
+    work = step(GATED, Case(batch=3, prompt=5, new=2), position=5)
+    # A layer: queries and output 4 × 4 each, keys and values 4 × 2 each, three matrices of 4 × 8. Then 4 × 10.
+    assert work.weights == 2 * (16 + 16 + 8 + 8 + 3 * 32) + 40
+    assert work.rows == 3
+    # 3 rows × 6 positions × 2 layers × (2 numbers of a key + 2 of a value) × 4 bytes
+    assert work.cached == 3 * 6 * 2 * 4 * 4
+    # 3 rows × 2 layers × 6 positions × 4 numbers, in q·k and again in a·v: as many as all query heads have
+    assert work.attended == 3 * 2 * 6 * 4 * 2
+    assert [work.bytes(precision) for precision in ("fp32", "int8", "int4")] == [
+        328 * 4 + 576, 328 + 576, 164 + 576,
+    ]  # fmt: skip
+
+
+def test_a_step_of_an_encoder_decoder_reads_one_source_for_all_beams():
+    work = step(BOTH, Case(batch=2, prompt=5, new=4, beams=3), position=0)
+    # A layer: four of 4 × 4 and two of 4 × 6; query and output of the attention to the source. Then 4 × 7.
+    assert work.weights == 3 * (4 * 16 + 2 * 24 + 2 * 16) + 28
+    assert work.rows == 6
+    assert work.cached == 6 * 1 * 3 * 8 * 4 + 2 * 5 * 3 * 8 * 4
+    assert encode(BOTH, Case(batch=2, prompt=5)).weights == 3 * (4 * 16 + 2 * 24 + 2 * 16)
+
+
+def test_a_prompt_attends_to_what_is_before_it():
+    work = prompt(GATED, Case(batch=1, prompt=3))
+    assert work.rows == 3
+    assert work.attended == 2 * 4 * (1 + 2 + 3) * 2
+
+
+def test_the_floor_is_the_slower_of_reading_and_multiplying():
+    case = Case(batch=1, prompt=2, new=3)
+    slow_to_read = floors(GATED, case, "int8", {"bandwidth": 1.0, "fp32": 1e9, "int8": 1e9})
+    assert slow_to_read["step"] == (step(GATED, case, 2).bytes("int8") + step(GATED, case, 3).bytes("int8")) / 2
+    slow_to_multiply = floors(GATED, case, "int8", {"bandwidth": 1e9, "fp32": 1e9, "int8": 2.0})
+    assert slow_to_multiply["step"] == pytest.approx(328 / 2)
+    assert slow_to_multiply["request"] == pytest.approx(slow_to_multiply["first"] + 2 * slow_to_multiply["step"])
+
+
+class Fake:
+    def __init__(self, *seconds, fails_at=None):
+        self.seconds, self.fails_at, self.calls = list(seconds), fails_at, 0
+
+    def ask(self, do, case, inputs, least):
+        assert do == "run"
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise PeerError("it fell over")
+        return {"seconds": self.seconds[self.calls - 1], "first": None}
+
+
+def test_the_first_round_warms_up_and_ratios_are_of_one_round():
+    case = Case(1, 2, 3)
+    workers = {"tformer": Fake(99, 1, 2, 4), "other": Fake(99, 3, 4, 4), "weak": Fake(1, 1, 1, fails_at=2)}
+    found, failed = rounds(workers, case, inputs_of(GATED, case), repeats=3, budget=60, quiet=0)
+    assert [value["request"] for value in found["tformer"]] == [1, 2, 4]
+    assert ratios(found["other"], found["tformer"]) == {"request": [3, 2, 1]}
+    assert failed == {"weak": "it fell over"}
+    assert "weak" not in found
+
+
+def test_no_round_begins_when_the_time_is_spent():
+    workers = {"tformer": Fake(*[1.0] * 9)}
+    found, _ = rounds(workers, Case(1, 2, 3), [[4, 5]], repeats=8, budget=0, quiet=0)
+    assert len(found["tformer"]) == 2
+
+
+def test_agreement_counts_steps_that_began_alike():
+    source = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert agreement(source, source) == 1
+    assert agreement([[1, 2, 9, 9], [5, 6, 7, 8]], source) == 6 / 7  # what follows a change is another text
+    assert cosine([[1.0, 0.0], [3.0, 4.0]], [[1.0, 0.0], [4.0, -3.0]]) == 0.5
+
+
+def test_engines_are_loaded_together_as_far_as_they_fit():
+    sizes = {"tformer": 3.0, "a": 4.0, "b": 2.0, "c": 9.0}
+    assert groups(sizes, "tformer", room=20) == [["tformer", "a", "b", "c"]]
+    assert groups(sizes, "tformer", room=10) == [["tformer", "a", "b"], ["tformer", "c"]]
+    assert groups({"a": 1.0}, "tformer", room=10) == [["a"]]
+
+
+# A machine on which the request of the records takes 16 ms to read: an encoder's pass with 22,020,096 weights of a byte
+# each; 32 steps with 38,404,096, and 4,718,592 bytes of sources; in the n-th of them, n × 196,608 bytes of the cache.
+READ = 22_020_096 + 32 * (38_404_096 + 4_718_592) + 196_608 * sum(range(1, 33))
+RATES = {"bandwidth": READ / 0.016, "fp32": 1e18, "int8": 1e18}
+
+
+def records():
+    row = ROWS[0]
+    key = {"row": row.name, "precision": "int8"}
+    case = {**key, "case": Case(8, 24, 32).to_dict()}
+    return [
+        {**case, "peer": "tformer", "seconds": {"request": [0.032, 0.04, 0.064]}, "ratio": {"request": [1, 1, 1]}},
+        {
+            **case,
+            "peer": "CTranslate2",
+            "seconds": {"request": [0.02, 0.032, 0.048]},
+            "ratio": {"request": [0.5, 0.75, 2]},
+        },
+        {**key, "peer": "tformer", "bytes": 62e6, "agreement": 0.98, "peak": 2.4e8},
+        {**key, "peer": "onnxruntime-genai", "error": "decoder-only models alone"},
+        {**key, "case": "start", "peer": "tformer", "seconds": {"start": [0.3]}, "ratio": {"start": [1.0]}},
+        {**key, "case": "start", "peer": "bare onnxruntime", "seconds": {"start": [0.25]}, "ratio": {"start": [0.83]}},
+    ]
+
+
+def test_the_table_tells_time_ratio_share_of_the_floor_and_why_a_column_is_empty():
+    text = table.markdown(records(), RATES)
+    assert "| int8 | batch 8, 24 tokens | 1.25 ± 40% (40%) | 1.00 ± 44% (0.75 ×, 50%) | 0.50 |" in text
+    assert "| int8 | steps that choose the source's token | 98.0% | – |" in text
+    assert "- onnxruntime-genai (int8): decoder-only models alone" in text
+    assert "| int8 | seconds from the process's start to its first result | 0.30 | 0.25 |" in text
+
+
+def test_where_another_engine_is_ahead_is_listed_and_the_bare_session_is_none():
+    (found,) = table.behind(records())
+    assert found[0] == 0.75
+    assert found[1].startswith("encoder-decoder 60M, int8, batch 8, 24 tokens, request: CTranslate2 took 0.75 ×")
+
+
+def test_the_chart_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    chart.draw(records(), tmp_path / "chart.png", "a machine")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
