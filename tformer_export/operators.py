@@ -59,21 +59,30 @@ def grouped_query_attention(
     total: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
+    cosines: torch.Tensor | None = None,
+    sines: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """onnxruntime's GroupQueryAttention: causal attention over a cache that is extended in place.
 
     query (B, H, N, D), key and value (B, G, N, D) of the new positions, caches (B, G, slots, D); last (B,) and
     total () as in the manifest; bias, added, broadcasts to (B, H, N, total). Its cost follows the valid length, not the
-    buffer's.
+    buffer's. With cosines and sines (length, D / 2) it turns query and key by their positions first (rotary embedding;
+    the cache holds turned keys): entries i and i + D / 2 together, or 2i and 2i + 1 if interleaved.
     """
     heads, groups = query.shape[1], key.shape[1]
     inputs: list[Any] = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
+    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": scale}
+    if cosines is not None or bias is not None:
+        inputs += [cosines, sines]
+    if cosines is not None:
+        attributes |= {"do_rotary": 1, "rotary_interleaved": int(interleaved)}
     if bias is not None:
-        inputs += [None, None, None, _additive(bias)]
+        inputs += [None, _additive(bias)]
     out, present_key, present_value = onnx_ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs,
-        {"num_heads": heads, "kv_num_heads": groups, "scale": scale},
+        attributes,
         dtypes=[query.dtype] * 3,
         shapes=[inputs[0].shape, past_key.shape, past_value.shape],
         version=1,

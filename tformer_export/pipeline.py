@@ -45,6 +45,7 @@ from tformer_export.staging.evaluate import Constants, run
 from tformer_export.staging.extras import Extra, find_extras
 from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
+from tformer_export.staging.rotary import find_rotations
 from tformer_export.staging.tables import make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
@@ -183,12 +184,21 @@ def _stage(
     tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
-    decode = DecodeEmitter(captured, level, values, views, plan, tables, length).emit(contexts, names, extras[1])
+    turning = [attention for attention in plan.fused.values() if target.turns(attention)]
+    rotations = find_rotations(captured, level, constants, turning, length)
+    emitter = DecodeEmitter(captured, level, values, views, plan, tables, rotations, length)
+    decode = emitter.emit(contexts, names, extras[1])
     encode_program = None
     if contexts or extras[0]:
         encoded = [name + ENCODED for name in names]
         encode_program = EncodeEmitter(captured, level, values).emit(contexts, encoded, extras[0])
-    found = {"fused": len(plan.fused), "caches": len(decode.caches), "context": len(contexts), "tables": len(tables)}
+    found = {
+        "fused": len(plan.fused),
+        "rotary": len(rotations),
+        "caches": len(decode.caches),
+        "context": len(contexts),
+        "tables": len(tables),
+    }
     return encode_program, decode, tuple(contexts), length, found
 
 

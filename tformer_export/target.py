@@ -23,6 +23,7 @@ from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
 HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
+TURNED_MULTIPLE = 16  # and, to turn queries and keys, of this
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Target:
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
         return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+
+    def turns(self, attention: CachedAttention) -> bool:
+        """Whether that operator can turn queries and keys by their positions."""
+        return int(meta(attention.key).shape[3]) % TURNED_MULTIPLE == 0
 
     def lower(self, module: GraphModule) -> int:
         """Replace the attention nodes that are left, and products by group, in place, by this target's operators;

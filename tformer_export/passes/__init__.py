@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.passes import projections, reshapes, shared, strip, tied, turned, unused
+from tformer_export.passes import norms, projections, reshapes, shared, strip, tied, turned, unused
 
-STANDARD = (reshapes, unused, tied, projections, unused, strip)
-PASSES = (reshapes, unused, shared, tied, turned, projections, unused, strip)
+STANDARD = (reshapes, norms, unused, tied, projections, unused, strip)
+PASSES = (reshapes, norms, unused, shared, tied, turned, projections, unused, strip)
 
 
 def run_passes(model: ir.Model, portable: bool = False) -> dict[str, int]:

@@ -18,6 +18,7 @@ from tformer_export.staging.emitter import CachedValue, Context, Emitter, Port, 
 from tformer_export.staging.extras import Extra
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
+from tformer_export.staging.rotary import Rotation
 from tformer_export.staging.tables import Table
 from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
 from tformer_runtime import manifest
@@ -44,12 +45,14 @@ class DecodeEmitter(Emitter):
         views: Views,
         plan: Plan,
         tables: Mapping[Node, Table],
+        rotations: Mapping[Node, Rotation],
         longest: int,
     ) -> None:
-        """longest: the maximum length, for which the tables are."""
+        """rotations: of fused attentions, what the operator does itself. longest: the maximum length, for which the
+        tables are."""
         super().__init__(captured, level, values)
         self.longest = longest
-        self.views, self.plan, self.tables = views, plan, tables
+        self.views, self.plan, self.tables, self.rotations = views, plan, tables, rotations
         self.context: dict[tuple[Node, bool], Node] = {}
         self.controls: dict[str, Node] = {}
         self.selected = False  # whether only the wanted positions are left
@@ -283,8 +286,18 @@ class DecodeEmitter(Emitter):
 
     def _fused(self, attention: CachedAttention) -> Node:
         node, views = attention.node, self.views
-        query = arguments(node)[0]
-        operands = [self.made[n, views.roles(n)] for n in (query, attention.key, attention.value)]
+        rotation = self.rotations.get(node)
+        query, key = (rotation.query, rotation.key) if rotation else (arguments(node)[0], attention.key)
+        operands = [self.made[n, views.roles(n)] for n in (query, key, attention.value)]
+        turned: tuple[Any, ...] = ()
+        if rotation is not None:
+            for i, first in enumerate(rotation.time_first):
+                operands[i] = self.call(torch.transpose, operands[i], 1, 2) if first else operands[i]
+            turned = (
+                self.constant(f"{node.name}_cosines", rotation.cosines),
+                self.constant(f"{node.name}_sines", rotation.sines),
+                rotation.interleaved,
+            )
         bias = None
         if attention.bias is not None:
             table = self.tables.get(attention.bias)
@@ -300,6 +313,7 @@ class DecodeEmitter(Emitter):
             self._control(manifest.TOTAL),
             bias,
             float(arguments(node)[4]),
+            *turned,
         )
         for i, cache in enumerate(caches):
             self._extended(cache, self.call(operator.getitem, result, 1 + i))

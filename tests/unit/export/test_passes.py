@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tformer_export.passes import projections, reshapes, strip, tied, turned, unused
+from tformer_export.passes import norms, projections, reshapes, strip, tied, turned, unused
 
 WIDTH = 8
 
@@ -234,3 +234,48 @@ def test_a_tied_table_is_held_once():
     assert changed == 1
     assert {tensor.name for tensor in after.graph.initializer} == {"table", "one"}
     assert through(turned.run, after)[0] == 1
+
+
+# -- root mean squares written out --------------------------------------------------------------------------------
+
+
+def root_mean_square(square="Pow", divide="Reciprocal", weighed=True, axes=(-1,), epsilon=1e-5, read_twice=False):
+    weights = {"epsilon": np.float32(epsilon), "axes": np.array(axes), "two": np.float32(2), "w": weight(0, WIDTH)}
+    nodes = [
+        helper.make_node(square, ["x", "two" if square == "Pow" else "x"], ["square"]),
+        helper.make_node("ReduceMean", ["square", "axes"], ["mean"], keepdims=1),
+        helper.make_node("Add", ["mean", "epsilon"], ["sum"]),
+        helper.make_node("Sqrt", ["sum"], ["root"]),
+    ]
+    normal = "normal" if weighed else "y"
+    if divide == "Reciprocal":
+        nodes += [helper.make_node("Reciprocal", ["root"], ["inverse"])]
+        nodes += [helper.make_node("Mul", ["x", "inverse"], [normal])]
+    else:
+        nodes += [helper.make_node("Div", ["x", "root"], [normal])]
+    nodes += [helper.make_node("Mul", ["w", "normal"], ["y"])] if weighed else []
+    nodes += [helper.make_node("Neg", ["root"], ["z"])] if read_twice else []
+    shape = ["rows", "time", WIDTH]
+    nodes += [helper.make_node("Relu", ["y"], ["out"])]
+    outputs = {"out": shape} | ({"z": ["rows", "time", 1]} if read_twice else {})
+    used = {name for node in nodes for name in node.input}
+    return model(nodes, {"x": shape}, outputs, {n: np.asarray(w) for n, w in weights.items() if n in used})
+
+
+@pytest.mark.parametrize("square", ["Pow", "Mul"])
+@pytest.mark.parametrize("divide", ["Reciprocal", "Div"])
+@pytest.mark.parametrize("weighed", [True, False])
+def test_a_root_mean_square_norm_is_one_operator(square, divide, weighed):
+    changed, after = through(
+        lambda m: norms.run(m) * 10 + unused.run(m), root_mean_square(square, divide, weighed, epsilon=0.1)
+    )
+    assert changed == 11
+    assert kinds(after) == ["RMSNormalization", "Relu"]
+
+
+@pytest.mark.parametrize("options", [{"axes": (1,)}, {"axes": (-1, -2)}, {"read_twice": True}])
+def test_what_is_no_such_norm_stays(options):
+    proto = root_mean_square(**options)
+    changed, after = through(norms.run, proto)
+    assert changed == 0
+    assert kinds(after) == kinds(proto)
