@@ -158,7 +158,7 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `parity`, `quantization` and `producer` are for people: they are shown, not interpreted.
+    `parity`, `quantization`, `optimized_for` and `producer` are for people: they are shown, not interpreted.
     """
 
     task: str
@@ -171,6 +171,7 @@ class Manifest:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     target: str = "cpu"
     quantization: str = "none"
+    optimized_for: str = ""
     source_digest: str = ""
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
