@@ -159,6 +159,7 @@ def _make(
             with clock.stage("quantise"):
                 made = quantize_weights(compiled.model, QUANTIZATIONS[quantize], optimize_for, source.step)
                 compiled.found["quantised"], products = made.count, made.products
+                manifest = replace(manifest, narrow=made.narrow)
                 written = _save(compiled.model, manifest, folder / "quantised.onnx")
             with clock.stage("measure"):
                 degradation = measure(gate, before, Engine(written, device="cpu"), exact=optimize_for == THROUGHPUT)

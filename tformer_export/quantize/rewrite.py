@@ -23,8 +23,7 @@ Around MatMulInteger, in µs on one thread, for 1, 8, 32 and 128 rows of 2048 nu
 
 =============================================================  ===  ====  ====  =====
 Abs, ReduceMax, Max, Mul, Div, QuantizeLinear                  5.7  14.0  44.0  155.2
-without Max and Mul: the step of 1/127 stands in the columns'  5.0  12.9  42.2  151.8
-scales, and a row of zeros is scaled back by zero
+without Max: a row of zeros is scaled back by zero             5.3  13.1  42.4  152.0
 with Reciprocal and Mul for Div                                5.0  11.3  34.3  121.9
 ReduceMin and ReduceMax for Abs and ReduceMax                  5.6  13.6  41.8  148.0
 Relu before the first of these                                 6.1  15.7  50.5  179.3
@@ -73,10 +72,13 @@ class Product:
 
 @dataclass
 class Quantised:
-    """What holds integers now. products: name in the graph → what it is. tables: embeddings."""
+    """What holds integers now. products: name in the graph → what it is. tables: embeddings. narrow: what constants
+    become, by name, as (numpy's type, number), where products of uint8 and int8 saturate at int16: half of the steps of
+    activations, for sums of two products of 127 · 127 do not."""
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
+    narrow: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -134,9 +136,7 @@ class _Rewriter:
         self.alone = branches and branches.lone
         self.made = Quantised()
         self.store = Store(model)
-        self.rows: dict[
-            tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value, int]
-        ] = {}  # activations quantised already
+        self.rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}  # activations quantised already
         graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {
             digest(held.numpy()) for graph in graphs for node in graph if (held := _table_of(node)) is not None
@@ -207,8 +207,8 @@ class _Rewriter:
         _replace(graph, node, last, [product])
 
     def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
-        rows, row_scale, zero, steps = self._rows(graph, node)
-        scale = self.store.constant(f"{matrix.name}.by_{steps}", (matrix.scale / steps).astype(np.float32))
+        rows, row_scale, zero = self._rows(graph, node)
+        scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
         product = ir.node("MatMulInteger", [rows, matrix.columns(self._home(graph)), zero], name=f"{name}.integer")
         number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
         by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
@@ -218,8 +218,8 @@ class _Rewriter:
             made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
         _replace(graph, node, last, made)
 
-    def _rows(self, graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, int]:
-        """uint8 rows of a product's operand, their float maxima (…, 1), where zero is, and the steps of a maximum.
+    def _rows(self, graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """uint8 rows of a product's operand, their float scales (…, 1), and where zero is among the former.
 
         Made once for all who read it. x · (1 / maximum) rounds to 1 + 2⁻²³ at most, so nothing is clipped but what Relu
         would take away. A row of zeros becomes anything, and is scaled back by zero.
@@ -242,15 +242,18 @@ class _Rewriter:
                 source, steps, centre = value, weights.LEVELS, CENTRE
                 made.append(ir.node("Abs", [source], name=f"{name}.size"))
                 made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
-            most = made[-1].outputs[0]
-            made.append(ir.node("Reciprocal", [most], name=f"{name}.inverse"))
-            made.append(ir.node("Mul", [source, made[-1].outputs[0]], name=f"{name}.ratio"))
             step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
-            zero = self.store.constant(f"quantise.zero.{centre}", np.uint8(centre))
-            made.append(ir.node("QuantizeLinear", [made[-1].outputs[0], step, zero], name=f"{name}.uint8"))
+            zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
+            self.made.narrow[str(step.name)] = "float32", 1 / (steps // 2)
+            self.made.narrow[str(zero.name)] = "uint8", centre // 2
+            scale = ir.node("Mul", [made[-1].outputs[0], step], name=f"{name}.scale")
+            made += [scale, ir.node("Reciprocal", [scale.outputs[0]], name=f"{name}.inverse")]
+            made.append(ir.node("Mul", [source, made[-1].outputs[0]], name=f"{name}.ratio"))
+            unit = self.store.constant("quantise.unit", np.float32(1))
+            made.append(ir.node("QuantizeLinear", [made[-1].outputs[0], unit, zero], name=f"{name}.uint8"))
             _name_outputs(made)
             graph.insert_before(node, made)
-            self.rows[key] = made[-1].outputs[0], most, zero, steps
+            self.rows[key] = made[-1].outputs[0], scale.outputs[0], zero
         return self.rows[key]
 
 
