@@ -70,8 +70,9 @@ def export(
     quantize: "none", "int8", or "int4" (blocks of weights; embeddings have 8 bits). target: "cpu", "cuda" or "portable"
     (standard operators only).
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
-    any batch, bit for bit; "latency" has another for one row with one token, which is faster, rounds activations
-    otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large products alone.
+    any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
+    activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
+    products alone.
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.
@@ -97,7 +98,7 @@ def export(
         raise OptionError(f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too")
     if optimize_for != THROUGHPUT and target != "cpu":
         raise OptionError(
-            f"{optimize_for} needs onnxruntime's own operator for a lone row, as measured on the CPU: leave out either "
+            f"{optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out either "
             f"it or the target {target}"
         )
     if target not in TARGETS:
@@ -162,7 +163,7 @@ def _make(
                 manifest = replace(manifest, narrow=made.narrow)
                 written = _save(compiled.model, manifest, folder / "quantised.onnx")
             with clock.stage("measure"):
-                degradation = measure(gate, before, Engine(written, device="cpu"), exact=optimize_for == THROUGHPUT)
+                degradation = measure(gate, before, Engine(written, device="cpu"), optimize_for == THROUGHPUT)
                 _check_budget(degradation, max_degradation)
             manifest = replace(
                 _with_parity(manifest, parity, degradation), quantization=quantize, optimized_for=optimize_for

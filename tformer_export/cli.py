@@ -34,8 +34,8 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
     default="throughput",
     show_default=True,
     help="Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
-    "least. latency: a lone row is decoded faster, rounded otherwise than in a batch, with the decoder's weights held "
-    "twice. balanced: that for large products alone.",
+    "least. latency: one row, or a few, are decoded faster, rounded otherwise than in a batch, with the decoder's "
+    "weights held twice. balanced: that for large products alone.",
 )
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")

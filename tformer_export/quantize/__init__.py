@@ -2,7 +2,7 @@
 
 weights      a float matrix → integers and scales
 store        where integers are held, each matrix once, and how kernels' forms of it are made of that
-lone         a branch of the decode stage for one row with one token
+few          a branch of the decode stage for few rows
 rewrite      matrix products and tables → integer operators, row by row
 measure      what the quantised file does differently
 """
