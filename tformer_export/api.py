@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
 from tformer_export.pipeline import Compiled, compile_source
-from tformer_export.quantize import Degradation, measure
+from tformer_export.quantize import GOALS, THROUGHPUT, Degradation, Product, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.soundness import unchanged
@@ -34,7 +34,7 @@ from tformer_runtime.errors import OptionError, OutputError, ParityError, Source
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
 
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = {"none": 32, "int8": 8, "int4": 4}  # bits of a weight
 
 
 def export(
@@ -44,6 +44,7 @@ def export(
     step: str | None = None,
     *,
     quantize: str = "none",
+    optimize_for: str = THROUGHPUT,
     target: str = "cpu",
     max_length: int | None = None,
     masks: Mapping[str, Mask] | None = None,
@@ -66,7 +67,12 @@ def export(
     without forward is taken as decode(memory, …) after encode(…), bound by their parameters' names.
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
-    quantize: "none" or "int8". target: "cpu", "cuda" or "portable" (standard operators only).
+    quantize: "none", "int8", or "int4" (blocks of weights; embeddings have 8 bits). target: "cpu", "cuda" or "portable"
+    (standard operators only).
+    optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
+    any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
+    activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
+    products alone.
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.
@@ -86,6 +92,15 @@ def export(
     """
     if quantize not in QUANTIZATIONS:
         raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
+    if optimize_for not in GOALS:
+        raise OptionError(f"optimize_for is one of {', '.join(GOALS)}, not {optimize_for!r}")
+    if optimize_for != THROUGHPUT and quantize == "none":
+        raise OptionError(f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too")
+    if optimize_for != THROUGHPUT and target != "cpu":
+        raise OptionError(
+            f"{optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out either "
+            f"it or the target {target}"
+        )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
     hidden = [hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden))
@@ -95,8 +110,8 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, size = _make(
-            source, out, quantize, target, max_length, max_degradation, clock, alignments, hidden
+        compiled, manifest, parity, degradation, products, size = _make(
+            source, out, quantize, optimize_for, target, max_length, max_degradation, clock, alignments, hidden
         )
     return ExportReport(
         path=str(out),
@@ -109,6 +124,8 @@ def export(
         parity=parity,
         found=compiled.found,
         degradation=degradation,
+        optimized_for=manifest.optimized_for,
+        products=products,
         seconds=clock.seconds,
         peak_memory=peak_memory(),
     )
@@ -118,13 +135,14 @@ def _make(
     source: Source,
     out: Path,
     quantize: str,
+    optimize_for: str,
     target: str,
     max_length: int | None,
     max_degradation: float | None,
     clock: _Clock,
     alignments: Wanted | None,
     hidden: Sequence[str],
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, int]:
+) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, dict[str, Product], int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if quantize != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
@@ -133,22 +151,27 @@ def _make(
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
+        products: dict[str, Product] = {}
         with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)
-        if quantize == "int8":
+        if quantize != "none":
             with clock.stage("quantise"):
-                compiled.found["quantised"] = quantize_weights(compiled.model)
-                written = _save(compiled.model, manifest, folder / "int8.onnx")
+                made = quantize_weights(compiled.model, QUANTIZATIONS[quantize], optimize_for, source.step)
+                compiled.found["quantised"], products = made.count, made.products
+                manifest = replace(manifest, narrow=made.narrow)
+                written = _save(compiled.model, manifest, folder / "quantised.onnx")
             with clock.stage("measure"):
-                degradation = measure(gate, before, Engine(written, device="cpu"))
+                degradation = measure(gate, before, Engine(written, device="cpu"), optimize_for == THROUGHPUT)
                 _check_budget(degradation, max_degradation)
-            manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
+            manifest = replace(
+                _with_parity(manifest, parity, degradation), quantization=quantize, optimized_for=optimize_for
+            )
         del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, size
+    return compiled, manifest, parity, degradation, products, size
 
 
 @contextmanager

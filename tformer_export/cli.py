@@ -27,7 +27,16 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
 @click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
 @click.option("--config", type=click.Path(path_type=Path), help="A JSON file with the factory's keyword arguments.")
-@click.option("--quantize", type=click.Choice(["none", "int8"]), default="none", show_default=True)
+@click.option("--quantize", type=click.Choice(["none", "int8", "int4"]), default="none", show_default=True)
+@click.option(
+    "--optimize-for",
+    type=click.Choice(["throughput", "latency", "balanced"]),
+    default="throughput",
+    show_default=True,
+    help="Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
+    "least. latency: one row, or a few, are decoded faster, rounded otherwise than in a batch, with the decoder's "
+    "weights held twice. balanced: that for large products alone.",
+)
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
 @click.option("--max-degradation", type=click.FloatRange(0, 1), help="Largest share of tokens that may change.")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation
+from tformer_export.quantize import Degradation, Product
 from tformer_export.verify import ParityReport
 
 
@@ -36,7 +36,8 @@ class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
     peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
-    degradation: what quantisation cost, against the unquantised file; None without quantisation.
+    degradation: what quantisation cost, against the unquantised file; None without quantisation. products: what is
+    quantised, by name. optimized_for: which kernels quantised products have; empty without quantisation.
     """
 
     path: str
@@ -49,6 +50,8 @@ class ExportReport:
     parity: ParityReport
     found: dict[str, int]
     degradation: Degradation | None = None
+    optimized_for: str = ""
+    products: dict[str, Product] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
 
@@ -62,6 +65,10 @@ class ExportReport:
         """Whether every greedy token that was compared is the source's."""
         return self.parity.tokens_equal == self.parity.tokens
 
+    @property
+    def _numbers(self) -> str:
+        return f"{self.quantization} for {self.optimized_for}" if self.optimized_for else self.quantization
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "parity": self.parity.to_dict()}
 
@@ -74,7 +81,7 @@ class ExportReport:
         found = self.found
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
-            ("file", f"{self.path}, {self.size / 1e6:.1f} MB, {self.target}, {self.quantization}"),
+            ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._numbers))),
             ("cached", f"{found.get('caches', 0)} tensors a step, {found.get('context', 0)} a request")
             if self.max_length
             else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),

@@ -30,6 +30,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "cache_bytes_per_token": int(sum(slot)),
         "extras": [extra.name for extra in m.extras],
         "quantization": m.quantization,
+        "optimized_for": m.optimized_for,
         "target": m.target,
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,

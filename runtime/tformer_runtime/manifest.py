@@ -158,7 +158,9 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `parity`, `quantization` and `producer` are for people: they are shown, not interpreted.
+    `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
+    uint8 and int8 saturate.
+    `parity`, `quantization`, `optimized_for` and `producer` are for people: they are shown, not interpreted.
     """
 
     task: str
@@ -171,6 +173,8 @@ class Manifest:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     target: str = "cpu"
     quantization: str = "none"
+    optimized_for: str = ""
+    narrow: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     source_digest: str = ""
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)

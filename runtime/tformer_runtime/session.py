@@ -15,12 +15,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
+from tformer_runtime.saturation import saturates
 
 logger = logging.getLogger("tformer")
 
@@ -56,6 +58,7 @@ class Session:
         self.threads = threads
         self._ort = _onnxruntime()
         self.device = self._choose(device)
+        self._narrowed: list[Any] = []
         try:
             self._session = self._load()
         except DeviceError:
@@ -121,8 +124,7 @@ class Session:
     def _load(self) -> Any:
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads or 0
-        # Without VNNI, products of uint8 and int8 would saturate: a file must not compute something else there.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        self._narrowed = self._keep_from_saturating(options)
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
         model, folder = mapped(self.path)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
@@ -146,6 +148,20 @@ class Session:
         for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
             pages.forget(file)
         return session
+
+    def _keep_from_saturating(self, options: Any) -> list[Any]:
+        """A file must compute the same where products of uint8 and int8 saturate, but for the last bit of activations.
+
+        Returns what has to live as long as the session."""
+        if self.device != "cpu" or self.manifest.quantization == "none" or not saturates():
+            return []
+        if not self.manifest.narrow:  # of an earlier version
+            options.add_session_config_entry("session.x64quantprecision", "1")
+        numbers = {name: np.array(number, dtype) for name, (dtype, number) in self.manifest.narrow.items()}
+        held = {name: self._ort.OrtValue.ortvalue_from_numpy(number) for name, number in numbers.items()}
+        for name, value in held.items():
+            options.add_initializer(name, value)
+        return [numbers, held]
 
     def _translated(self, error: Exception) -> TformerError:
         """onnxruntime's errors have no common base (its own kinds, ValueError, RuntimeError): make them ours."""

@@ -331,6 +331,27 @@ def test_a_model_that_cannot_be_stepped(folder, refused):
     assert "looks ahead" in message
 
 
+def test_kernels_for_a_goal(plain, run):
+    arguments = ("--quantize", "int4", "--optimize-for", "latency", "--report", "r.json")
+    status, err = run(plain, "-o", "out.onnx", *arguments)
+    assert status == 0
+    assert "int4 for latency" in err
+    report = json.loads(Path("r.json").read_text())
+    assert report["optimized_for"] == "latency"
+    assert report["products"] == {}  # all of them are too small to gain anything
+    manifest = Model.load("out.onnx", "cpu").manifest
+    assert (manifest.quantization, manifest.optimized_for) == ("int4", "latency")
+
+
+def test_a_goal_that_nothing_serves(plain, refused):
+    message = refused(plain, "-o", "out.onnx", "--optimize-for", "latency")
+    assert "latency chooses among kernels of quantised products" in message
+    message = refused(
+        plain, "-o", "out.onnx", "--optimize-for", "balanced", "--quantize", "int8", "--target", "portable"
+    )
+    assert "leave out either it or the target portable" in message
+
+
 def test_quantisation_beyond_its_budget(plain, refused, monkeypatch):
     """That one token in ten changes is made up here: how many do is the weights' business."""
     changed = Degradation(token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0)

@@ -31,13 +31,23 @@ class Degradation:
             ("quantised", f"{self.token_agreement:.1%} of tokens agree with the unquantised file"),
             ("perplexity", f"{self.perplexity_before:.4f} → {self.perplexity:.4f}"),
             ("speed", f"{self.speed:.1f} × the unquantised file, one row"),
+            *([("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch")] * self._varies),
         ]
 
+    @property
+    def _varies(self) -> bool:
+        return self.row_difference > TOLERANCE
 
-def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
+
+def measure(gate: Gate, before: Engine, after: Engine, exact: bool = True) -> Degradation:
     """Teacher-forced over what the unquantised file decodes greedily from random requests.
 
-    Raises ParityError if a row's result depends on its neighbours.
+    exact: a row's result is the same alone and in any batch. Else its activations are rounded in another way, to steps
+    that are at most twice as large (those of a block, no larger than those of its row; in 1/127 instead of 1/255 of a
+    maximum behind a Relu). So, with t, a and u the logits together, alone and unquantised, and r the effect of rounding
+    activations, rms(a - t) ≤ rms(r_a) + rms(r_t) ≤ 3 · rms(r_t) ≤ 3 · rms(t - u), and anything beyond is a defect.
+
+    Raises ParityError if a row's result depends on its neighbours by more.
     """
     lengths = [3 + 2 * i for i in range(ROWS)]
     starts = [gate.start(before.manifest.max_length) for _ in lengths]
@@ -57,7 +67,7 @@ def measure(gate: Gate, before: Engine, after: Engine) -> Degradation:
         perplexity=float(np.exp(losses[1])),
         perplexity_before=float(np.exp(losses[0])),
         speed=_step_seconds(gate, before) / _step_seconds(gate, after),
-        row_difference=_row_difference(after, requests, sequences, prompts),
+        row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
     )
 
 
@@ -74,21 +84,37 @@ def _row_loss(logits: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _row_difference(
-    engine: Engine, requests: list[dict[str, np.ndarray]], sequences: list[np.ndarray], prompts: tuple[int, ...]
+    before: Engine,
+    after: Engine,
+    requests: list[dict[str, np.ndarray]],
+    sequences: list[np.ndarray],
+    prompts: tuple[int, ...],
+    exact: bool,
 ) -> float:
     """How far a row's logits alone are from the same row's in a batch, over their range."""
-    together, *_ = run_case(engine, requests, sequences, prompts)
+    together, *_ = run_case(after, requests, sequences, prompts)
+    unquantised = together if exact else run_case(before, requests, sequences, prompts)[0]
     worst = 0.0
     for row in (0, len(sequences) - 1):
-        (alone,), *_ = run_case(engine, [requests[row]], [sequences[row]], (prompts[row],))
+        (alone,), *_ = run_case(after, [requests[row]], [sequences[row]], (prompts[row],))
         span = float(alone.max() - alone.min()) or 1.0
         worst = max(worst, float(np.abs(alone - together[row]).max()) / span)
-    if worst > TOLERANCE:
-        raise ParityError(
-            f"a row's result changes with its neighbours by {worst:.3g} of the logits' range after quantisation "
-            f"({TOLERANCE:g} is allowed); no file was written"
-        )
+        moved, allowed = _rms(alone - together[row]) / span, 3 * _rms(together[row] - unquantised[row]) / span
+        if exact and worst > TOLERANCE:
+            raise ParityError(
+                f"a row's result changes with its neighbours by {worst:.3g} of the logits' range after quantisation "
+                f"({TOLERANCE:g} is allowed); no file was written"
+            )
+        if not exact and moved > max(allowed, TOLERANCE):
+            raise ParityError(
+                f"a row's result alone is {moved:.3g} of the logits' range (rms) from that in a batch after "
+                f"quantisation, and the rounding of activations explains {allowed:.3g}; no file was written"
+            )
     return worst
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
 def _step_seconds(gate: Gate, engine: Engine) -> float:

@@ -1,69 +1,240 @@
 """Replace matrix products with constant weights by integer ones, and embedding tables by their int8 form.
 
-Each row of the activations is scaled by its own maximum and rounded to uint8 around 128, multiplied with int8 columns
-by MatMulInteger, and scaled back by row and column. All of it is standard operators, and a row's result is its own: it
-is the same alone and in any batch, bit for bit. What was measured beside it (2 cores with AVX-512 VNNI; 6+6 layers,
-d = 512, 32k vocabulary; milliseconds a decode step at 1, 8 and 32 rows; float32 4.8, 6.6, 17.0):
+A product has two forms (`--optimize-for` says which of them a file has):
+
+rows   Each row of the activations is scaled by its own maximum and rounded to uint8 around 128, multiplied with int8
+       columns by MatMulInteger, and scaled back by row and column. All of it is standard operators, and a row's result
+       is its own: it is the same alone and in any batch, bit for bit.
+few    MatMulNBits, which rounds activations in blocks of a row and reads weights faster, 4-bit ones as such; for more
+       than two rows, or three, it is slower. It is in a branch of the decode stage for so many (`few.py`).
+
+Both have the same integers (`store.py`), so that they differ in the rounding of activations alone. What was measured
+beside them (2 cores with AVX-512 VNNI; 6+6 layers, d = 512, 32k vocabulary; milliseconds a decode step at 1, 8 and 32
+rows; float32 4.8, 6.6, 17.0):
 
 ======================================  ====  ====  ====  ==========================================================
-this form                               1.87  3.52   9.8
+rows                                    1.87  3.52   9.8
 MatMulNBits, 8 bit, blocks of 128       1.25  3.59  11.4  rounds one row in another way than several: up to 0.5 % of
                                                           the logits' range between a row alone and in a batch
 DynamicQuantizeMatMul                   1.4   2.9    8.2  one scale for all rows: a loud row costs the others 16 %
 ======================================  ====  ====  ====  ==========================================================
 
-MatMulIntegerToFloat and DequantizeLinear in the place of the last scalings were slower at one row, and signed
-activations forty times slower, having no VNNI kernel.
+Of 134 M weights (12 layers, d = 768, ff = 2048, 32k vocabulary, without an encoder), milliseconds a step on one thread
+for 1, 2, 3, 8 and 32 rows: rows 9.5, 10.7, 12.2, 16.5, 42.8; few, 8 bit, 7.2, then 0.87 and 0.95 × rows for 2 and 3
+rows; 4 bit 4.7, then 0.56 and 0.75 ×. A second form gains the vocabulary's projection and the others about the same a
+MB: 20 and 16 µs of 8 bits, 106 and 97 of 4. So a balanced file has it for large ones, which are few.
+
+Around MatMulInteger, in µs on one thread, for 1, 8, 32 and 128 rows of 2048 numbers:
+
+=============================================================  ===  ====  ====  =====
+Abs, ReduceMax, Max, Mul, Div, QuantizeLinear                  5.7  14.0  44.0  155.2
+without Max: a row of zeros is scaled back by zero             5.3  13.1  42.4  152.0
+with Reciprocal and Mul for Div                                5.0  11.3  34.3  121.9
+ReduceMin and ReduceMax for Abs and ReduceMax                  5.6  13.6  41.8  148.0
+Relu before the first of these                                 6.1  15.7  50.5  179.3
+Relu of the maximum alone, uint8 around 0 in steps of 1/255    4.9  10.1  29.2   99.3
+=============================================================  ===  ====  ====  =====
+
+Not faster behind it: DequantizeLinear by column or by row in the place of Cast and Mul, MatMulIntegerToFloat (7640 µs
+for 64 rows of 512 × 32000 and a scale by row after it, against 7914; 26.3 for one row of 512 × 2048 against 22.2). Row
+and column scales multiplied first would save a pass of the three (6539), but onnxruntime 1.31 takes that for
+MatMulIntegerToFloat, which has one scale for all rows, and computes something else. Signed activations were forty times
+slower, having no VNNI kernel.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from tformer_export.passes import unused
-from tformer_export.quantize import weights
+from tformer_export.quantize import few, weights
+from tformer_export.quantize.store import Matrix, Store, digest
 
 SMALLEST = 1024  # numbers; smaller products gain nothing
 CENTRE = 128  # of uint8 activations
+POSITIVE = 255  # steps of activations that are not negative
+LARGE = 1 << 22  # numbers of a matrix that has two forms in a balanced file
+FEW = {8: 2, 4: 3}  # bits → new tokens up to which MatMulNBits is the faster
+CONTRIB = "com.microsoft"
+INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
+
+Bits = int | Mapping[str, int] | Callable[[str], int]
+THROUGHPUT, LATENCY, BALANCED = GOALS = ("throughput", "latency", "balanced")
+WANTED: dict[str, Callable[[int], bool]] = {
+    THROUGHPUT: lambda numbers: False,
+    LATENCY: lambda numbers: numbers >= SMALLEST,
+    BALANCED: lambda numbers: numbers >= LARGE,
+}
 
 
-def quantize(model: ir.Model) -> int:
-    """Rewrite in place; returns how many products and tables now hold integers. One pass over the weights."""
-    rewriter = _Rewriter(model)
-    count = 0
+@dataclass(frozen=True)
+class Product:
+    """A quantised product (rows, inner) × (inner, columns). few: it has a form of its own for few rows."""
+
+    inner: int
+    columns: int
+    bits: int
+    few: bool
+
+
+@dataclass
+class Quantised:
+    """What holds integers now. products: name in the graph → what it is. tables: embeddings. narrow: what constants
+    become, by name, as (numpy's type, number), where products of uint8 and int8 saturate at int16: half of the steps of
+    activations, for sums of two products of 127 · 127 do not."""
+
+    products: dict[str, Product] = field(default_factory=dict)
+    tables: int = 0
+    narrow: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.products) + self.tables
+
+
+def quantize(model: ir.Model, bits: Bits = 8, optimize_for: str = THROUGHPUT, step: str | None = None) -> Quantised:
+    """Rewrite in place. One pass over the weights.
+
+    bits: of the weights, 8 or 4, for all products or by a product's name; one of 16 or 32 stays in float. A matrix that
+    is an embedding too has 8. optimize_for: which products have the form for few rows; none, all, or large ones.
+    step: the graph input that tells how many new tokens there are; without it they are not known to be few.
+    """
+    wanted = WANTED[optimize_for]
+    bits_of = _by_name(bits)
+    products = [(node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node)) is not None]
+    for node, _ in products:  # by which its copy in a branch is known
+        node.name = node.name or f"product of {node.outputs[0].name}"
+    widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(FEW)
+    branches = few.branch(model, step, max(FEW[width] for width in widths)) if widths and step is not None else None
+    rewriter = _Rewriter(model, bits_of, branches, wanted)
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
-                count += rewrite(graph, node)
+                rewrite(graph, node)
     unused.run(model)
-    return count
+    return rewriter.made
+
+
+def _by_name(bits: Bits) -> Callable[[str], int]:
+    if isinstance(bits, int):
+        return lambda name: bits
+    return (lambda name: bits.get(name, 8)) if isinstance(bits, Mapping) else bits
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A constant float matrix on the right of a product, (K, N), or (N, K) turned round."""
+
+    source: ir.Value
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        assert self.source.const_value is not None
+        first, second = (int(size) for size in self.source.const_value.shape)  # type: ignore[arg-type]
+        return (second, first) if self.turned else (first, second)
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    def array(self) -> np.ndarray:
+        assert self.source.const_value is not None
+        held = self.source.const_value.numpy()
+        return held.T if self.turned else held
 
 
 class _Rewriter:
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
-        self.held: dict[bytes, tuple[ir.Value, np.ndarray]] = {}  # fingerprint of (N, K) → int8 (N, K) or None, scales
-        self.columns: dict[bytes, tuple[ir.Value, ir.Value]] = {}
-        self.rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value]] = {}  # activations quantised already
+    """wanted: whether a matrix of so many numbers has a form for few rows."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        bits: Callable[[str], int],
+        branches: few.Branches | None,
+        wanted: Callable[[int], bool],
+    ) -> None:
+        self.model, self.bits, self.branches = model, bits, branches
+        self.few = branches and branches.few
+        self.made = Quantised()
+        self.store = Store(model)
+        self.rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}  # activations quantised already
+        graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {
-            _fingerprint(held.numpy())
-            for graph in (model.graph, *model.graph.subgraphs())
-            for node in graph
-            if (held := _table_of(node)) is not None
+            digest(held.numpy()) for graph in graphs for node in graph if (held := _table_of(node)) is not None
+        }
+        self.with_few = {
+            node.name for node in self.few or () if (weight := _weight_of(node)) is not None and wanted(weight.numbers)
         }
 
-    def product(self, graph: ir.Graph, node: ir.Node) -> int:
+    def product(self, graph: ir.Graph, node: ir.Node) -> None:
         """A matrix product with a constant float matrix, with the bias that is added to it."""
         weight = _weight_of(node)
-        if weight is None or weight.size < SMALLEST or node.inputs[0] is None:
-            return 0
-        name = node.name or "product"
-        columns, scale = self._columns(name, weight)
-        rows, row_scale = self._rows(graph, node)
-        product = ir.node("MatMulInteger", [rows, columns, self._zero()], name=f"{name}.integer")
+        if weight is None or weight.numbers < SMALLEST or node.inputs[0] is None:
+            return
+        name = str(node.name)
+        matrix = self._matrix(name, weight, two := name in self.with_few)
+        if matrix is None:
+            return
+        self.made.products[name] = Product(*matrix.shape, matrix.bits, two)
+        if two and graph is self.few:
+            self._few(graph, node, matrix)
+        else:
+            self._by_row(graph, node, matrix, name)
+
+    def table(self, graph: ir.Graph, node: ir.Node) -> None:
+        """An embedding: rows of a matrix looked up by ids."""
+        held = _table_of(node)
+        if held is None:
+            return
+        name = node.name or "table"
+        quantised, scale = self.store.table(name, held.numpy())
+        scales = self.store.constant(f"{quantised.name}.scales", scale[:, None])
+        ids = node.inputs[1]
+        rows = ir.node("Gather", [quantised, ids], {"axis": 0}, name=f"{name}.rows")
+        number = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
+        row_scale = ir.node("Gather", [scales, ids], {"axis": 0}, name=f"{name}.scale")
+        scaled = ir.node("Mul", [number.outputs[0], row_scale.outputs[0]], name=f"{name}.scaled")
+        _replace(graph, node, node, [rows, number, row_scale, scaled])
+        if graph is not self.few:
+            self.made.tables += 1
+
+    def _matrix(self, name: str, weight: _Weight, two: bool) -> Matrix | None:
+        """The integers of a weight; None if it is to stay in float."""
+        key = self.store.fingerprint(weight.source, turned=not weight.turned)
+        if key in self.tables:
+            return self.store.matrix_of_table(name, key, lambda: weight.array().T)
+        bits = self.bits(name)
+        return self.store.matrix(name, key, weight.array, bits, two) if bits <= 8 else None
+
+    def _home(self, graph: ir.Graph) -> ir.Graph:
+        return self.branches.home(graph, self.model) if self.branches else self.model.graph
+
+    def _few(self, graph: ir.Graph, node: ir.Node, matrix: Matrix) -> None:
+        packed, scales = matrix.packed(self._home(graph))
+        bias, last = _bias_of(node)
+        inner, columns = matrix.shape
+        sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
+        product = ir.node(
+            "MatMulNBits",
+            [node.inputs[0], packed, scales, *((None, None, bias) if bias is not None else ())],
+            {**sizes, "accuracy_level": INT8_ACTIVATIONS},
+            domain=CONTRIB,
+            version=1,
+            name=f"{matrix.name}.few",
+        )
+        self.model.graph.opset_imports.setdefault(CONTRIB, 1)
+        _replace(graph, node, last, [product])
+
+    def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
+        rows, row_scale, zero = self._rows(graph, node)
+        scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
+        product = ir.node("MatMulInteger", [rows, matrix.columns(self._home(graph)), zero], name=f"{name}.integer")
         number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
         by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
         made = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
@@ -71,89 +242,48 @@ class _Rewriter:
         if bias is not None:
             made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
         _replace(graph, node, last, made)
-        return 1
 
-    def table(self, graph: ir.Graph, node: ir.Node) -> int:
-        """An embedding: rows of a matrix looked up by ids."""
-        held = _table_of(node)
-        if held is None:
-            return 0
-        name = node.name or "table"
-        quantised, scale = self._table(name, held.numpy())
-        scales = self.constant(f"{quantised.name}.scales", scale[:, None])
-        ids = node.inputs[1]
-        rows = ir.node("Gather", [quantised, ids], {"axis": 0}, name=f"{name}.rows")
-        number = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
-        row_scale = ir.node("Gather", [scales, ids], {"axis": 0}, name=f"{name}.scale")
-        scaled = ir.node("Mul", [number.outputs[0], row_scale.outputs[0]], name=f"{name}.scaled")
-        _replace(graph, node, node, [rows, number, row_scale, scaled])
-        return 1
+    def _rows(self, graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """uint8 rows of a product's operand, their float scales (…, 1), and where zero is among the former.
 
-    def _rows(self, graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value]:
-        """uint8 rows and their float scales (…, 1) of a product's operand, made once for all who read it.
-
-        |x| ≤ 127 · scale, so nothing is clipped.
+        Made once for all who read it. x · (1 / maximum) rounds to 1 + 2⁻²³ at most, so nothing is clipped but what Relu
+        would take away. A row of zeros becomes anything, and is scaled back by zero.
         """
         value = node.inputs[0]
         assert value is not None
         key = id(graph), value
         if key not in self.rows:
-            name = f"{value.name}.rows"
-            axis = self.constant("quantise.axis", np.array([-1], np.int64))
-            size = ir.node("Abs", [value], name=f"{name}.size")
-            most = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.most")
-            least = self.constant("quantise.least", np.float32(1e-12))  # so that a row of zeros can be divided
-            bounded = ir.node("Max", [most.outputs[0], least], name=f"{name}.bounded")
-            step = self.constant("quantise.step", np.float32(1 / weights.LEVELS))
-            scale = ir.node("Mul", [bounded.outputs[0], step], name=f"{name}.scale")
-            ratio = ir.node("Div", [value, scale.outputs[0]], name=f"{name}.ratio")
-            unit = self.constant("quantise.unit", np.float32(1))
-            small = ir.node("QuantizeLinear", [ratio.outputs[0], unit, self._zero()], name=f"{name}.uint8")
-            made = [size, most, bounded, scale, ratio, small]
+            above = value.producer()
+            positive = above is not None and above.op_type == "Relu" and len(list(value.uses())) == 1
+            positive = positive and not value.is_graph_output()
+            name, made = f"{value.name}.rows", []
+            axis = self.store.constant("quantise.axis", np.array([-1], np.int64))
+            if positive:
+                assert above is not None
+                source, steps, centre = above.inputs[0], POSITIVE, 0
+                made.append(ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest"))
+                made.append(ir.node("Relu", [made[-1].outputs[0]], name=f"{name}.most"))
+            else:
+                source, steps, centre = value, weights.LEVELS, CENTRE
+                made.append(ir.node("Abs", [source], name=f"{name}.size"))
+                made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
+            step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
+            zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
+            self.made.narrow[str(step.name)] = "float32", 1 / (steps // 2)
+            self.made.narrow[str(zero.name)] = "uint8", centre // 2
+            scale = ir.node("Mul", [made[-1].outputs[0], step], name=f"{name}.scale")
+            made += [scale, ir.node("Reciprocal", [scale.outputs[0]], name=f"{name}.inverse")]
+            made.append(ir.node("Mul", [source, made[-1].outputs[0]], name=f"{name}.ratio"))
+            unit = self.store.constant("quantise.unit", np.float32(1))
+            made.append(ir.node("QuantizeLinear", [made[-1].outputs[0], unit, zero], name=f"{name}.uint8"))
             _name_outputs(made)
             graph.insert_before(node, made)
-            self.rows[key] = small.outputs[0], scale.outputs[0]
+            self.rows[key] = made[-1].outputs[0], scale.outputs[0], zero
         return self.rows[key]
 
-    def _columns(self, name: str, weight: np.ndarray) -> tuple[ir.Value, ir.Value]:
-        """int8 (K, N) and float scales (N,). A matrix that is an embedding too is held as that and transposed here,
-        which onnxruntime does once, when it loads the file."""
-        key = _fingerprint(weight.T)
-        if key not in self.columns:
-            if key in self.tables:
-                table, scale = self._table(name, weight.T)
-                turn = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{name}.transposed")
-                _name_outputs([turn])
-                self.model.graph.insert_before(next(iter(self.model.graph)), turn)
-                columns = turn.outputs[0]
-            else:
-                quantised, scale = weights.per_column(weight)
-                columns = self.constant(f"{name}.int8", quantised)
-            self.columns[key] = columns, self.constant(f"{name}.columns", scale)
-        return self.columns[key]
 
-    def _table(self, name: str, matrix: np.ndarray) -> tuple[ir.Value, np.ndarray]:
-        """int8 rows of a table and their scales, held once."""
-        key = _fingerprint(matrix)
-        if key not in self.held:
-            quantised, scale = weights.per_column(matrix.T)
-            self.held[key] = self.constant(f"{name}.int8", np.ascontiguousarray(quantised.T)), scale
-        return self.held[key]
-
-    def _zero(self) -> ir.Value:
-        return self.constant("quantise.zero", np.uint8(CENTRE))
-
-    def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        if name not in self.model.graph.initializers:
-            array = np.asarray(array)
-            value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-            value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-            self.model.graph.initializers[name] = value
-        return self.model.graph.initializers[name]
-
-
-def _weight_of(node: ir.Node) -> np.ndarray | None:
-    """(K, N) of a product with a constant float matrix on its right."""
+def _weight_of(node: ir.Node) -> _Weight | None:
+    """The constant float matrix on a product's right."""
     if node.op_type not in ("MatMul", "FusedMatMul", "Gemm") or node.inputs[1] is None:
         return None
     source, turned = node.inputs[1], False
@@ -169,7 +299,7 @@ def _weight_of(node: ir.Node) -> np.ndarray | None:
             return None
         flag = node.attributes.get("transB")
         turned ^= bool(flag is not None and flag.as_int())
-    return held.numpy().T if turned else held.numpy()
+    return _Weight(source, turned)
 
 
 def _table_of(node: ir.Node) -> ir.TensorProtocol | None:
@@ -201,10 +331,6 @@ def _bias_of(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
         if other is not None and other.const_value is not None and len(other.const_value.shape) == 1:
             return other, adder
     return None, node
-
-
-def _fingerprint(matrix: np.ndarray) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(matrix).data).digest()
 
 
 def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node]) -> None:
