@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
+from tformer_export.budget import Budget
 from tformer_export.pipeline import Compiled, compile_source
-from tformer_export.quantize import Degradation, measure
+from tformer_export.quantize import QUANTIZATIONS, Degradation, Mixture, Plan, Planner, measure
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
+from tformer_export.quantize.plan import MIXED_BUDGET
+from tformer_export.quantize.samples import draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
@@ -33,8 +36,6 @@ from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
-
-QUANTIZATIONS = ("none", "int8")
 
 
 def export(
@@ -54,7 +55,9 @@ def export(
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    max_degradation: float | None = None,
+    max_degradation: float | str | Budget | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    min_speed: float | None = None,
     alignments: Wanted | None = None,
     hidden: str | Sequence[str] = (),
     force: bool = False,
@@ -66,7 +69,8 @@ def export(
     without forward is taken as decode(memory, …) after encode(…), bound by their parameters' names.
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
-    quantize: "none" or "int8". target: "cpu", "cuda" or "portable" (standard operators only).
+    quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
+        1 % of the tokens unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.
@@ -74,7 +78,11 @@ def export(
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
-    max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
+    max_degradation: the largest share of tokens that quantisation may change, 0.01 or "1%", or how many times it may
+        multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit.
+    calibration: a text file, lines as `quantize.samples` has them, that integers are fitted to by GPTQ; every fourth
+        line is measured on instead. Without it, what the model makes of random ids is.
+    min_speed: how many times as fast as the unquantised file the quantised one must be, for one row; ParityError below.
     alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
         heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
@@ -88,6 +96,9 @@ def export(
         raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    wanted = _Quantisation(
+        quantize, Budget.of(max_degradation), Path(calibration) if calibration is not None else None, min_speed
+    )
     hidden = [hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden))
     out = Path(path)
     check_writable(out, force)
@@ -95,8 +106,8 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, size = _make(
-            source, out, quantize, target, max_length, max_degradation, clock, alignments, hidden
+        compiled, manifest, parity, degradation, mixture, size = _make(
+            source, out, wanted, target, max_length, clock, alignments, hidden
         )
     return ExportReport(
         path=str(out),
@@ -109,46 +120,102 @@ def export(
         parity=parity,
         found=compiled.found,
         degradation=degradation,
+        mixture=mixture,
         seconds=clock.seconds,
         peak_memory=peak_memory(),
     )
 
 
+@dataclass(frozen=True)
+class _Quantisation:
+    """What is asked of it; see `export`. OptionError for what cannot be."""
+
+    kind: str
+    budget: Budget
+    calibration: Path | None
+    min_speed: float | None
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and (self.calibration is not None or self.min_speed is not None):
+            raise OptionError(
+                "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed'"
+            )
+
+
 def _make(
     source: Source,
     out: Path,
-    quantize: str,
+    wanted: _Quantisation,
     target: str,
     max_length: int | None,
-    max_degradation: float | None,
     clock: _Clock,
     alignments: Wanted | None,
     hidden: Sequence[str],
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, int]:
+) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
-    if quantize != "none" and source.step is None:
+    if wanted.kind != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
+        mixture: Mixture | None = None
         with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)
-        if quantize == "int8":
-            with clock.stage("quantise"):
-                compiled.found["quantised"] = quantize_weights(compiled.model)
-                written = _save(compiled.model, manifest, folder / "int8.onnx")
-            with clock.stage("measure"):
-                degradation = measure(gate, before, Engine(written, device="cpu"))
-                _check_budget(degradation, max_degradation)
-            manifest = replace(_with_parity(manifest, parity, degradation), quantization=quantize)
+        if wanted.kind != "none":
+            degradation, mixture = _quantise(compiled, manifest, gate, before, wanted, folder, clock)
+            manifest = replace(_with_parity(manifest, parity, degradation), quantization=wanted.kind)
         del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, size
+    return compiled, manifest, parity, degradation, mixture, size
+
+
+def _quantise(
+    compiled: Compiled,
+    manifest: Manifest,
+    gate: Gate,
+    before: Engine,
+    wanted: _Quantisation,
+    folder: Path,
+    clock: _Clock,
+) -> tuple[Degradation, Mixture | None]:
+    """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse."""
+    budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
+    with clock.stage("calibrate"):
+        samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
+        planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
+        if samples is not None:
+            planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[wanted.kind])
+    with clock.stage("search"):
+        if wanted.kind == "mixed":
+            plans: Sequence[Plan] = planner.mixed(budget)
+        else:
+            plans = [Plan() if wanted.kind == "int8" and samples is None else planner.uniform(int(wanted.kind[3:]))]
+    measured_on = planner.samples.measured if samples is not None or wanted.kind == "mixed" else ()
+    for plan in plans:
+        with clock.stage("quantise"):
+            compiled.model = planner.model.clone()
+            compiled.found["quantised"] = quantize_weights(compiled.model, plan.bits, plan.ready)
+            written = _save(compiled.model, manifest, folder / "quantised.onnx")
+        with clock.stage("measure"):
+            degradation = measure(gate, before, Engine(written, device="cpu"), measured_on)
+        beyond = budget.exceeded(degradation.changed, degradation.perplexity_ratio)
+        if beyond is None:
+            break
+    else:
+        with clock.stage("search"):
+            advice = planner.what_would_fit(budget)
+        raise ParityError(f"quantisation {beyond}; no file was written: {advice}")
+    if wanted.min_speed is not None and degradation.speed < wanted.min_speed:
+        raise ParityError(
+            f"the quantised file is {degradation.speed:.2f} times as fast as the unquantised one, for one row, and "
+            f"{wanted.min_speed:g} is asked for; no file was written: small models gain size by quantisation, not speed"
+        )
+    return degradation, plan.mixture
 
 
 @contextmanager
@@ -255,15 +322,6 @@ def _with_parity(manifest: Manifest, parity: ParityReport, degradation: Degradat
         measured["quantised"] = asdict(degradation)
         del measured["quantised"]["speed"]  # a time would make every export of a model another file
     return replace(manifest, parity=measured)
-
-
-def _check_budget(degradation: Degradation, budget: float | None) -> None:
-    changed = 1 - degradation.token_agreement
-    if budget is not None and changed > budget:
-        raise ParityError(
-            f"quantisation changes {changed:.1%} of the tokens and {budget:.1%} is allowed; no file was written: "
-            "export without it, or allow more"
-        )
 
 
 class _Clock:

@@ -16,10 +16,18 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tformer_export.budget import Budget
 from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
 
 _ID = click.IntRange(min=0)
 NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+
+
+def _budget(context: click.Context, parameter: click.Parameter, value: str | None) -> Budget | None:
+    try:
+        return Budget.of(value) if value is not None else None
+    except OptionError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,10 +35,21 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
 @click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
 @click.option("--config", type=click.Path(path_type=Path), help="A JSON file with the factory's keyword arguments.")
-@click.option("--quantize", type=click.Choice(["none", "int8"]), default="none", show_default=True)
+@click.option("--quantize", type=click.Choice(["none", "int8", "int4", "mixed"]), default="none", show_default=True)
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
-@click.option("--max-degradation", type=click.FloatRange(0, 1), help="Largest share of tokens that may change.")
+@click.option(
+    "--max-degradation",
+    metavar="SHARE",
+    callback=_budget,
+    help="Largest share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1%.",
+)
+@click.option(
+    "--calibration", metavar="FILE", help="Lines of text, or source, tab and target, to fit and measure with."
+)
+@click.option(
+    "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."
+)
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
@@ -74,9 +93,22 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in made.rows():
         table.add_row(label, text)
-    console.print(table)
     if report is not None:
         made.write(report)
+        if made.mixture is not None:
+            table.add_row("picture", _draw(made.mixture, report.with_suffix(".png")))
+    console.print(table)
+
+
+def _draw(mixture: Any, path: Path) -> str:
+    """The frontier beside the report; says where it is, or what is missing for it."""
+    from tformer_export.quantize.frontier import draw
+
+    try:
+        draw(mixture, path)
+    except MissingExtraError as error:
+        return str(error)
+    return str(path)
 
 
 @contextmanager

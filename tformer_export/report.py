@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation
+from tformer_export.quantize import Degradation, Mixture
 from tformer_export.verify import ParityReport
 
 
@@ -36,7 +36,8 @@ class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
     peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
-    degradation: what quantisation cost, against the unquantised file; None without quantisation.
+    degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
+    those that were tried; None unless quantisation is mixed.
     """
 
     path: str
@@ -49,6 +50,7 @@ class ExportReport:
     parity: ParityReport
     found: dict[str, int]
     degradation: Degradation | None = None
+    mixture: Mixture | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
 
@@ -88,6 +90,8 @@ class ExportReport:
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.degradation is not None:
             rows += self.degradation.rows()
+        if self.mixture is not None:
+            rows += self.mixture.rows()
         rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows

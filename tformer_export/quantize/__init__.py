@@ -1,11 +1,28 @@
 """Weights in fewer bits, with activations quantised row by row, and what that costs, measured.
 
-weights      a float matrix → integers and scales
+How many bits, and which integers:
+
+products     the matrices of a model that can be quantised
+weights      a float matrix → integers and scales, rounded to nearest
+scales       … with the scales of least error
+gptq         … with error feedback, by what a product reads
+samples      data: lines of a file, or what the model makes of random ids
+activations  data → what each product reads
+rounding     the integers of every matrix, by the best of these that there is data for
+simulate     quantisation without its kernels, to try a plan in no time
+quality      what a file computes against another, on data
+search       the sensitivity of each matrix, and the mixture of bits that fits a budget
+plan         what `--quantize` comes to for one model
+frontier     the mixtures that were measured, as a picture
+
+And the file:
+
 rewrite      matrix products and tables → integer operators, row by row
 measure      what the quantised file does differently
 """
 
 from tformer_export.quantize.measure import Degradation, measure
+from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
 from tformer_export.quantize.rewrite import quantize
 
-__all__ = ["Degradation", "measure", "quantize"]
+__all__ = ["QUANTIZATIONS", "Degradation", "Mixture", "Plan", "Planner", "measure", "quantize"]

@@ -19,6 +19,8 @@ activations forty times slower, having no VNNI kernel.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -30,9 +32,17 @@ SMALLEST = 1024  # numbers; smaller products gain nothing
 CENTRE = 128  # of uint8 activations
 
 
-def quantize(model: ir.Model) -> int:
-    """Rewrite in place; returns how many products and tables now hold integers. One pass over the weights."""
-    rewriter = _Rewriter(model)
+def quantize(
+    model: ir.Model,
+    bits: Mapping[str, int] = MappingProxyType({}),
+    ready: Mapping[str, tuple[np.ndarray, ...]] = MappingProxyType({}),
+) -> int:
+    """Rewrite in place; returns how many products and tables now hold integers. One pass over the weights.
+
+    bits: of products by name, 8 where they are not named; those of 32 stay in float. ready: integers of products, as
+    `weights` gives them; those that are not named are rounded to nearest.
+    """
+    rewriter = _Rewriter(model, bits, ready)
     count = 0
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
@@ -43,8 +53,8 @@ def quantize(model: ir.Model) -> int:
 
 
 class _Rewriter:
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
+    def __init__(self, model: ir.Model, bits: Mapping[str, int], ready: Mapping[str, tuple[np.ndarray, ...]]) -> None:
+        self.model, self.bits, self.ready = model, bits, ready
         self.held: dict[bytes, tuple[ir.Value, np.ndarray]] = {}  # fingerprint of (N, K) → int8 (N, K) or None, scales
         self.columns: dict[bytes, tuple[ir.Value, ir.Value]] = {}
         self.rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value]] = {}  # activations quantised already
@@ -61,6 +71,8 @@ class _Rewriter:
         if weight is None or weight.size < SMALLEST or node.inputs[0] is None:
             return 0
         name = node.name or "product"
+        if self.bits.get(name) == 32 and _fingerprint(weight.T) not in self.tables:
+            return 0
         columns, scale = self._columns(name, weight)
         rows, row_scale = self._rows(graph, node)
         product = ir.node("MatMulInteger", [rows, columns, self._zero()], name=f"{name}.integer")
@@ -127,10 +139,21 @@ class _Rewriter:
                 self.model.graph.insert_before(next(iter(self.model.graph)), turn)
                 columns = turn.outputs[0]
             else:
-                quantised, scale = weights.per_column(weight)
+                quantised, scale = self._integers(name, weight)
                 columns = self.constant(f"{name}.int8", quantised)
             self.columns[key] = columns, self.constant(f"{name}.columns", scale)
         return self.columns[key]
+
+    def _integers(self, name: str, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int8 (K, N) and scales (N,); those of 4 bits as the int8 that they and their multipliers make."""
+        block = weights.block_of(len(weight))
+        if name in self.ready:
+            quantised, *multipliers, scale = self.ready[name]
+        elif self.bits.get(name) == 4:
+            quantised, *multipliers, scale = weights.in_blocks(weight, block)
+        else:
+            quantised, *multipliers, scale = weights.per_column(weight)
+        return weights.expanded(quantised, multipliers[0], block) if multipliers else quantised, scale
 
     def _table(self, name: str, matrix: np.ndarray) -> tuple[ir.Value, np.ndarray]:
         """int8 rows of a table and their scales, held once."""
