@@ -136,6 +136,8 @@ class _Quantisation:
     min_speed: float | None
 
     def __post_init__(self) -> None:
+        if self.calibration is not None and not self.calibration.is_file():
+            raise OptionError(f"there is no file {self.calibration} to calibrate with")
         if self.kind == "none" and (self.calibration is not None or self.min_speed is not None):
             raise OptionError(
                 "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed'"

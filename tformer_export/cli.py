@@ -15,6 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tformer_export.budget import Budget
 from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
@@ -81,6 +82,10 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         from tformer_export.api import check_writable
 
         check_writable(report, options["force"])
+        if options["quantize"] == "mixed":
+            if report.suffix == ".png":
+                raise click.UsageError(f"a picture is put beside the report as {report}: name another for the report")
+            check_writable(report.with_suffix(".png"), options["force"])
         if report.absolute() == output.absolute():
             raise click.UsageError("--report and the output are the same file: name another for the report")
     console = Console(stderr=True)
@@ -92,11 +97,11 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
             made = _export(source, output, lambda stage: None, **options)
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in made.rows():
-        table.add_row(label, text)
+        table.add_row(label, Text(text))
     if report is not None:
         made.write(report)
         if made.mixture is not None:
-            table.add_row("picture", _draw(made.mixture, report.with_suffix(".png")))
+            table.add_row("picture", Text(_draw(made.mixture, report.with_suffix(".png"))))
     console.print(table)
 
 
