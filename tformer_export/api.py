@@ -70,7 +70,7 @@ def export(
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
-        1 % of the tokens unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
+        "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.

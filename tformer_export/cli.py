@@ -43,7 +43,7 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "--max-degradation",
     metavar="SHARE",
     callback=_budget,
-    help="Largest share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1%.",
+    help="Share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1.01x.",
 )
 @click.option(
     "--calibration", metavar="FILE", help="Lines of text, or source, tab and target, to fit and measure with."

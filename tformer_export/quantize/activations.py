@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.assemble import nothing
+from tformer_export.quantize.gptq import Hessian
 from tformer_export.quantize.products import Matrix, find_matrices
 from tformer_export.quantize.samples import Sample
 from tformer_export.write import write
@@ -26,8 +27,9 @@ ROWS = 16
 
 def second_moments(
     model: ir.Model, manifest: Manifest, samples: Sequence[Sample], path: Path
-) -> Iterator[tuple[str, np.ndarray]]:
-    """For each matrix whose inputs can be read: its name, and the mean of x xᵀ, float32 (K, K).
+) -> Iterator[tuple[str, Hessian]]:
+    """For each matrix whose inputs can be read, and are finite: its name, and its Hessian, which is one for all that
+    read the same.
 
     Writes the copy to `path`, once the weights' size. Memory: the copy's session, and a gigabyte of sums or the largest
     of them. Time: a pass over the samples for each gigabyte of sums, and K² multiplications a row for each.
@@ -45,9 +47,12 @@ def second_moments(
     write(copy, path)
     engine = Engine(path, device="cpu")
     for together in _packed(readers):
-        for names, mean in _means(engine, samples, together).items():
-            for matrix in readers[names]:
-                yield matrix.name, mean
+        means = _means(engine, samples, together)
+        for names in together:
+            mean = means.pop(names)  # so that what is made of it goes with it
+            hessian = Hessian(mean)
+            for matrix in readers[names] if np.isfinite(mean).all() else ():
+                yield matrix.name, hessian
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,13 @@ def _means(
     for batch in _of_one_length(samples):
         names = list(batch[0].request)
         requests = {name: [sample.request[name] for sample in batch] for name in names} or None
-        state = engine.start(requests, len(batch), extras=wanted)
-        engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), want="all")
-        values = {**state.encoded, **state.extras}
+        if engine.manifest.decode is None:
+            found = engine.encode(requests or {}, len(batch), wanted)
+            values = {name: value.numpy() for name, value in found.items()}
+        else:
+            state = engine.start(requests, len(batch), extras=wanted)
+            engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), want="all")
+            values = {**state.encoded, **state.extras}
         for own, width in inputs.items():
             for name in own:
                 x = values[name].reshape(-1, width)

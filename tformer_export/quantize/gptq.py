@@ -9,6 +9,8 @@ order is free. Last, each column's scale is fitted to its integers by least squa
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from tformer_export.quantize import scales, weights
@@ -17,30 +19,61 @@ DAMPING = 0.01  # of the mean diagonal, added to it: few samples do not tell all
 TOGETHER = 128  # rows between two updates of all that follow, which bounds memory traffic and changes nothing
 
 
-def per_column(weight: np.ndarray, hessian: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8 (K, N) and float32 scales (N,), as `weights.per_column` gives them. hessian: (K, K), mean of x xᵀ.
+class Hessian:
+    """The mean of x xᵀ over the inputs x of a product, (K, K), and what follows from it for any matrix that reads them.
 
-    Time: K³ for the factor, K² · N for the feedback. Memory: three float64 (K, K) and one (K, N).
+    Memory: another three float64 (K, K) while the factor is made, then one.
     """
-    _, scale = scales.per_column(weight, np.diagonal(hessian))
+
+    def __init__(self, matrix: np.ndarray) -> None:
+        self.matrix = matrix
+
+    @property
+    def importance(self) -> np.ndarray:
+        """(K,): the mean square of each input."""
+        return np.diagonal(self.matrix)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Rows, the loudest first."""
+        return np.argsort(-self.importance, kind="stable")
+
+    @cached_property
+    def factor(self) -> np.ndarray:
+        """Upper U with UᵀU = (H + λ · mean diagonal · 1)⁻¹, rows in their order. Where that is not definite, more is
+        added."""
+        one = np.eye(len(self.matrix))
+        ordered = self.matrix[np.ix_(self.order, self.order)]
+        size = float(self.importance.mean()) or 1.0
+        for more in 10.0 ** np.arange(6):
+            try:
+                return np.linalg.cholesky(np.linalg.inv(ordered + more * DAMPING * size * one)).T
+            except np.linalg.LinAlgError:
+                continue
+        return one
+
+
+def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.ndarray]:
+    """int8 (K, N) and float32 scales (N,), as `weights.per_column` gives them.
+
+    Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
+    """
+    _, scale = scales.per_column(weight, hessian.importance)
     q = feed_back(weight, hessian, np.broadcast_to(scale, weight.shape), -weights.LEVELS, weights.LEVELS)
     return q, _fitted(weight, q, scale, hessian)
 
 
-def in_blocks(weight: np.ndarray, hessian: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def in_blocks(weight: np.ndarray, hessian: Hessian, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """4-bit q (K, N), multipliers (⌈K / block⌉, N) and float32 scales (N,), as `weights.in_blocks` gives them."""
-    _, multipliers, scale = scales.in_blocks(weight, block, np.diagonal(hessian))
+    _, multipliers, scale = scales.in_blocks(weight, block, hessian.importance)
     of_rows = np.repeat(multipliers, block, 0)[: len(weight)]
     q = feed_back(weight, hessian, of_rows * scale, weights.LOWEST, weights.HIGHEST)
     return q, multipliers, _fitted(weight, weights.expanded(q, multipliers, block), scale, hessian)
 
 
-def feed_back(
-    weight: np.ndarray, hessian: np.ndarray, steps: np.ndarray, low: int, high: int, damping: float = DAMPING
-) -> np.ndarray:
+def feed_back(weight: np.ndarray, hessian: Hessian, steps: np.ndarray, low: int, high: int) -> np.ndarray:
     """Integers (K, N) in low … high for weights (K, N), row by row with error feedback. steps: (K, N)."""
-    order = np.argsort(-np.diagonal(hessian), kind="stable")
-    upper = _factor(hessian[np.ix_(order, order)], damping)
+    order, upper = hessian.order, hessian.factor
     rest = weight[order].astype(np.float64)
     q = np.empty(weight.shape, np.int8)
     for begin in range(0, len(rest), TOGETHER):
@@ -55,22 +88,10 @@ def feed_back(
     return q
 
 
-def _factor(hessian: np.ndarray, damping: float) -> np.ndarray:
-    """Upper U with UᵀU = (H + λ · mean diagonal · 1)⁻¹. Where that is not definite, more is added."""
-    one = np.eye(len(hessian))
-    size = float(np.diagonal(hessian).mean()) or 1.0
-    for more in 10.0 ** np.arange(6):
-        try:
-            return np.linalg.cholesky(np.linalg.inv(hessian + more * damping * size * one)).T
-        except np.linalg.LinAlgError:
-            continue
-    return one
-
-
-def _fitted(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+def _fitted(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, hessian: Hessian) -> np.ndarray:
     """(N,): the scale s of least (w − s q)ᵀ H (w − s q); the old one where that is no positive number."""
     q = q.astype(np.float64)
-    pulled = hessian @ q
+    pulled = hessian.matrix @ q
     across, along = (pulled * weight).sum(0), (pulled * q).sum(0)
     sound = (across > 0) & (along > 0)
     return np.where(sound, across / np.where(sound, along, 1), scale).astype(np.float32)

@@ -22,7 +22,7 @@ from tformer_runtime.errors import ParityError
 from tformer_runtime.manifest import Manifest
 
 QUANTIZATIONS = ("none", "int8", "int4", "mixed")
-MIXED_BUDGET = Budget(tokens=0.01)  # where none is given
+MIXED_BUDGET = Budget(perplexity=1.01)  # where none is given
 COARSE = 1024  # positions that a single matrix is measured on: divergence needs fewer than counts of tokens do
 
 

@@ -34,15 +34,15 @@ class Rounding:
 
         path: for a copy of the model. Time and memory: those of `second_moments` and `gptq`.
         """
-        for name, moments in second_moments(self.model, manifest, samples, path):
+        for name, hessian in second_moments(self.model, manifest, samples, path):
             matrix = self.matrices[name]
             for number in bits:
                 if number in matrix.choices and not matrix.is_table:
                     weight = matrix.read(self.model)
                     self._made[name, number] = (
-                        gptq.in_blocks(weight, moments, matrix.block)
+                        gptq.in_blocks(weight, hessian, matrix.block)
                         if number == 4
-                        else gptq.per_column(weight, moments)
+                        else gptq.per_column(weight, hessian)
                     )
 
     def integers(self, matrix: Matrix, bits: int) -> Integers:

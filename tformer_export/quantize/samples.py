@@ -56,7 +56,11 @@ class Samples:
 
 
 def draw_samples(gate: Gate, engine: Engine) -> Samples:
-    """What the unquantised file decodes greedily from random requests, half for each use."""
+    """What the unquantised file decodes greedily from random requests, to measure on.
+
+    Not to fit to: that is better on average and worse at its worst (a sentence encoder in 4 bits: mean cosine with the
+    unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
+    """
     longest = engine.manifest.max_length
     drawn: list[Sample] = []
     for lengths in np.array_split(3 + np.arange(ROWS) % 16, 4):
@@ -68,7 +72,7 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
             Sample(request, np.concatenate([start, tokens]), len(start))
             for request, start, tokens in zip(requests, starts, decoded, strict=True)
         ]
-    return Samples(drawn[::2], drawn[1::2])
+    return Samples((), drawn)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:

@@ -110,7 +110,7 @@ def test_second_moments_are_those_of_what_the_modules_read(case, tmp_path):
     assert len(seen) > 8
     for name, rows in seen.items():
         x = torch.cat(rows).double().numpy()
-        np.testing.assert_allclose(found[case.matrix_of(name).name], x.T @ x / len(x), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(found[case.matrix_of(name).name].matrix, x.T @ x / len(x), rtol=1e-3, atol=1e-5)
 
 
 def test_quality_is_what_torch_says(case):

@@ -50,7 +50,7 @@ def test_the_search_is_never_worse_than_rounding_to_nearest(weight, block, weigh
 @given(matrices, blocks)
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_four_bits_and_their_multiplier_make_an_int8(weight, block):
-    moments = np.eye(len(weight)) + 0.5
+    moments = gptq.Hessian(np.eye(len(weight)) + 0.5)
     for q, m, scale in (scales.in_blocks(weight, block), gptq.in_blocks(weight, moments, block)):
         assert q.shape == weight.shape
         assert m.shape == (-(-len(weight) // block), weight.shape[1])
@@ -84,8 +84,8 @@ def data(seed, k, n, samples=400):
 @pytest.mark.parametrize("k", [48, 77, 128])
 def test_feedback_loses_less_of_the_result(bits, k):
     x, weight = data(k, k, 12)
-    moments, block = x.T @ x / len(x), 32
-    importance = np.diagonal(moments)
+    moments, block = gptq.Hessian(x.T @ x / len(x)), 32
+    importance = np.square(x).mean(0)
     nearest = weights.in_blocks(weight, block) if bits == 4 else weights.per_column(weight)
     searched = scales.in_blocks(weight, block, importance) if bits == 4 else scales.per_column(weight, importance)
     fed_back = gptq.in_blocks(weight, moments, block) if bits == 4 else gptq.per_column(weight, moments)
@@ -122,7 +122,7 @@ def test_feedback_is_the_published_algorithm(k):
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0).astype(np.float64) / 7, weight.shape)
     expected = obs(weight, hessian, steps, -8, 7, gptq.DAMPING)
-    found = gptq.feed_back(weight, hessian, steps, -8, 7)
+    found = gptq.feed_back(weight, gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found, expected)
 
 
@@ -132,7 +132,7 @@ def test_inputs_that_never_come_are_rounded_to_nearest():
     x[:, 7] = 0
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0) / 7, weight.shape)
-    found = gptq.feed_back(weight, hessian, steps, -8, 7)
+    found = gptq.feed_back(weight, gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found[7], np.rint(weight[7] / steps[7]))
     assert np.abs(found).max() <= 8
 
@@ -140,6 +140,6 @@ def test_inputs_that_never_come_are_rounded_to_nearest():
 @pytest.mark.parametrize("hessian", [np.zeros((16, 16)), np.ones((16, 16))])
 def test_a_hessian_that_tells_nothing(hessian):
     weight = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
-    q, m, scale = gptq.in_blocks(weight, hessian, 16)
+    q, m, scale = gptq.in_blocks(weight, gptq.Hessian(hessian), 16)
     assert np.isfinite(scale).all()
     assert np.abs(weight - rounded((q, m, scale), 16)).max() < 1
