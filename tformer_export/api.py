@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,22 @@ import torch
 from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
+from tformer_export.budget import Budget
 from tformer_export.pipeline import Compiled, compile_source
-from tformer_export.quantize import GOALS, THROUGHPUT, Degradation, Product, measure
+from tformer_export.quantize import (
+    GOALS,
+    QUANTIZATIONS,
+    THROUGHPUT,
+    Degradation,
+    Mixture,
+    Plan,
+    Planner,
+    Product,
+    measure,
+)
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
+from tformer_export.quantize.plan import MIXED_BUDGET
+from tformer_export.quantize.samples import draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
@@ -33,8 +46,6 @@ from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
-
-QUANTIZATIONS = {"none": 32, "int8": 8, "int4": 4}  # bits of a weight
 
 
 def export(
@@ -55,7 +66,9 @@ def export(
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    max_degradation: float | None = None,
+    max_degradation: float | str | Budget | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    min_speed: float | None = None,
     alignments: Wanted | None = None,
     hidden: str | Sequence[str] = (),
     force: bool = False,
@@ -67,12 +80,12 @@ def export(
     without forward is taken as decode(memory, …) after encode(…), bound by their parameters' names.
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
-    quantize: "none", "int8", or "int4" (blocks of weights; embeddings have 8 bits). target: "cpu", "cuda" or "portable"
-    (standard operators only).
+    quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
+        "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
-    any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
-    activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
-    products alone.
+        any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
+        activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
+        products alone.
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.
@@ -80,7 +93,11 @@ def export(
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
-    max_degradation: the largest share of tokens that quantisation may change; ParityError beyond it.
+    max_degradation: the largest share of tokens that quantisation may change, 0.01 or "1%", or how many times it may
+        multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit.
+    calibration: a text file, lines as `quantize.samples` has them, that integers are fitted to by GPTQ; every fourth
+        line is measured on instead. Without it, what the model makes of random ids is.
+    min_speed: how many times as fast as the unquantised file the quantised one must be, for one row; ParityError below.
     alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
         heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
@@ -103,6 +120,13 @@ def export(
         )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    wanted = _Quantisation(
+        quantize,
+        optimize_for,
+        Budget.of(max_degradation),
+        Path(calibration) if calibration is not None else None,
+        min_speed,
+    )
     hidden = [hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden))
     out = Path(path)
     check_writable(out, force)
@@ -110,8 +134,8 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, products, size = _make(
-            source, out, quantize, optimize_for, target, max_length, max_degradation, clock, alignments, hidden
+        compiled, manifest, parity, degradation, mixture, products, size = _make(
+            source, out, wanted, target, max_length, clock, alignments, hidden
         )
     return ExportReport(
         path=str(out),
@@ -124,6 +148,7 @@ def export(
         parity=parity,
         found=compiled.found,
         degradation=degradation,
+        mixture=mixture,
         optimized_for=manifest.optimized_for,
         products=products,
         seconds=clock.seconds,
@@ -131,47 +156,107 @@ def export(
     )
 
 
+@dataclass(frozen=True)
+class _Quantisation:
+    """What is asked of it; see `export`. OptionError for what cannot be."""
+
+    kind: str
+    optimize_for: str
+    budget: Budget
+    calibration: Path | None
+    min_speed: float | None
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None and not self.calibration.is_file():
+            raise OptionError(f"there is no file {self.calibration} to calibrate with")
+        if self.kind == "none" and (self.calibration is not None or self.min_speed is not None):
+            raise OptionError(
+                "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed'"
+            )
+
+
 def _make(
     source: Source,
     out: Path,
-    quantize: str,
-    optimize_for: str,
+    wanted: _Quantisation,
     target: str,
     max_length: int | None,
-    max_degradation: float | None,
     clock: _Clock,
     alignments: Wanted | None,
     hidden: Sequence[str],
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, dict[str, Product], int]:
+) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
-    if quantize != "none" and source.step is None:
+    if wanted.kind != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
+        mixture: Mixture | None = None
         products: dict[str, Product] = {}
         with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
         manifest = _with_parity(compiled.manifest, parity, None)
-        if quantize != "none":
-            with clock.stage("quantise"):
-                made = quantize_weights(compiled.model, QUANTIZATIONS[quantize], optimize_for, source.step)
-                compiled.found["quantised"], products = made.count, made.products
-                manifest = replace(manifest, narrow=made.narrow)
-                written = _save(compiled.model, manifest, folder / "quantised.onnx")
-            with clock.stage("measure"):
-                degradation = measure(gate, before, Engine(written, device="cpu"), optimize_for == THROUGHPUT)
-                _check_budget(degradation, max_degradation)
+        if wanted.kind != "none":
+            manifest, degradation, mixture, products = _quantise(
+                compiled, manifest, gate, before, wanted, folder, clock
+            )
             manifest = replace(
-                _with_parity(manifest, parity, degradation), quantization=quantize, optimized_for=optimize_for
+                _with_parity(manifest, parity, degradation), quantization=wanted.kind, optimized_for=wanted.optimize_for
             )
         del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, products, size
+    return compiled, manifest, parity, degradation, mixture, products, size
+
+
+def _quantise(
+    compiled: Compiled,
+    manifest: Manifest,
+    gate: Gate,
+    before: Engine,
+    wanted: _Quantisation,
+    folder: Path,
+    clock: _Clock,
+) -> tuple[Manifest, Degradation, Mixture | None, dict[str, Product]]:
+    """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse."""
+    budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
+    with clock.stage("calibrate"):
+        samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
+        planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
+        if samples is not None:
+            planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[wanted.kind])
+    with clock.stage("search"):
+        if wanted.kind == "mixed":
+            plans: Sequence[Plan] = planner.mixed(budget)
+        else:
+            plans = [Plan() if wanted.kind == "int8" and samples is None else planner.uniform(int(wanted.kind[3:]))]
+    measured_on = planner.samples.measured if samples is not None or wanted.kind == "mixed" else ()
+    for plan in plans:
+        with clock.stage("quantise"):
+            compiled.model = planner.model.clone()
+            made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
+            compiled.found["quantised"] = made.count
+            manifest = replace(manifest, narrow=made.narrow)
+            written = _save(compiled.model, manifest, folder / "quantised.onnx")
+        with clock.stage("measure"):
+            after = Engine(written, device="cpu")
+            degradation = measure(gate, before, after, measured_on, exact=wanted.optimize_for == THROUGHPUT)
+        beyond = budget.exceeded(degradation.changed, degradation.perplexity_ratio)
+        if beyond is None:
+            break
+    else:
+        with clock.stage("search"):
+            advice = planner.what_would_fit(budget)
+        raise ParityError(f"quantisation {beyond}; no file was written: {advice}")
+    if wanted.min_speed is not None and degradation.speed < wanted.min_speed:
+        raise ParityError(
+            f"the quantised file is {degradation.speed:.2f} times as fast as the unquantised one, for one row, and "
+            f"{wanted.min_speed:g} is asked for; no file was written: small models gain size by quantisation, not speed"
+        )
+    return manifest, degradation, plan.mixture, made.products
 
 
 @contextmanager
@@ -278,15 +363,6 @@ def _with_parity(manifest: Manifest, parity: ParityReport, degradation: Degradat
         measured["quantised"] = asdict(degradation)
         del measured["quantised"]["speed"]  # a time would make every export of a model another file
     return replace(manifest, parity=measured)
-
-
-def _check_budget(degradation: Degradation, budget: float | None) -> None:
-    changed = 1 - degradation.token_agreement
-    if budget is not None and changed > budget:
-        raise ParityError(
-            f"quantisation changes {changed:.1%} of the tokens and {budget:.1%} is allowed; no file was written: "
-            "export without it, or allow more"
-        )
 
 
 class _Clock:

@@ -60,13 +60,13 @@ def _join(encode: ir.Model, decode: ir.Model) -> ir.Model:
 def _branch(graph: ir.Graph, before: list[ir.Value], after: list[ir.Value]) -> ir.Graph:
     """The graph as a branch whose outputs are `before`, its own, and `after`: what belongs to the other is empty."""
     own = list(graph.outputs)
-    outputs = [*(_nothing(graph, v) for v in before), *own, *(_nothing(graph, v) for v in after)]
+    outputs = [*(nothing(graph, v) for v in before), *own, *(nothing(graph, v) for v in after)]
     graph.outputs.clear()
     graph.outputs.extend(outputs)
     return graph
 
 
-def _nothing(graph: ir.Graph, like: ir.Value) -> ir.Value:
+def nothing(graph: ir.Graph, like: ir.Value) -> ir.Value:
     """An empty tensor of another value's type and rank, made in `graph`."""
     shape = [0] * len(like.shape or [])
     dtype = like.dtype or ir.DataType.FLOAT

@@ -15,11 +15,20 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from tformer_export.budget import Budget
 from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
 
 _ID = click.IntRange(min=0)
 NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+
+
+def _budget(context: click.Context, parameter: click.Parameter, value: str | None) -> Budget | None:
+    try:
+        return Budget.of(value) if value is not None else None
+    except OptionError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,7 +36,7 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
 @click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
 @click.option("--config", type=click.Path(path_type=Path), help="A JSON file with the factory's keyword arguments.")
-@click.option("--quantize", type=click.Choice(["none", "int8", "int4"]), default="none", show_default=True)
+@click.option("--quantize", type=click.Choice(["none", "int8", "int4", "mixed"]), default="none", show_default=True)
 @click.option(
     "--optimize-for",
     type=click.Choice(["throughput", "latency", "balanced"]),
@@ -39,7 +48,18 @@ NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
 )
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
-@click.option("--max-degradation", type=click.FloatRange(0, 1), help="Largest share of tokens that may change.")
+@click.option(
+    "--max-degradation",
+    metavar="SHARE",
+    callback=_budget,
+    help="Share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1.01x.",
+)
+@click.option(
+    "--calibration", metavar="FILE", help="Lines of text, or source, tab and target, to fit and measure with."
+)
+@click.option(
+    "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."
+)
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
@@ -71,6 +91,10 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         from tformer_export.api import check_writable
 
         check_writable(report, options["force"])
+        if options["quantize"] == "mixed":
+            if report.suffix == ".png":
+                raise click.UsageError(f"a picture is put beside the report as {report}: name another for the report")
+            check_writable(report.with_suffix(".png"), options["force"])
         if report.absolute() == output.absolute():
             raise click.UsageError("--report and the output are the same file: name another for the report")
     console = Console(stderr=True)
@@ -82,10 +106,23 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
             made = _export(source, output, lambda stage: None, **options)
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, text in made.rows():
-        table.add_row(label, text)
-    console.print(table)
+        table.add_row(label, Text(text))
     if report is not None:
         made.write(report)
+        if made.mixture is not None:
+            table.add_row("picture", Text(_draw(made.mixture, report.with_suffix(".png"))))
+    console.print(table)
+
+
+def _draw(mixture: Any, path: Path) -> str:
+    """The frontier beside the report; says where it is, or what is missing for it."""
+    from tformer_export.quantize.frontier import draw
+
+    try:
+        draw(mixture, path)
+    except MissingExtraError as error:
+        return str(error)
+    return str(path)
 
 
 @contextmanager

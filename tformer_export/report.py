@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation, Product
+from tformer_export.quantize import Degradation, Mixture, Product
 from tformer_export.verify import ParityReport
 
 
@@ -36,8 +36,9 @@ class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
     peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
-    degradation: what quantisation cost, against the unquantised file; None without quantisation. products: what is
-    quantised, by name. optimized_for: which kernels quantised products have; empty without quantisation.
+    degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
+    those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
+    kernels quantised products have; empty without quantisation.
     """
 
     path: str
@@ -50,6 +51,7 @@ class ExportReport:
     parity: ParityReport
     found: dict[str, int]
     degradation: Degradation | None = None
+    mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class ExportReport:
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.degradation is not None:
             rows += self.degradation.rows()
+        if self.mixture is not None:
+            rows += self.mixture.rows()
         rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows

@@ -10,6 +10,8 @@ the needed length, which the model's own replaces at the end, fills the gap befo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +63,16 @@ def write(model: ir.Model, path: Path) -> None:
         path.write_bytes(rest.SerializeToString())
     for name, value in large.items():
         _read_from(file_of_weights, value, places[name])
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[Path]:
+    """A place for a model that is of no more use afterwards."""
+    try:
+        yield path
+    finally:
+        for file in (path, data_file(path)):
+            file.unlink(missing_ok=True)
 
 
 def data_file(path: Path) -> Path:

@@ -1,6 +1,22 @@
 """Weights in fewer bits, with activations quantised row by row, and what that costs, measured.
 
-weights      a float matrix → integers and scales
+How many bits, and which integers:
+
+products     the matrices of a model that can be quantised
+weights      a float matrix → integers and scales, rounded to nearest
+scales       … with the scales of least error
+gptq         … with error feedback, by what a product reads
+samples      data: lines of a file, or what the model makes of random ids
+activations  data → what each product reads
+rounding     the integers of every matrix, by the best of these that there is data for
+simulate     quantisation without its kernels, to try a plan in no time
+quality      what a file computes against another, on data
+search       the sensitivity of each matrix, and the mixture of bits that fits a budget
+plan         what `--quantize` comes to for one model
+frontier     the mixtures that were measured, as a picture
+
+And the file:
+
 store        where integers are held, each matrix once, and how kernels' forms of it are made of that
 few          a branch of the decode stage for few rows
 rewrite      matrix products and tables → integer operators, row by row
@@ -8,6 +24,18 @@ measure      what the quantised file does differently
 """
 
 from tformer_export.quantize.measure import Degradation, measure
-from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Bits, Product, quantize
+from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
+from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
 
-__all__ = ["GOALS", "THROUGHPUT", "Bits", "Degradation", "Product", "measure", "quantize"]
+__all__ = [
+    "GOALS",
+    "QUANTIZATIONS",
+    "THROUGHPUT",
+    "Degradation",
+    "Mixture",
+    "Plan",
+    "Planner",
+    "Product",
+    "measure",
+    "quantize",
+]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tformer_export.quantize.quality import Yardstick
+from tformer_export.quantize.samples import Sample
 from tformer_export.verify import TOLERANCE, Gate, decode_greedily, run_case
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
@@ -17,20 +20,30 @@ ROWS, LENGTH, REPEATS = 6, 24, 5
 @dataclass
 class Degradation:
     """token_agreement: share of positions with the same best token. perplexity: exp of the mean negative
-    log-likelihood of the unquantised file's own greedy tokens, before and after. speed: how many times faster a
-    single-row step is."""
+    log-likelihood of the tokens of the data, before and after. speed: how many times faster a single-row step is.
+    positions: how many tokens were predicted."""
 
     token_agreement: float
     perplexity: float
     perplexity_before: float
     speed: float
     row_difference: float
+    positions: int = 0
+
+    @property
+    def changed(self) -> float:
+        """Share of tokens."""
+        return 1 - self.token_agreement
+
+    @property
+    def perplexity_ratio(self) -> float:
+        return self.perplexity / self.perplexity_before
 
     def rows(self) -> list[tuple[str, str]]:
         return [
-            ("quantised", f"{self.token_agreement:.1%} of tokens agree with the unquantised file"),
+            ("quantised", f"{self.token_agreement:.1%} of {self.positions} tokens agree with the unquantised file"),
             ("perplexity", f"{self.perplexity_before:.4f} → {self.perplexity:.4f}"),
-            ("speed", f"{self.speed:.1f} × the unquantised file, one row"),
+            ("speed", f"{self.speed:.1f} × the unquantised file, one row{'' if self.speed >= 1 else ': slower'}"),
             *([("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch")] * self._varies),
         ]
 
@@ -39,8 +52,10 @@ class Degradation:
         return self.row_difference > TOLERANCE
 
 
-def measure(gate: Gate, before: Engine, after: Engine, exact: bool = True) -> Degradation:
-    """Teacher-forced over what the unquantised file decodes greedily from random requests.
+def measure(
+    gate: Gate, before: Engine, after: Engine, samples: Sequence[Sample] = (), exact: bool = True
+) -> Degradation:
+    """Teacher-forced over samples; without any, over what the unquantised file decodes greedily from random requests.
 
     exact: a row's result is the same alone and in any batch. Else its activations are rounded in another way, to steps
     that are at most twice as large (those of a block, no larger than those of its row; in 1/127 instead of 1/255 of a
@@ -56,31 +71,16 @@ def measure(gate: Gate, before: Engine, after: Engine, exact: bool = True) -> De
     decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
     sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
     prompts = tuple(len(s) for s in starts)
-    losses, best = [], []
-    for engine in (before, after):
-        logits = np.stack(run_case(engine, requests, sequences, prompts)[0])[:, prompts[0] - 1 : -1]
-        targets = np.stack(decoded)
-        losses.append(_loss(logits, targets))
-        best.append(logits.argmax(-1))
+    drawn = [Sample(request, tokens, n) for request, tokens, n in zip(requests, sequences, prompts, strict=True)]
+    quality = Yardstick(before, samples or drawn).quality(after)
     return Degradation(
-        token_agreement=float((best[0] == best[1]).mean()),
-        perplexity=float(np.exp(losses[1])),
-        perplexity_before=float(np.exp(losses[0])),
+        token_agreement=quality.token_agreement,
+        perplexity=quality.perplexity,
+        perplexity_before=quality.perplexity_before,
         speed=_step_seconds(gate, before) / _step_seconds(gate, after),
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
+        positions=quality.positions,
     )
-
-
-def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
-    """The mean negative log-likelihood, a row at a time: float64 of all of them would be large."""
-    return float(np.mean([_row_loss(*row) for row in zip(logits, targets, strict=True)]))
-
-
-def _row_loss(logits: np.ndarray, targets: np.ndarray) -> float:
-    logits = logits.astype(np.float64)
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_likelihood = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return float(-np.take_along_axis(log_likelihood, targets[..., None], -1).mean())
 
 
 def _row_difference(

@@ -47,6 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import onnx_ir as ir
@@ -97,12 +98,19 @@ class Quantised:
         return len(self.products) + self.tables
 
 
-def quantize(model: ir.Model, bits: Bits = 8, optimize_for: str = THROUGHPUT, step: str | None = None) -> Quantised:
+def quantize(
+    model: ir.Model,
+    bits: Bits = 8,
+    optimize_for: str = THROUGHPUT,
+    step: str | None = None,
+    ready: Mapping[str, weights.Integers] = MappingProxyType({}),
+) -> Quantised:
     """Rewrite in place. One pass over the weights.
 
     bits: of the weights, 8 or 4, for all products or by a product's name; one of 16 or 32 stays in float. A matrix that
     is an embedding too has 8. optimize_for: which products have the form for few rows; none, all, or large ones.
     step: the graph input that tells how many new tokens there are; without it they are not known to be few.
+    ready: integers of products by name, as `weights` gives them; those that are not named are rounded to nearest.
     """
     wanted = WANTED[optimize_for]
     bits_of = _by_name(bits)
@@ -111,7 +119,7 @@ def quantize(model: ir.Model, bits: Bits = 8, optimize_for: str = THROUGHPUT, st
         node.name = node.name or f"product of {node.outputs[0].name}"
     widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(FEW)
     branches = few.branch(model, step, max(FEW[width] for width in widths)) if widths and step is not None else None
-    rewriter = _Rewriter(model, bits_of, branches, wanted)
+    rewriter = _Rewriter(model, bits_of, branches, wanted, ready)
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
@@ -158,11 +166,12 @@ class _Rewriter:
         bits: Callable[[str], int],
         branches: few.Branches | None,
         wanted: Callable[[int], bool],
+        ready: Mapping[str, weights.Integers],
     ) -> None:
         self.model, self.bits, self.branches = model, bits, branches
         self.few = branches and branches.few
         self.made = Quantised()
-        self.store = Store(model)
+        self.store = Store(model, ready)
         self.rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}  # activations quantised already
         graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {
@@ -253,9 +262,7 @@ class _Rewriter:
         assert value is not None
         key = id(graph), value
         if key not in self.rows:
-            above = value.producer()
-            positive = above is not None and above.op_type == "Relu" and len(list(value.uses())) == 1
-            positive = positive and not value.is_graph_output()
+            above, positive = value.producer(), is_positive(value)
             name, made = f"{value.name}.rows", []
             axis = self.store.constant("quantise.axis", np.array([-1], np.int64))
             if positive:
@@ -280,6 +287,13 @@ class _Rewriter:
             graph.insert_before(node, made)
             self.rows[key] = made[-1].outputs[0], scale.outputs[0], zero
         return self.rows[key]
+
+
+def is_positive(value: ir.Value) -> bool:
+    """Whether a product's operand is what a Relu gives it alone: then no steps are spent on what is below zero."""
+    above = value.producer()
+    alone = above is not None and above.op_type == "Relu" and len(list(value.uses())) == 1
+    return alone and not value.is_graph_output()
 
 
 def _weight_of(node: ir.Node) -> _Weight | None:

@@ -10,7 +10,7 @@ two forms is loaded it takes 4 bytes a weight, of int4 8.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +39,8 @@ class Matrix:
 class Store:
     """The integers of a model. A matrix that is in two places is held once."""
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
+    def __init__(self, model: ir.Model, ready: Mapping[str, weights.Integers]) -> None:
+        self.model, self.ready = model, ready
         self._tables: dict[bytes, tuple[ir.Value, np.ndarray]] = {}
         self._matrices: dict[tuple[bytes, int], Matrix] = {}
         self._made: dict[tuple[ir.Graph, str], ir.Value] = {}
@@ -87,7 +87,7 @@ class Store:
 
     def _plain_8(self, name: str, weight: np.ndarray) -> Matrix:
         """As columns; packed, which is not meant to be asked for, is made of them."""
-        quantised, scale = weights.per_column(weight)
+        quantised, scale = self.ready[name] if name in self.ready else weights.per_column(weight)
         inner, columns = weight.shape
         block = weights.block_of(inner)
         held = self.constant(f"{name}.int8", quantised)
@@ -100,7 +100,7 @@ class Store:
         )
 
     def _packed_8(self, name: str, weight: np.ndarray) -> Matrix:
-        quantised, scale = weights.per_column(weight)
+        quantised, scale = self.ready[name] if name in self.ready else weights.per_column(weight)
         inner, columns = weight.shape
         block = weights.block_of(inner)
         held = self.constant(f"{name}.packed", weights.packed(quantised, 8, block))
@@ -120,7 +120,7 @@ class Store:
     def _of_4_bits(self, name: str, weight: np.ndarray) -> Matrix:
         inner, columns = weight.shape
         block = weights.block_of(inner)
-        quantised, m, scale = weights.in_blocks(weight, block)
+        quantised, m, scale = self.ready[name] if name in self.ready else weights.in_blocks(weight, block)
         held = self.constant(f"{name}.packed", weights.packed(quantised, 4, block))
         factors = self.constant(f"{name}.factors", np.ascontiguousarray(m.T))  # (N, ⌈K / block⌉)
 

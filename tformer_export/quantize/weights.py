@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+Integers = tuple[np.ndarray, ...]  # what `per_column` or `in_blocks` gives
+
 LEVELS = 127
 LOWEST, HIGHEST = -8, 7  # of 4 bits
 MOST = LEVELS // -LOWEST  # of a block's integer, so that |m · q| ≤ 127

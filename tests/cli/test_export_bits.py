@@ -1,0 +1,155 @@
+"""tformer-export --quantize with a budget and data of one's own: the file, its report, the picture, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+from tformer_export import save_checkpoint
+from tformer_runtime import Model
+
+LETTERS = [*"-<>", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+INTEGERS = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Plain(nn.Module):
+    """A language model without attention, quick to export, with matrices that are large enough to be quantised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(len(LETTERS), 32), nn.Embedding(24, 32)
+        self.expand, self.contract, self.out = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, len(LETTERS))
+
+    def forward(self, tgt):
+        x = self.embed(tgt) + self.places(torch.arange(tgt.shape[1]))
+        return self.out(x + self.contract(torch.relu(self.expand(x))))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "plain_model.py").write_text(
+        "from torch import nn\nimport torch\n\nLETTERS = range(39)\n\n\n" + _source(Plain)
+    )
+    sys.path.insert(0, str(folder))
+    import plain_model
+
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="-"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    torch.manual_seed(3)
+    save_checkpoint(
+        plain_model.Plain(), folder / "plain.pt", factory="plain_model:Plain", arguments={},
+        tokenizer=tokenizer.to_str(), special={"start": [1], "end": [2], "pad": 0}, max_length=24,
+    )  # fmt: skip
+    yield folder / "plain.pt"
+    sys.path.remove(str(folder))
+
+
+def _source(kind):
+    import inspect
+
+    return inspect.getsource(kind)
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """The current folder, with a calibration file."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    text = "".join("".join(draw.choices(LETTERS[3:], k=draw.randint(4, 20))) + "\n" for _ in range(120))
+    Path("lines.txt").write_text(text)
+    return "lines.txt"
+
+
+def test_a_mixture_within_its_budget(checkpoint, lines, run):
+    status, err = run(
+        checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
+        "--report", "report.json",
+    )  # fmt: skip
+    assert status == 0, err
+    assert sorted(os.listdir()) == ["lines.txt", "out.onnx", "report.json", "report.png"]
+    assert Path("report.png").read_bytes().startswith(PNG)
+    report = json.loads(Path("report.json").read_text())
+    mixture, degradation = report["mixture"], report["degradation"]
+    chosen = mixture["frontier"][mixture["chosen"]]
+    assert mixture["budget"] == "4.0% of the tokens"
+    assert chosen["changed"] <= 0.04
+    assert degradation["positions"] == mixture["positions"] > 200
+    assert 1 - degradation["token_agreement"] == pytest.approx(chosen["changed"], abs=0.01)
+    assert [tuple(layer["shape"]) for layer in mixture["layers"]] == [(32, 48), (48, 32), (32, 39)]
+    assert all(set(layer["divergence"]) >= {"4"} for layer in mixture["layers"])
+    assert "4.0% of the tokens allowed" in err
+    assert err.count("of tokens, perplexity ×") == len(mixture["frontier"])
+    model = Model.load("out.onnx", "cpu")
+    assert model.manifest.quantization == "mixed"
+    assert len(model.generate("abc").token_ids) > 0
+
+
+def test_a_picture_without_matplotlib(checkpoint, lines, run, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    status, err = run(
+        checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--max-degradation", "0.5", "--report", "r.json"
+    )
+    assert status == 0, err
+    assert "needs matplotlib; pip install 'tformer[plot]'" in " ".join(err.split())
+    assert sorted(os.listdir()) == ["lines.txt", "out.onnx", "r.json"]
+    assert json.loads(Path("r.json").read_text())["mixture"]["frontier"]
+
+
+def test_four_bits_beyond_their_budget(checkpoint, lines, refused):
+    options = ("--quantize", "int4", "--calibration", lines, "--max-degradation", "0.5%")
+    message = refused(checkpoint, "-o", "out.onnx", *options)
+    assert message.startswith("quantisation changes ")
+    assert "of the tokens and 0.5% is allowed; no file was written: " in message
+    assert "MB" in message
+
+
+def test_calibration_is_used(checkpoint, lines, run):
+    """The same integers without it, and other ones with it: of 8 bits, and of 4 as well."""
+    held = {}
+    for kind in ("int8", "int4"):
+        for data in ((), ("--calibration", lines)):
+            assert run(checkpoint, "-o", "out.onnx", "--quantize", kind, *data, "--force")[0] == 0
+            tensors = onnx.load("out.onnx").graph.initializer
+            held[kind, data] = [t.raw_data for t in tensors if t.data_type in INTEGERS]
+    assert len({tuple(value) for value in held.values()}) == 4
+
+
+def test_a_file_that_is_not_fast_enough(checkpoint, lines, refused):
+    message = refused(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--min-speed", "1000")
+    assert "times as fast as the unquantised one, for one row, and 1000 is asked for; no file was written" in message
+
+
+def test_lines_that_cannot_be_used(checkpoint, lines, refused):
+    Path("bad.txt").write_text("abc\nabC\n")
+    options = (checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
+    assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
+    assert refused(*options, "none.txt") == "there is no file none.txt to calibrate with"
+    Path("report.png").write_text("old")
+    report = ("--quantize", "mixed", "--report", "report.json")
+    assert "report.png exists: give --force" in refused(checkpoint, "-o", "out.onnx", *report)
+
+
+def test_data_without_quantisation(checkpoint, lines, refused):
+    for option in (("--calibration", lines), ("--min-speed", "1")):
+        assert "choose quantize='int8', 'int4' or 'mixed'" in refused(checkpoint, "-o", "out.onnx", *option)
+
+
+@pytest.mark.parametrize("budget", ["2", "much", "0.5x", "101%"])
+def test_a_budget_that_is_none(budget, checkpoint, lines, run):
+    status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", budget)
+    assert status == 2
+    assert "such as 1% or 0.01" in err

@@ -1,0 +1,220 @@
+"""Bits where they matter: quantisation by simulation, what each matrix costs, and mixtures within a budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tformer_export.budget import Budget
+from tformer_export.pipeline import compile_source
+from tformer_export.quantize import Planner, quantize
+from tformer_export.quantize.activations import second_moments
+from tformer_export.quantize.products import FLOAT, find_matrices
+from tformer_export.quantize.quality import Yardstick, predictions
+from tformer_export.quantize.rounding import Rounding
+from tformer_export.quantize.samples import Sample, Samples
+from tformer_export.quantize.simulate import Simulation
+from tformer_export.source.module import from_module
+from tformer_export.write import write
+from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime import ParityError
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import KEY, SpecialTokens
+
+SOURCE, TARGET, WIDTH = 40, 37, 32
+LOUD = "decoder.0.feedforward.contract"  # the layer with a weight that no 4 bits can hold beside the others
+
+
+class Case:
+    """A tiny seeded model, compiled and written; with samples of random sources and the module's likely targets."""
+
+    def __init__(self, folder):
+        torch.manual_seed(0)
+        self.module = Seq2SeqTransformer(
+            SOURCE, TARGET, width=WIDTH, heads=2, encoder_layers=1, decoder_layers=1, feedforward=48, max_length=24
+        ).eval()
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.copy_(1.5 * parameter)
+            layer = self.module.get_submodule(LOUD)
+            layer.weight[:, 7] = 9 * layer.weight.abs().max()
+            self.module.decoder[0].feedforward.expand.bias[7] = -100.0  # so that what it multiplies is zero
+        ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+        special = SpecialTokens((1,), (2,), 0)
+        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
+        compiled = compile_source(self.source, "cpu")
+        self.model, self.manifest, self.folder = compiled.model, compiled.manifest, folder
+        self.engine = self.written(self.model, "model.onnx")
+        random = np.random.default_rng(1)
+        self.samples = [
+            Sample(
+                {"src": random.integers(3, SOURCE, 3 + i % 5)},
+                np.concatenate([[1], random.integers(3, TARGET, 8 - i % 3)]),
+                1,
+            )
+            for i in range(96)
+        ]
+
+    def written(self, model, name):
+        model.metadata_props[KEY] = self.manifest.to_json()
+        write(model, self.folder / name)
+        return Engine(self.folder / name, device="cpu", threads=1)
+
+    def logits(self, sample):
+        with torch.no_grad():
+            return self.module(torch.tensor(sample.request["src"])[None], torch.tensor(sample.tokens[:-1])[None])[0]
+
+    def matrix_of(self, name):
+        """The product that a Linear became, alone or beside others."""
+        weight = self.module.get_submodule(name).weight.detach().numpy().T
+        for matrix in find_matrices(self.model):
+            held = matrix.read(self.model)
+            if held.shape[0] == weight.shape[0] and any(
+                np.array_equal(held[:, at : at + weight.shape[1]], weight)
+                for at in range(0, held.shape[1] - weight.shape[1] + 1, WIDTH)
+            ):
+                return matrix
+        raise AssertionError(name)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return Case(tmp_path_factory.mktemp("bits"))
+
+
+def test_the_matrices_are_those_of_the_module_each_once(case):
+    found = find_matrices(case.model)
+    modules = [m for name, m in case.module.named_modules() if isinstance(m, torch.nn.Linear) and name != "output"]
+    assert sum(m.shape[0] * m.shape[1] for m in found if not m.is_table) == sum(m.weight.numel() for m in modules)
+    (tied,) = [m for m in found if m.is_table]
+    assert tied.shape == (WIDTH, TARGET)
+    assert tied.choices == (8,)
+    assert len({m.name for m in found}) == len(found)
+
+
+def test_second_moments_are_those_of_what_the_modules_read(case, tmp_path):
+    seen = {}
+    modules = {name: m for name, m in case.module.named_modules() if isinstance(m, torch.nn.Linear)}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[0][0]))
+        for name, m in modules.items()
+    ]
+    for sample in case.samples:
+        case.logits(sample)
+    for hook in hooks:
+        hook.remove()
+    found = dict(second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
+    assert set(found) == {m.name for m in find_matrices(case.model)}
+    assert len(seen) > 8
+    for name, rows in seen.items():
+        x = torch.cat(rows).double().numpy()
+        np.testing.assert_allclose(found[case.matrix_of(name).name].matrix, x.T @ x / len(x), rtol=1e-3, atol=1e-5)
+
+
+def test_quality_is_what_torch_says(case):
+    """Against a second model: the same one with its samples' sources read backwards."""
+    yardstick = Yardstick(case.engine, case.samples)
+
+    class Backwards(Engine):
+        def start(self, requests, rows, **more):
+            return super().start({n: [v[::-1].copy() for v in values] for n, values in requests.items()}, rows, **more)
+
+    other = Backwards(case.folder / "model.onnx", device="cpu", threads=1)
+    found = yardstick.quality(other)
+    divergence, agree, losses = [], [], []
+    for sample in case.samples:
+        before = case.logits(sample)
+        after = case.logits(Sample({"src": sample.request["src"][::-1].copy()}, sample.tokens, 1))
+        divergence.append(
+            F.kl_div(after.log_softmax(-1), before.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        )
+        agree.append(before.argmax(-1) == after.argmax(-1))
+        target = torch.tensor(sample.tokens[1:])
+        losses.append(torch.stack([F.cross_entropy(x, target, reduction="none") for x in (before, after)], 1))
+    assert found.positions == sum(map(len, agree))
+    assert 0 < found.token_agreement == float(torch.cat(agree).double().mean()) < 1
+    assert found.divergence == pytest.approx(float(torch.cat(divergence).mean()), rel=1e-4)
+    before, after = torch.cat(losses).mean(0).tolist()
+    assert found.loss == pytest.approx(after, rel=1e-5)
+    assert found.perplexity_ratio == pytest.approx(np.exp(after - before), rel=1e-5)
+
+
+def test_a_simulation_computes_what_the_file_will(case, tmp_path):
+    matrices = find_matrices(case.model)
+    rounding = Rounding(case.model, matrices)
+    simulation = Simulation(case.model, case.manifest, rounding.dequantised, tmp_path / "simulated.onnx")
+    plain = dict(predictions(case.engine, case.samples[:12]))
+
+    def simulated(bits, tables=True):
+        simulation.use(bits, tables)
+        return dict(predictions(simulation.engine, case.samples[:12]))
+
+    for at, logits in simulated({}, tables=False).items():
+        np.testing.assert_allclose(logits, plain[at], atol=1e-4)
+    choices = [8 if m.is_table else (4, 8, FLOAT)[i % 3] for i, m in enumerate(matrices)]
+    for wanted in ([8] * len(matrices), choices, [max(m.choices[0], 4) for m in matrices]):
+        bits = {m.name: b for m, b in zip(matrices, wanted, strict=True)}
+        model = case.model.clone()
+        ready = {p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT}
+        quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, ready=ready)
+        file = dict(predictions(case.written(model, f"{wanted[0]}{wanted[1]}.onnx"), case.samples[:12]))
+        found = simulated(bits)
+        far = [np.abs(file[at] - plain[at]).max() for at in plain]
+        near = [np.abs(file[at] - found[at]).max() for at in plain]
+        assert np.median(near) < 1e-4 < 0.02 * np.median(far)  # an activation on an edge may round the other way
+        assert max(near) < 0.5 * max(far)
+    for at, logits in simulated({}, tables=False).items():
+        np.testing.assert_allclose(logits, plain[at], atol=1e-4)
+
+
+def planner(case, folder):
+    samples = Samples(case.samples[::2], case.samples[1::2])
+    return Planner(case.model, case.manifest, case.engine, lambda: samples, folder)
+
+
+def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
+    made = planner(case, tmp_path)
+    loud = case.matrix_of(LOUD)
+    everything = made.uniform(4)
+    assert set(everything.bits.values()) == {4, 8}
+    plans = made.mixed(Budget(tokens=0.15))
+    plan, mixture = plans[0], plans[0].mixture
+    assert list(tmp_path.iterdir()) == []
+    by_loss = sorted(mixture.layers, key=lambda layer: -layer.divergence.get(4, 0))
+    assert by_loss[0].products == loud.products
+    assert plan.bits[loud.name] > 4
+    assert list(plan.bits.values()).count(4) >= 3
+    chosen = mixture.frontier[mixture.chosen]
+    assert chosen.changed <= 0.15 < mixture.frontier[-1].changed
+    assert [p.size for p in mixture.frontier] == sorted((p.size for p in mixture.frontier), reverse=True)
+    assert [p.mixture.frontier[p.mixture.chosen].size for p in plans] == sorted(
+        p.mixture.frontier[p.mixture.chosen].size for p in plans
+    )
+    assert sum(chosen.layers.values()) == len(mixture.layers)
+    for layer in mixture.layers:
+        assert {plan.bits[p] for p in layer.products} == {layer.bits}
+    assert set(plan.ready) == {
+        p for m in made.matrices if plan.bits[m.name] != FLOAT and not m.is_table for p in m.products
+    }
+
+
+def test_calibration_lessens_what_four_bits_lose(case, tmp_path):
+    yardstick = Yardstick(case.engine, case.samples[1::2])
+    losses = []
+    for fits in (False, True):
+        made = planner(case, tmp_path)
+        if fits:
+            made.fit((4,))
+        simulation = Simulation(case.model, case.manifest, made.rounding.dequantised, tmp_path / "simulated.onnx")
+        simulation.use({m.name: min(m.choices) for m in made.matrices})
+        losses.append(yardstick.quality(simulation.engine).divergence)
+    assert 0 < losses[1] < 0.5 * losses[0]
+
+
+def test_a_budget_that_nothing_fits(case, tmp_path):
+    made = planner(case, tmp_path)
+    with pytest.raises(ParityError, match=r"no mixture of bits stays within 0.5 times the perplexity; .* the nearest"):
+        made.mixed(Budget(perplexity=0.5))
+    assert made.what_would_fit(Budget(tokens=0.9)).startswith("--quantize mixed would fit, with ")

@@ -1,0 +1,88 @@
+"""The search for bits, on made-up costs: the order of its path, its bisection, and the budget that it keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tformer_export.budget import Budget
+from tformer_export.quantize.products import FLOAT, Matrix
+from tformer_export.quantize.quality import Quality
+from tformer_export.quantize.search import Search, make_path
+from tformer_runtime import OptionError
+
+
+def matrices(*shapes):
+    return [Matrix(shape, [f"m{i}"]) for i, shape in enumerate(shapes)]
+
+
+def test_the_path_takes_the_cheapest_bytes_first():
+    made = matrices((64, 64), (64, 64), (64, 128))
+    made[2].is_table = True
+    known = {"m0": {8: 0.0, 4: 0.5}, "m1": {8: 0.3, 4: 0.31}, "m2": {8: 9.0}}
+    path = make_path(made, known)
+    # m0 to 8 bits costs nothing; m1 is cheaper a byte if it takes both steps at once; m0's second step is the dearest.
+    assert [tuple(p.values()) for p in path] == [(32, 32, 8), (8, 32, 8), (8, 4, 8), (4, 4, 8)]
+    assert [tuple(p.values()) for p in make_path(made, {m.name: {} for m in made})][-1] == (4, 4, 8)
+
+
+@dataclass
+class Pretended:
+    """A simulation and yardsticks in one, of made-up costs: each matrix has its own, and they add to each other."""
+
+    matrices: list[Matrix]
+    costs: dict[str, float]
+    passes: int = 0
+
+    def use(self, plan, tables=True):
+        self.engine = plan
+
+    def quality(self, plan):
+        self.passes += 1
+        alone = [self.costs[name] * {4: 1, 8: 0.01, FLOAT: 0}[bits] for name, bits in plan.items()]
+        total = sum(alone) * (1 + 0.05 * sum(cost > 0 for cost in alone))
+        return Quality(total, 1 - total, 2.0, 2.0, 100)
+
+
+@pytest.mark.parametrize("tokens", [0.0005, 0.004, 0.02, 0.05, 0.3, 0.9])
+def test_the_search_finds_the_smallest_of_the_path(tokens):
+    random = np.random.default_rng(0)
+    made = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
+    costs = {m.name: float(cost) for m, cost in zip(made, random.exponential(0.004, 40), strict=True)}
+    pretended, budget = Pretended(made, costs), Budget(tokens=tokens)
+    found = Search(pretended, pretended, pretended).run(budget)
+    path = make_path(made, found.sensitivities)
+    fitting = [plan for plan in path if pretended.quality(plan).changed <= tokens]
+    chosen = found.frontier[found.within(budget)[0]]
+    assert chosen.plan == fitting[-1]
+    assert chosen.quality == pretended.quality(chosen.plan)
+    assert pretended.passes <= 2 * 40 + 20 + len(path) + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        (None, Budget()), (0.02, Budget(tokens=0.02)), ("0.02", Budget(tokens=0.02)), ("2%", Budget(tokens=0.02)),
+        ("0", Budget(tokens=0.0)), ("100 %", Budget(tokens=1.0)), ("1.05x", Budget(perplexity=1.05)),
+        (1e-05, Budget(tokens=1e-5)),
+    ],
+)  # fmt: skip
+def test_a_budget_as_it_is_written(given, budget):
+    assert Budget.of(given) == budget
+
+
+@pytest.mark.parametrize("given", ["2", "101%", "0.9x", "-1%", "much", "1%x", "", "nan", float("nan")])
+def test_a_budget_that_is_none(given):
+    with pytest.raises(OptionError, match=r"such as 1% or 0\.01, or times the perplexity such as 1\.02x"):
+        Budget.of(given)
+
+
+def test_what_a_budget_allows():
+    assert Budget().exceeded(1.0, 99.0) is None
+    assert Budget(tokens=0.01).exceeded(0.01, 99.0) is None
+    assert Budget(tokens=0.01).exceeded(0.02, 1.0) == "changes 2.0% of the tokens and 1.0% is allowed"
+    assert Budget(perplexity=1.02).exceeded(0.9, 1.01) is None
+    assert Budget(perplexity=1.02).exceeded(0.0, 1.05) == "multiplies the perplexity by 1.0500 and 1.02 is allowed"
+    assert Budget(perplexity=1.02).exceeded(0.0, float("nan")) is not None

@@ -1,0 +1,155 @@
+"""What the products of a model read, on data: the mean of x xᵀ over the rows x of each product's input.
+
+The inputs of products become outputs of a copy of the model, beside its own (as hidden states are given), and the
+unquantised copy reads the samples, teacher-forced, a few of one length at a time so that nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from tformer_export.assemble import nothing
+from tformer_export.quantize.gptq import Hessian
+from tformer_export.quantize.products import Matrix, find_matrices
+from tformer_export.quantize.samples import Sample
+from tformer_export.write import write
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import BATCH, HIDDEN, KEY, Extra, Manifest
+
+AT_ONCE = 1 << 30  # bytes of the matrices that are summed in one pass over the data
+ROWS = 16
+
+
+def second_moments(
+    model: ir.Model, manifest: Manifest, samples: Sequence[Sample], path: Path
+) -> Iterator[tuple[str, Hessian]]:
+    """For each matrix whose inputs can be read, and are finite: its name, and its Hessian, which is one for all that
+    read the same.
+
+    Writes the copy to `path`, once the weights' size. Memory: the copy's session, and a gigabyte of sums or the largest
+    of them. Time: a pass over the samples for each gigabyte of sums, and K² multiplications a row for each.
+    """
+    copy = model.clone()
+    matrices = find_matrices(copy)
+    given = _give(copy, manifest, dict.fromkeys(value for matrix in matrices for value in matrix.inputs))
+    readers: dict[tuple[str, ...], list[Matrix]] = {}
+    for matrix in matrices:
+        names = tuple(given[value].name for value in dict.fromkeys(matrix.inputs) if value in given)
+        if names:
+            readers.setdefault(names, []).append(matrix)
+    manifest = _with_extras(manifest, list(given.values()))
+    copy.metadata_props[KEY] = manifest.to_json()
+    write(copy, path)
+    engine = Engine(path, device="cpu")
+    for together in _packed(readers):
+        means = _means(engine, samples, together)
+        for names in together:
+            mean = means.pop(names)  # so that what is made of it goes with it
+            hessian = Hessian(mean)
+            for matrix in readers[names] if np.isfinite(mean).all() else ():
+                yield matrix.name, hessian
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An output that was added. of_encode: to which stage."""
+
+    name: str
+    of_encode: bool
+
+
+def _give(model: ir.Model, manifest: Manifest, wanted: Iterable[ir.Value]) -> dict[ir.Value, _Given]:
+    """Make values outputs of their stages; those of graphs within these are left out."""
+    stages = {model.graph.name: manifest.decode is None}
+    choice = next((node for node in model.graph if manifest.staged and node.op_type == "If"), None)
+    branches: list[ir.Graph] = []
+    if choice is not None:
+        branches = [choice.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+        stages = {branches[0].name: False, branches[1].name: True}
+    given: dict[ir.Value, _Given] = {}
+    for value in wanted:
+        readers = [use.node.graph for use in value.uses() if use.node.graph is not None]
+        graph = next((g for g in readers if g.name in stages), None)
+        if not isinstance(graph, ir.Graph):
+            continue
+        name = f"{HIDDEN}.input.{len(given)}"
+        node = ir.node("Identity", [value], name=name)
+        out = node.outputs[0]
+        out.name, out.dtype, out.shape = name, ir.DataType.FLOAT, value.shape
+        graph.append(node)
+        given[value] = _Given(name, stages[graph.name])
+        if choice is None:
+            graph.outputs.append(out)
+            continue
+        out.name = f"branch/{name}"
+        for branch in branches:
+            branch.outputs.append(out if branch is graph else nothing(branch, out))
+        choice.resize_outputs(len(choice.outputs) + 1)
+        result = choice.outputs[-1]
+        result.name, result.dtype, result.shape = name, ir.DataType.FLOAT, value.shape
+        model.graph.outputs.append(result)
+    return given
+
+
+def _with_extras(manifest: Manifest, given: Sequence[_Given]) -> Manifest:
+    stages = {}
+    for stage in ("encode", "decode"):
+        held = getattr(manifest, stage)
+        if held is not None:
+            own = [Extra(g.name, "float32", (BATCH,)) for g in given if g.of_encode == (stage == "encode")]
+            stages[stage] = replace(held, extras=(*held.extras, *own))
+    return replace(manifest, **stages)
+
+
+def _packed(readers: Mapping[tuple[str, ...], Sequence[Matrix]]) -> Iterator[dict[tuple[str, ...], int]]:
+    """Inputs and their width, as many together as may be summed at once."""
+    together: dict[tuple[str, ...], int] = {}
+    size = 0
+    for names, matrices in readers.items():
+        width = matrices[0].shape[0]
+        if together and size + 4 * width**2 > AT_ONCE:
+            yield together
+            together, size = {}, 0
+        together[names] = width
+        size += 4 * width**2
+    if together:
+        yield together
+
+
+def _means(
+    engine: Engine, samples: Sequence[Sample], inputs: Mapping[tuple[str, ...], int]
+) -> dict[tuple[str, ...], np.ndarray]:
+    sums = {names: np.zeros((width, width), np.float32) for names, width in inputs.items()}
+    rows = dict.fromkeys(inputs, 0)
+    wanted = [name for names in inputs for name in names]
+    for batch in _of_one_length(samples):
+        names = list(batch[0].request)
+        requests = {name: [sample.request[name] for sample in batch] for name in names} or None
+        if engine.manifest.decode is None:
+            found = engine.encode(requests or {}, len(batch), wanted)
+            values = {name: value.numpy() for name, value in found.items()}
+        else:
+            state = engine.start(requests, len(batch), extras=wanted)
+            engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), want="all")
+            values = {**state.encoded, **state.extras}
+        for own, width in inputs.items():
+            for name in own:
+                x = values[name].reshape(-1, width)
+                sums[own] += x.T @ x
+                rows[own] += len(x)
+    return {names: total / max(1, rows[names]) for names, total in sums.items()}
+
+
+def _of_one_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples whose inputs are all of one length: none is padded, so that every row counts."""
+    alike: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        key = (len(sample.tokens), *(len(value) for value in sample.request.values()))
+        alike.setdefault(key, []).append(sample)
+    for group in alike.values():
+        yield from (group[at : at + ROWS] for at in range(0, len(group), ROWS))

@@ -1,0 +1,183 @@
+"""Data that quantisation is fitted to and measured on: lines of a file, or what the model itself makes of random ids.
+
+A line of `--calibration FILE` is a text that a model without an encoder goes on from; or a source and its target with a
+tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
+without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
+as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tformer_export.verify import Gate, decode_greedily
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.inputs import Inputs
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.model import Model
+
+HELD_OUT = 4  # every so manyth line is measured on and not fitted to
+FEWEST = 8  # lines
+MOST = 65536  # positions that are fitted to
+MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB
+ROWS, LENGTH = 64, 24  # of random requests, where there is no file
+LONGEST = 128  # tokens that are decoded where a line has no target
+
+
+@dataclass(frozen=True)
+class Sample:
+    """request: each request input, without its batch axis. tokens: of the step input, as many as the model holds at
+    most; those before `scored` are given, the others are predicted."""
+
+    request: Mapping[str, np.ndarray]
+    tokens: np.ndarray
+    scored: int
+
+    @property
+    def positions(self) -> int:
+        """How many tokens are predicted."""
+        return len(self.tokens) - self.scored
+
+
+@dataclass(frozen=True)
+class Samples:
+    """fitted: what scales and integers are fitted to; measured: what they are measured on, none of the same."""
+
+    fitted: Sequence[Sample]
+    measured: Sequence[Sample]
+
+
+def draw_samples(gate: Gate, engine: Engine) -> Samples:
+    """What the unquantised file decodes greedily from random requests, to measure on.
+
+    Not to fit to: that is better on average and worse at its worst (a sentence encoder in 4 bits: mean cosine with the
+    unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
+    """
+    longest = engine.manifest.max_length
+    drawn: list[Sample] = []
+    for lengths in np.array_split(3 + np.arange(ROWS) % 16, 4):
+        starts = [gate.start(longest) for _ in lengths]
+        requests = [gate.draw_request(int(n)) for n in lengths]
+        steps = min(LENGTH, longest - len(starts[0]))
+        decoded = decode_greedily(engine, requests, starts, steps, gate.hidden)
+        drawn += [
+            Sample(request, np.concatenate([start, tokens]), len(start))
+            for request, start, tokens in zip(requests, starts, decoded, strict=True)
+        ]
+    return Samples((), drawn)
+
+
+def read_samples(path: Path, engine: Engine) -> Samples:
+    """The samples of a file, read as far as they are needed. engine: of the unquantised file, for missing targets.
+
+    InputError names the line that cannot be used; OptionError, the file that cannot, or holds too few lines.
+    """
+    reader = _Reader(engine.manifest)
+    fitted: list[Sample] = []
+    measured: list[Sample] = []
+    room = [MOST, max(1, MOST_LOGITS // int(engine.decode.logits.shape[-1]))]
+    for number, sample in enumerate(_completed(reader.samples(path), engine), 1):
+        use = number % HELD_OUT == 0
+        if room[use] > 0:
+            room[use] -= sample.positions
+            (fitted, measured)[use].append(sample)
+        elif max(room) <= 0:
+            break
+    if len(fitted) + len(measured) < FEWEST:
+        raise OptionError(
+            f"{path} holds {len(fitted) + len(measured)} lines with a target to predict: give {FEWEST} or more, some "
+            "hundreds for a sound measure"
+        )
+    return Samples(fitted, measured)
+
+
+class _Reader:
+    """Lines → samples; one without a target, where the model has to make it, has no tokens beyond the first."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        assert manifest.decode is not None
+        self.inputs, self.manifest, self.step = Inputs(manifest), manifest, manifest.decode.step.name
+        sources = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
+        floats = [spec.name for spec in sources if spec.role == "data" and not np.issubdtype(spec.dtype, np.integer)]
+        if floats:
+            raise OptionError(f"calibration lines hold text or ids, and {floats[0]} takes neither: leave them out")
+        names = [spec.name for spec in sources] or [self.step]
+        self.plain = len(names) == 1 and all(name in manifest.tokenizer_of for name in (*names, self.step))
+        self.source = names[0]
+
+    def samples(self, path: Path) -> Iterator[Sample]:
+        try:
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        yield self._sample(line.rstrip("\r\n"))
+                    except InputError as error:
+                        raise InputError(f"line {number} of {path}: {error}") from error
+        except OSError as error:
+            raise OptionError(f"--calibration {path} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise OptionError(f"--calibration {path} is not UTF-8 text") from error
+
+    def _sample(self, line: str) -> Sample:
+        source, target = self._parsed(line)
+        request, tokens, start = self.inputs.parts(source)
+        scored = max(start, 1)
+        if self.manifest.encode is not None:
+            scored = len(tokens)
+            if target is not None:
+                ids = self.inputs.ids(self.step, target, special=False)
+                tokens = np.concatenate([tokens, ids, self.manifest.special.end[:1]]).astype(np.int64)
+        most = self.manifest.max_length
+        if len(tokens) > most and self.manifest.encode is not None:
+            raise InputError(f"the target is {len(tokens)} tokens long and the model holds {most}")
+        return Sample(request, tokens[:most], scored)
+
+    def _parsed(self, line: str) -> tuple[Any, Any]:
+        """Source and target, None if there is none."""
+        if self.plain and self.manifest.encode is None:
+            return line, None
+        if self.plain:
+            source, *target = line.split("\t")
+            if len(target) > 1:
+                raise InputError("it holds more than one tab: a source, a tab and its target")
+            return source, target[0] if target else None
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InputError(
+                f"it is not JSON ({error}), such as [5, 9] or {{{json.dumps(self.source)}: [5, 9]}}"
+            ) from error
+        if isinstance(value, dict) and self.manifest.encode is not None:
+            target = value.pop(self.step, None)
+            return value, target
+        return value, None
+
+
+def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
+    """Samples that have something to predict: targets that are missing are decoded, many at once."""
+    model = Model(engine)
+    while some := list(islice(samples, ROWS)):
+        missing = [sample for sample in some if _lacks_target(sample, engine)]
+        results = model.generate_batch(
+            [dict(sample.request) for sample in missing], beam_size=1, temperature=0.0, max_new_tokens=LONGEST
+        )
+        targets = iter(np.array(result.token_ids, np.int64) for result in results)
+        for sample in some:
+            if _lacks_target(sample, engine):
+                sample = replace(sample, tokens=np.concatenate([sample.tokens, next(targets)]))
+            if sample.positions > 0:
+                yield sample
+
+
+def _lacks_target(sample: Sample, engine: Engine) -> bool:
+    return engine.manifest.encode is not None and not sample.positions
