@@ -178,3 +178,15 @@ def test_where_products_saturate_activations_have_half_of_the_steps(exported, na
     assert 0 < np.abs(found - usual).max() <= 1.5 * NEAR * np.ptp(usual)
     alone = decode(narrow, sources[:1], tokens[:1])[0]
     assert optimize_for == "latency" or np.array_equal(alone, found[0])
+
+
+def test_experts_without_rows(exported):
+    """Single rows, of which each goes to two of four experts: the others multiply nothing."""
+    file = exported("mixtral", quantize="int8")
+    unquantised = exported("mixtral")
+    tokens = draw(5, 3, 4 + STEPS)
+    logits, expected = (decode(one, None, tokens) for one in (file, unquantised))
+    assert np.abs(logits - expected).max() <= NEAR * (expected.max() - expected.min())
+    for row in range(3):
+        alone = decode(file, None, tokens[row : row + 1])
+        assert np.array_equal(alone[0], logits[row])

@@ -56,6 +56,21 @@ from tformer_export.passes import unused
 from tformer_export.quantize import few, weights
 from tformer_export.quantize.store import Matrix, Store, digest
 
+WITHIN_ROWS = {
+    "MatMul",
+    "Add",
+    "Mul",
+    "Sub",
+    "Sigmoid",
+    "Relu",
+    "Gelu",
+    "Tanh",
+    "Erf",
+    "Cast",
+    "Split",
+    "Slice",
+    "Clip",
+}
 SMALLEST = 1024  # numbers; smaller products gain nothing
 CENTRE = 128  # of uint8 activations
 POSITIVE = 255  # steps of activations that are not negative
@@ -274,6 +289,9 @@ class _Rewriter:
                 source, steps, centre = value, weights.LEVELS, CENTRE
                 made.append(ir.node("Abs", [source], name=f"{name}.size"))
                 made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
+            if may_be_empty(value):  # of no rows, onnxruntime 1.31's ReduceMax gives (0, columns) instead of (0, 1)
+                shape = self.store.constant("quantise.column", np.array([-1, 1], np.int64))
+                made.append(ir.node("Reshape", [made[-1].outputs[0], shape], name=f"{name}.column"))
             step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
             zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
             self.made.narrow[str(step.name)] = "float32", 1 / (steps // 2)
@@ -294,6 +312,25 @@ def is_positive(value: ir.Value) -> bool:
     above = value.producer()
     alone = above is not None and above.op_type == "Relu" and len(list(value.uses())) == 1
     return alone and not value.is_graph_output()
+
+
+def may_be_empty(value: ir.Value) -> bool:
+    """Whether a value is made of rows that were split by sizes which data tell, as those of a mixture's experts are:
+    (rows, columns), of no rows where nothing was for an expert."""
+    seen: set[ir.Value] = set()
+    todo = [value]
+    while todo:
+        here = todo.pop()
+        above = here.producer()
+        if above is None or here in seen:
+            continue
+        seen.add(here)
+        sizes = above.inputs[1] if above.op_type == "Split" and len(above.inputs) > 1 else None
+        if sizes is not None and sizes.const_value is None:
+            return True
+        if above.op_type in WITHIN_ROWS:
+            todo += [v for v in above.inputs if v is not None]
+    return False
 
 
 def _weight_of(node: ir.Node) -> _Weight | None:
