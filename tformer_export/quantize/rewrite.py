@@ -289,9 +289,9 @@ class _Rewriter:
                 source, steps, centre = value, weights.LEVELS, CENTRE
                 made.append(ir.node("Abs", [source], name=f"{name}.size"))
                 made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
-            if may_be_empty(value):  # of no rows, onnxruntime 1.31's ReduceMax gives (0, columns) instead of (0, 1)
-                shape = self.store.constant("quantise.column", np.array([-1, 1], np.int64))
-                made.append(ir.node("Reshape", [made[-1].outputs[0], shape], name=f"{name}.column"))
+            if may_be_empty(value):  # of no rows, (0, K), onnxruntime 1.31 takes the maxima to be (0, K) too
+                bounds = [self.store.constant(f"quantise.at.{i}", np.array([i], np.int64)) for i in (0, 1)]
+                made.append(ir.node("Slice", [made[-1].outputs[0], *bounds, axis], name=f"{name}.single"))
             step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
             zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
             self.made.narrow[str(step.name)] = "float32", 1 / (steps // 2)

@@ -286,3 +286,30 @@ def test_constants_for_machines_that_saturate_halve_the_steps_of_activations():
     assert np.abs(found - expected).max() < 0.04 * np.ptp(expected)
     assert not np.array_equal(found, before)
     assert sorted(narrow.values()) == sorted([("float32", 1 / 63), ("uint8", 64), ("float32", 1 / 127), ("uint8", 0)])
+
+
+def test_a_group_without_rows():
+    """Experts get the rows that chose them, and some get none."""
+    weight = np.random.default_rng(0).standard_normal((32, 48)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("Split", ["x", "sizes"], ["one", "other"], axis=0),
+            helper.make_node("MatMul", ["one", "w"], ["p"]),
+            helper.make_node("MatMul", ["other", "w"], ["q"]),
+            helper.make_node("Concat", ["p", "q"], ["y"], axis=0),
+        ],
+        "graph",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 32]),
+            helper.make_tensor_value_info("sizes", TensorProto.INT64, [2]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 48])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+    quantize(model)
+    x = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    for sizes in ([3, 0], [0, 3], [1, 2]):
+        (found,) = session.run(None, {"x": x, "sizes": np.array(sizes)})
+        assert np.abs(found - x @ weight).max() < 0.02 * np.ptp(x @ weight)
