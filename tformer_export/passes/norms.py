@@ -36,10 +36,11 @@ def _fuse(model: ir.Model, graph: ir.Graph, root: ir.Node) -> bool:
     held.dtype = ir.DataType.FLOAT
     model.graph.initializers[name] = held
     made = ir.node("RMSNormalization", [value, held], {"axis": -1, "epsilon": epsilon}, name=f"{last.name}.norm")
-    result = last.outputs[0]
-    made.outputs[0].name, made.outputs[0].shape, made.outputs[0].type = f"{result.name}.norm", result.shape, result.type
+    result, norm = last.outputs[0], made.outputs[0]
+    norm.shape, norm.type = result.shape, result.type
     graph.insert_before(last, made)
-    result.replace_all_uses_with(made.outputs[0])
+    result.replace_all_uses_with(norm, replace_graph_outputs=True)
+    norm.name, result.name = result.name, f"{result.name}.written.out"  # which may be the name of a graph's output
     return True
 
 

@@ -91,10 +91,10 @@ class _Rewriter:
             node.replace_input_with(BIAS, self.wide[wide])
         apart = ir.node("Reshape", [result, size], name=f"{name}.apart")
         made = apart.outputs[0]
-        made.name, made.shape, made.type = f"{name}.rows", result.shape, result.type
-        result.replace_all_uses_with(made)
+        made.shape, made.type = result.shape, result.type
+        result.replace_all_uses_with(made, replace_graph_outputs=True)
+        made.name, result.name, result.shape = name, f"{name}.together", None  # which may be the name of an output
         apart.replace_input_with(0, result)
-        result.shape = None
         assert node.graph is not None
         node.graph.insert_after(node, apart)
 

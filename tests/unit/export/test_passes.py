@@ -239,7 +239,9 @@ def test_a_tied_table_is_held_once():
 # -- root mean squares written out --------------------------------------------------------------------------------
 
 
-def root_mean_square(square="Pow", divide="Reciprocal", weighed=True, axes=(-1,), epsilon=1e-5, read_twice=False):
+def root_mean_square(
+    square="Pow", divide="Reciprocal", weighed=True, axes=(-1,), epsilon=1e-5, read_twice=False, is_output=False
+):
     weights = {"epsilon": np.float32(epsilon), "axes": np.array(axes), "two": np.float32(2), "w": weight(0, WIDTH)}
     nodes = [
         helper.make_node(square, ["x", "two" if square == "Pow" else "x"], ["square"]),
@@ -257,7 +259,7 @@ def root_mean_square(square="Pow", divide="Reciprocal", weighed=True, axes=(-1,)
     nodes += [helper.make_node("Neg", ["root"], ["z"])] if read_twice else []
     shape = ["rows", "time", WIDTH]
     nodes += [helper.make_node("Relu", ["y"], ["out"])]
-    outputs = {"out": shape} | ({"z": ["rows", "time", 1]} if read_twice else {})
+    outputs = {"out": shape} | ({"z": ["rows", "time", 1]} if read_twice else {}) | ({"y": shape} if is_output else {})
     used = {name for node in nodes for name in node.input}
     return model(nodes, {"x": shape}, outputs, {n: np.asarray(w) for n, w in weights.items() if n in used})
 
@@ -271,6 +273,12 @@ def test_a_root_mean_square_norm_is_one_operator(square, divide, weighed):
     )
     assert changed == 11
     assert kinds(after) == ["RMSNormalization", "Relu"]
+
+
+def test_a_norm_that_is_an_output_itself():
+    changed, after = through(lambda m: norms.run(m) * 10 + unused.run(m), root_mean_square(is_output=True))
+    assert changed == 11
+    assert [o.name for o in after.graph.output] == ["out", "y"]
 
 
 @pytest.mark.parametrize("options", [{"axes": (1,)}, {"axes": (-1, -2)}, {"read_twice": True}])

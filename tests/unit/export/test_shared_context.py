@@ -106,6 +106,17 @@ def test_a_bias_that_differs_from_position_to_position_keeps_a_row_for_each():
     assert rewritten(decoder(bias="wide"))[0] == 0
 
 
+def test_an_attention_that_is_an_output_itself():
+    proto = decoder()
+    last = proto.graph.node[-2].output[0]
+    proto.graph.output.append(helper.make_tensor_value_info(last, TensorProto.FLOAT, ["rows", "new", WIDTH]))
+    changed, after = rewritten(proto)
+    assert changed == 2
+    assert [o.name for o in after.graph.output] == ["y", last]
+    onnx.checker.check_model(after)
+    np.testing.assert_allclose(outputs(after, 4, 3, 2), outputs(proto, 4, 3, 4), rtol=0, atol=1e-5)
+
+
 def test_a_graph_without_context():
     proto = decoder()
     for value in proto.graph.input:
