@@ -5,7 +5,7 @@ that does not grow with it, and is written for any processor; the other computes
 that it has for this one. Which runs is chosen by what a node asks for: an attention sink only the second has. So each
 node gets a sink that no row ever gives anything to: exp(lowest - maximum) is zero.
 
-Microseconds a layer, one thread of a Xeon (AVX-512), one row, head size 64, `scaled.py` applied, as ratios to be trusted:
+Microseconds a layer, one thread of a Xeon (AVX-512), one row, head size 64, with `scaled.py`; trust their ratios:
 
 ==============  =========  ==========  ==============
 heads           positions  in blocks   all scores
