@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import PAD, VOCABULARY
+from families import LOUD, PAD, VOCABULARY
 
 from tformer_export import export
 from tformer_runtime import GenerationOptions, MemoryBudgetError, Model, OptionError, UnsupportedModelError
 
-both = pytest.mark.parametrize("name", ["wide-llama", "seq2seq"])
+both = pytest.mark.parametrize("name", ["wide-llama", "wide-seq2seq"])
 LENGTHS, STEPS = (4, 1, 3), 6
 NEAR = 0.04  # of the logits' range
 
@@ -21,7 +21,7 @@ def held(exported):
 
 
 def draw(seed, *shape):
-    return np.random.default_rng(seed).integers(3, VOCABULARY - 6, shape)
+    return np.random.default_rng(seed).integers(LOUD + 1, VOCABULARY - 6, shape)
 
 
 def started(file, rows, sources, **options):
@@ -73,9 +73,8 @@ def rms(values):
     return np.sqrt(np.mean(np.square(values)))
 
 
-@both
-def test_with_int8_weights_a_row_is_the_same_alone_bit_for_bit(exported, name):
-    file = exported(name, quantize="int8", cache="int8")
+def test_with_int8_weights_a_row_is_the_same_alone_bit_for_bit(exported):
+    file = exported("wide-llama", quantize="int8", cache="int8")
     sources, tokens = draw(2, 3, 7), draw(3, 3, 10)
     together = [file.engine.step(state := started(file, range(3), sources), tokens[:, :4]).copy()]
     together += [file.engine.step(state, tokens[:, i : i + 1]).copy() for i in range(4, 10)]

@@ -44,19 +44,24 @@ def run(model: ir.Model) -> int:
 
 
 def _into_projection(model: ir.Model, query: ir.Value, scale: float) -> bool:
-    """Scale the weight and the bias that a value is made of, if nothing else is."""
-    bias, product = None, query.producer()
-    if product is not None and product.op_type == "Add" and _alone(query):
-        bias = next((v for v in product.inputs if _is_weight(v, 1)), None)
-        query = next((v for v in product.inputs if v is not None and v is not bias), query)
-        product = query.producer() if bias is not None else None
+    """Scale the weight and the bias that a value is made of, if nothing else is made of the weight."""
+    offset, at = query.producer(), None
+    if offset is not None and offset.op_type == "Add" and _alone(query):
+        at = next((i for i, value in enumerate(offset.inputs) if _is_weight(value, 1)), None)
+        query = offset.inputs[1 - at] or query if at is not None else query
+    product = query.producer()
     if product is None or product.op_type != "MatMul" or not _alone(query):
         return False
-    weights = [value for value in (product.inputs[1], bias) if value is not None]
-    if not _is_weight(product.inputs[1], 2) or not all(_alone(value) for value in weights):
+    weight = product.inputs[1]
+    if weight is None or not _is_weight(weight, 2) or not _alone(weight):
         return False
-    for value in weights:
-        _scale(model, value, scale)
+    _scale(weight, scale)
+    if offset is not None and at is not None:  # a bias may be that of others too, such as one of zeros
+        held = offset.inputs[at]
+        assert held is not None
+        assert held.const_value is not None
+        numbers = held.const_value.numpy() * np.float32(scale)
+        offset.replace_input_with(at, _constant(model, f"{offset.outputs[0].name}.bias", numbers))
     return True
 
 
@@ -70,7 +75,7 @@ def _is_weight(value: ir.Value | None, rank: int) -> bool:
     return held is not None and len(held.shape) == rank and held.dtype == ir.DataType.FLOAT
 
 
-def _scale(model: ir.Model, value: ir.Value, scale: float) -> None:
+def _scale(value: ir.Value, scale: float) -> None:
     held = value.const_value
     assert held is not None
     shape = ir.Shape([size for size in held.shape if isinstance(size, int)])  # all are known
@@ -80,16 +85,20 @@ def _scale(model: ir.Model, value: ir.Value, scale: float) -> None:
 
 
 def _multiply(model: ir.Model, node: ir.Node, scale: float) -> None:
-    name = f"attention.scale.{scale:.9g}"
-    if name not in model.graph.initializers:
-        constant = ir.tensor(np.float32(scale), name=name)
-        value = ir.Value(name=name, const_value=constant, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
-        model.graph.initializers[name] = value
+    constant = _constant(model, f"attention.scale.{scale:.9g}", np.array(scale, np.float32))
     query = node.inputs[0]
     assert query is not None
     assert node.graph is not None
-    product = ir.node("Mul", [query, model.graph.initializers[name]], name=f"{node.name}.scaled")
+    product = ir.node("Mul", [query, constant], name=f"{node.name}.scaled")
     made = product.outputs[0]
     made.name, made.shape, made.type = f"{node.outputs[0].name}.scaled", query.shape, query.type
     node.graph.insert_before(node, product)
     node.replace_input_with(0, made)
+
+
+def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
+    if name not in model.graph.initializers:
+        held = ir.tensor(numbers, name=name)
+        value = ir.Value(name=name, const_value=held, shape=ir.Shape(numbers.shape), type=ir.TensorType(held.dtype))
+        model.graph.initializers[name] = value
+    return model.graph.initializers[name]

@@ -51,26 +51,21 @@ def session(proto):
     return onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize("query", ["product", "with bias", "shared weight", "computed"])
+@pytest.mark.parametrize("query", ["product", "with bias", "shared bias", "shared weight", "computed"])
 def test_the_scale_goes_into_what_makes_the_queries(query):
     held = weights(weight=(WIDTH, WIDTH), bias=(WIDTH,))
-    nodes = [helper.make_node("MatMul", ["x", "weight"], ["q0"])]
-    if query == "with bias":
+    biased, computed = query in ("with bias", "shared bias"), query == "computed"
+    nodes = [helper.make_node("MatMul", ["x", "weight"], ["q0" if biased or computed else "q"])]
+    if biased:
         nodes.append(helper.make_node("Add", ["q0", "bias"], ["q"]))
-    elif query == "computed":
+    if computed:
         nodes.append(helper.make_node("Tanh", ["q0"], ["q"]))
-    else:
-        nodes.append(helper.make_node("Identity", ["q0"], ["also"]) if query == "other" else nodes[0])
-        nodes = nodes[:1]
-        nodes[0].output[0] = "q"
-    if query == "shared weight":
-        nodes.append(helper.make_node("MatMul", ["x", "weight"], ["also"]))
-    else:
-        nodes.append(helper.make_node("Identity", ["x"], ["also"]))
+    other = {"shared weight": ("MatMul", "weight"), "shared bias": ("Add", "bias")}.get(query)
+    nodes.append(helper.make_node(*(("Neg", ["x"]) if other is None else (other[0], ["x", other[1]])), ["also"]))
     attributes = {"num_heads": HEADS, "scale": SCALE}
     nodes.append(helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["y"], domain="com.microsoft", **attributes))
     inputs = {name: (TensorProto.FLOAT, ["rows", None, WIDTH]) for name in "xkv"}
-    used = {name: array for name, array in held.items() if name == "weight" or query == "with bias"}
+    used = {name: array for name, array in held.items() if name == "weight" or biased}
     proto = model(nodes, inputs, ["y", "also"], used)
     after = ir.from_proto(proto)
     assert scaled.run(after) == 1
@@ -80,13 +75,13 @@ def test_the_scale_goes_into_what_makes_the_queries(query):
     found, also = session(after).run(["y", "also"], feeds)
     for row in range(2):
         made = feeds["x"][row] @ held["weight"]
-        made = made + held["bias"] if query == "with bias" else np.tanh(made) if query == "computed" else made
+        made = made + held["bias"] if biased else np.tanh(made) if computed else made
         operands = [heads(part, HEADS) for part in (made, feeds["k"][row], feeds["v"][row])]
         expected = attend(*operands, np.full(3, 5)).swapaxes(0, 1).reshape(3, WIDTH)
         np.testing.assert_allclose(found[row], expected, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(also, session(proto).run(["also"], feeds)[0])
     operators = [node.op_type for node in after.graph.node]
-    assert operators.count("Mul") == (query in ("shared weight", "computed"))
+    assert operators.count("Mul") == (computed or query == "shared weight")
 
 
 def cached():
