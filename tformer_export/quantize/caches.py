@@ -1,22 +1,26 @@
 """Keys and values of earlier positions in 8 bits, with a fixed scale for each channel of each head.
 
-Of onnxruntime 1.31's operators on the CPU, GroupQueryAttention alone takes such caches (symmetric int8, its scales
-given; keys and values are rounded where they are written, queries and weights stay float). Microseconds for a layer of
-one new token, one thread of a Xeon (AVX-512), head size 64, with `passes/scores.py`; MB of 2048 slots of 12 layers:
+Of onnxruntime 1.31's operators on the CPU, GroupQueryAttention alone takes integers: symmetric integers whose scales
+are given, rounded where they are written; queries and attention's weights stay float. A layer of one new token, times
+as fast as with floats (all scores at once, `passes/scores.py`), one thread of a Xeon (AVX-512), head size 64:
 
-==============  =========  ======  ======  =====  =====
-heads           positions  float   fp16    int8   int4
-==============  =========  ======  ======  =====  =====
-12, one row     64         30      43      26     39
-12, one row     1024       633     687     337    312
-32, 4 of keys   1024       553     1264    532    \
-MB of 12 heads             151     75      38     19
-==============  =========  ======  ======  =====  =====
+==============  ====  =========  ====  ====  ====
+heads           rows  positions  fp16  int8  int4
+==============  ====  =========  ====  ====  ====
+12              1     64         0.7   1.2   0.8
+12              1     1024       1.0   2.2   2.5
+12              8     64         0.9   1.1   1.1
+12              8     1024       1.0   2.1   2.3
+12              32    64         0.9   1.3   0.9
+12              32    1024       1.1   2.3   3.0
+32, 4 of keys   1     1024       0.4   1.0   \
+memory                           1/2   1/4   1/8
+==============  ====  =========  ====  ====  ====
 
-fp16 is not offered: its kernel widens all keys and values anew for each head and step, wants queries in fp16 too, and
-is slower than float at every shape. (So are MultiHeadAttention and Attention, which have no fp16 kernels here, and
-plain products, which would write a float copy of the cache.) int4 gains no time on int8. What int8 costs is the prompt:
-its attention takes about four times as long as with floats, 18 instead of 4 ms a layer for 256 tokens.
+fp16 is not offered: its kernel widens all keys and values anew for each head and step, and wants queries in fp16 too;
+int8 is better in everything. (In fp16 MultiHeadAttention takes five times as long as with floats, Attention 1.4, MatMul
+twice; plain products of integers would write a float copy of the cache, or its rounded queries, at each step.) What int8 costs is the prompt: its attention takes two to four
+times as long as with floats, 18 instead of 4 ms a layer for 256 tokens.
 
 Scales follow from the largest keys and values on samples, with a margin for those that were not seen; beyond it they
 are clipped. A scale that followed the values would need all that is cached to be rounded again.
