@@ -10,7 +10,7 @@ from families import LOUD, PAD, VOCABULARY
 from tformer_export import export
 from tformer_runtime import GenerationOptions, MemoryBudgetError, Model, OptionError, UnsupportedModelError
 
-both = pytest.mark.parametrize("name", ["wide-llama", "wide-seq2seq"])
+both = pytest.mark.parametrize("name", ["wide-llama", "seq2seq"])
 LENGTHS, STEPS = (4, 1, 3), 6
 NEAR = 0.04  # of the logits' range
 

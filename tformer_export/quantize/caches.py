@@ -19,8 +19,10 @@ memory                           1/2   1/4   1/8
 
 fp16 is not offered: its kernel widens all keys and values anew for each head and step, and wants queries in fp16 too;
 int8 is better in everything. (In fp16 MultiHeadAttention takes five times as long as with floats, Attention 1.4, MatMul
-twice; plain products of integers would write a float copy of the cache, or its rounded queries, at each step.) What int8 costs is the prompt: its attention takes two to four
-times as long as with floats, 18 instead of 4 ms a layer for 256 tokens.
+twice; plain products of integers would write a float copy of the cache, or of what they give, at each step.)
+
+What int8 costs is the prompt: its attention takes two to four times as long as with floats, 18 instead of 4 ms a layer
+for 256 tokens.
 
 Scales follow from the largest keys and values on samples, with a margin for those that were not seen; beyond it they
 are clipped. A scale that followed the values would need all that is cached to be rounded again.
