@@ -2,7 +2,8 @@
 
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and
 MultiHeadAttention over given keys and values. On CUDA the former has no float32 kernel and the latter cannot share its
-buffers, so cuda takes what portable takes: TensorScatter into the cache and plain matrix products.
+buffers, so cuda takes what portable takes: TensorScatter into the cache and plain matrix products. Which kernels these
+operators have is told by `passes/scaled.py`, `passes/scores.py` and, of caches in fewer bits, `quantize/caches.py`.
 """
 
 from __future__ import annotations
