@@ -33,12 +33,13 @@ def run(model: ir.Model) -> int:
     """The number of attentions whose scale is 1 now. Where the queries are a projection's, nothing is left to compute;
     else they are multiplied."""
     found = 0
-    for node in list(model.graph.all_nodes()):
-        held = node.attributes.get("scale") if node.op_type in ATTENTIONS else None
-        if held is None or held.as_float() == 1.0 or None in node.inputs[:2]:  # or keys are packed with the queries
+    for node in [node for node in model.graph.all_nodes() if node.op_type in ATTENTIONS]:
+        held, query = node.attributes.get("scale"), node.inputs[0]
+        packed = node.inputs[1] is None  # keys and values with the queries, in one tensor
+        if held is None or held.as_float() == 1.0 or query is None or packed:
             continue
         scale = held.as_float()
-        if not _into_projection(model, node.inputs[0], scale):
+        if not _into_projection(model, query, scale):
             _multiply(model, node, scale)
         node.attributes["scale"] = ir.AttrFloat32("scale", 1.0)
         found += 1
