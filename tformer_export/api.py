@@ -33,7 +33,7 @@ from tformer_export.quantize import quantize as quantize_weights  # `quantize` i
 from tformer_export.quantize.plan import MIXED_BUDGET
 from tformer_export.quantize.samples import draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
-from tformer_export.shortlist import Measured, check, choose_columns, make, set_apart
+from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
@@ -141,6 +141,8 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
+    if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
+        raise _no_encoder()
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, mixture, products, measured, size = _make(
@@ -204,8 +206,8 @@ def _make(
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
-        if lines is not None:
-            _check_staged(compiled.manifest)
+        if lines is not None and not compiled.manifest.staged:
+            raise _no_encoder()
         if lines is not None and wanted.kind == "none":
             set_apart(compiled.model)
             compiled.manifest = _with_columns(compiled.model, compiled.manifest)
@@ -234,12 +236,11 @@ def _make(
     return compiled, manifest, parity, degradation, mixture, products, measured, size
 
 
-def _check_staged(manifest: Manifest) -> None:
-    if not manifest.staged:
-        raise OptionError(
-            "a shortlist goes from the ids that an encoder reads to those that a decoder writes, and this model has "
-            "no encoder beside its decoder: export it without --shortlist"
-        )
+def _no_encoder() -> OptionError:
+    return OptionError(
+        "a shortlist goes from the ids that an encoder reads to those that a decoder writes, and this model has not "
+        "both: export it without --shortlist"
+    )
 
 
 def _with_columns(model: ir.Model, manifest: Manifest) -> Manifest:
@@ -253,8 +254,8 @@ def _add_shortlist(
 ) -> tuple[Manifest, Measured]:
     """Prove that the file computes the same for candidates, learn which they are, and put them into its metadata."""
     engine = Engine(_save(model, manifest, folder / "shortlist.onnx"), device="cpu")
-    error = check(gate, engine)
-    made, measured = make(engine, lines)
+    error = check_columns(gate, engine)
+    made, measured = make_shortlist(engine, lines)
     model.metadata_props[candidates.KEY] = made.to_text()
     held = {name: value for name, value in asdict(measured).items() if name != "speed"} | {"max_relative_error": error}
     assert manifest.decode is not None

@@ -6,8 +6,8 @@ graph    the output projection apart from the decode stage, of all ids or of gat
 check    what the file computes with candidates against what it computes without
 """
 
-from tformer_export.shortlist.check import check
+from tformer_export.shortlist.check import check_columns
 from tformer_export.shortlist.graph import choose_columns, set_apart
-from tformer_export.shortlist.make import SHARE, Measured, make
+from tformer_export.shortlist.make import SHARE, Measured, make_shortlist
 
-__all__ = ["SHARE", "Measured", "check", "choose_columns", "make", "set_apart"]
+__all__ = ["SHARE", "Measured", "check_columns", "choose_columns", "make_shortlist", "set_apart"]

@@ -11,7 +11,7 @@ from tformer_runtime.errors import ParityError
 FEW = 20  # a row has a candidate of so many ids, few enough for their columns to be gathered
 
 
-def check(gate: Gate, engine: Engine) -> float:
+def check_columns(gate: Gate, engine: Engine) -> float:
     """The largest difference of a logit over the logits' range, of rows in a batch and alone, with columns gathered or
     not. ParityError if it is beyond what the gate allows."""
     vocabulary = int(engine.decode.logits.shape[-1])

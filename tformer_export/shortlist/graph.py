@@ -231,8 +231,9 @@ def _rows(model: ir.Model, product: ir.Node) -> tuple[ir.Value, ir.Value]:
     if above is not None and above.op_type == "Transpose":
         rows = above.inputs[0]
         assert rows is not None
-        rows.dtype, sizes = weight.dtype or rows.dtype, _sizes(weight)
-        rows.shape = ir.Shape(sizes[::-1])
+        rows.shape = ir.Shape(_sizes(weight)[::-1])
+        if rows.dtype is None and weight.dtype is not None:
+            rows.dtype = weight.dtype
         return rows, weight
     held = weight.const_value
     assert held is not None

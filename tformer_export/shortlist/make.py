@@ -40,7 +40,7 @@ from tformer_runtime.shortlist import PAYS, Shortlist
 SHARE = 0.995  # of lines that decode as with all ids
 MOST_LINES, MOST_LINKS = 2000, 8_000_000  # that are decoded; pairs of tokens that are learned from
 SMALLEST = 64  # common ids
-CHEAP = 1 / 16  # of the vocabulary: so many candidates cost little, and lines not seen may need them
+CHEAP, FEW = 1 / 16, 256  # of the vocabulary, or ids: so many candidates cost little, and other lines may need them
 HELD_OUT = 8  # every so manyth line estimates those
 SAMPLE = 256  # lines by which the number of candidates is estimated
 REPEATS = 9
@@ -74,7 +74,7 @@ class Measured:
         ]
 
 
-def make(engine: Engine, path: Path) -> tuple[Shortlist, Measured]:
+def make_shortlist(engine: Engine, path: Path) -> tuple[Shortlist, Measured]:
     """Learn from the lines of a file, for an engine whose file has no shortlist yet.
 
     OptionError for a file that cannot be used; UnsupportedModelError for a model that reads no ids; ParityError if
@@ -143,7 +143,8 @@ class _Maker:
     def sizes(self, samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
         """How many common ids and ids for each source id, to be tried in turn; the first is as good as any, unless
         decoding says otherwise."""
-        limit, cheap = PAYS * self.vocabulary, CHEAP * self.vocabulary
+        limit = PAYS * self.vocabulary
+        cheap = min(limit, max(CHEAP * self.vocabulary, FEW))
         tried: list[tuple[float, float, float, int, int]] = []
         common = min(SMALLEST, self.vocabulary)
         while common <= limit:
