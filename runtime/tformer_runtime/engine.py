@@ -44,7 +44,7 @@ from tformer_runtime.memory import Budget, Share
 from tformer_runtime.modelfile import read_metadata
 from tformer_runtime.requests import Sizes, lengths_of, own_sizes, request_arrays
 from tformer_runtime.session import Array, Session
-from tformer_runtime.shortlist import KEY, PAYS, Candidates, Shortlist, Spread
+from tformer_runtime.shortlist import KEY, Candidates, Shortlist, Spread, most_columns
 
 Ints = npt.NDArray[np.int64]
 Want = Literal["last", "all"]
@@ -250,9 +250,12 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
+        gathers = state.candidates is not None and state.candidates.due()
+        if gathers:
+            state.call = None
         call = state.call
         if call is None or call.new != new or call.want != want:
-            call = state.calls.get((new, want)) or _Call(self, state, new, want)
+            call = state.calls.get((new, want)) or _Call(self, state, new, want, gathers)
             state.call = call
             if rows * new <= _KEPT:
                 state.calls[new, want] = call
@@ -369,7 +372,7 @@ class Engine:
         held, vocabulary = self.decode.shortlist, int(self.decode.logits.shape[-1])
         if held is None:
             return 0
-        return math.ceil(min(PAYS * vocabulary, held.common + positions * held.each + named)) * self._column
+        return min(most_columns(vocabulary), held.common + positions * held.each + named) * self._column
 
     def _candidates(self, rows: Sequence[Ints | None] | None, budget: Share) -> Candidates | None:
         if rows is None or all(own is None for own in rows):
@@ -505,7 +508,7 @@ class _Call:
     It belongs to a state and does not hold it, so that both are freed as soon as nobody uses them.
     """
 
-    def __init__(self, engine: Engine, state: State, new: int, want: Want) -> None:
+    def __init__(self, engine: Engine, state: State, new: int, want: Want, gathers: bool = False) -> None:
         decode, rows = engine.decode, state.rows
         self.session, self.new, self.want = engine.session, new, want
         self.controls = frozenset(decode.controls)
@@ -521,7 +524,7 @@ class _Call:
         wanted = self.select.shape[1] if self.selects else new
         vocabulary = int(decode.logits.shape[-1])
         self.candidates = state.candidates
-        self.gathers = self.candidates.wanted if self.candidates else None
+        self.gathers = self.candidates.wanted if self.candidates and gathers else None
         self.columns: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
         self.logits = np.zeros((rows, wanted, len(self.columns) or vocabulary), np.float32)
         self.spread = Spread(rows, wanted, vocabulary) if self.candidates else None

@@ -29,8 +29,10 @@ from tformer_runtime.sampling import Floats, Ints
 from tformer_runtime.session import Array
 
 KEY = "tformer.shortlist"  # of the file's metadata
-PAYS = 0.25  # of all columns: gathering more than that gains nothing
+PAYS, FEW = 1 / 8, 256  # of all columns, or columns: so many are gathered
 SPARE = 2  # times as many columns as the rows need, and they are gathered anew
+
+WAIT = 2  # calls after rows have come or gone: each gathering costs about a call, and others may follow
 
 Table = tuple[Ints, npt.NDArray[np.int32]]
 
@@ -89,14 +91,14 @@ class Candidates:
 
     rows: each row's candidates in order, the same array for rows of one request; None for a row that wants all ids.
     ids: the columns that are gathered, in order; none while all are computed. weight: their OrtValue. wanted: those
-    that the next call is to gather, if any. Their bytes are taken from `budget`; where there are none left, all columns
-    are computed.
+    that are to be gathered, if any, by a call that finds them `due`. Their bytes are taken from `budget`; where there
+    are none left, all columns are computed.
     """
 
     def __init__(self, rows: Sequence[Ints | None], vocabulary: int, bytes_each: int, budget: Share) -> None:
         """bytes_each: of a gathered column."""
         self.rows, self.vocabulary, self.bytes_each, self.budget = list(rows), vocabulary, bytes_each, budget
-        self.nbytes = 0
+        self.nbytes = self._waits = 0  # of the first, encode gathers
         self.ids: Ints = _NONE
         self.weight: Any = None
         self.wanted: Ints | None = None
@@ -116,6 +118,11 @@ class Candidates:
 
     def copy(self, rows: Ints, budget: Share) -> Candidates:
         return Candidates([self.rows[i] for i in rows.tolist()], self.vocabulary, self.bytes_each, budget)
+
+    def due(self) -> bool:
+        """Whether the next call is to gather the wanted columns. To be asked once a call."""
+        self._waits -= 1
+        return self.wanted is not None and self._waits <= 0
 
     def hold(self, weight: Any) -> None:
         """Take what was gathered of the wanted columns."""
@@ -141,7 +148,7 @@ class Candidates:
             return False
         self._seen = seen
         need = together(self.rows, self.vocabulary)
-        if need is None or not 0 < len(need) <= PAYS * self.vocabulary:
+        if need is None or not 0 < len(need) <= most_columns(self.vocabulary):
             self.release()
             return True
         if len(need) <= len(self.ids) <= SPARE * len(need) and np.isin(need, self.ids).all():
@@ -152,8 +159,13 @@ class Candidates:
         except MemoryBudgetError:
             self.release()
             return True
-        self.nbytes, self.wanted = len(need) * self.bytes_each, need
+        self.nbytes, self.wanted, self._waits = len(need) * self.bytes_each, need, WAIT
         return True
+
+
+def most_columns(vocabulary: int) -> int:
+    """More than that are not gathered, as all are computed as fast."""
+    return int(max(PAYS * vocabulary, min(FEW, vocabulary / 4)))
 
 
 _NONE: Ints = np.zeros(0, np.int64)

@@ -35,7 +35,7 @@ from tformer_export.shortlist.learn import NEVER, Line, associate, each_needed
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, ParityError, UnsupportedModelError
 from tformer_runtime.model import Model
-from tformer_runtime.shortlist import PAYS, Shortlist
+from tformer_runtime.shortlist import Shortlist, most_columns
 
 SHARE = 0.995  # of lines that decode as with all ids
 MOST_LINES, MOST_LINKS = 2000, 8_000_000  # that are decoded; pairs of tokens that are learned from
@@ -105,7 +105,7 @@ def make_shortlist(engine: Engine, path: Path) -> tuple[Shortlist, Measured]:
             break
     else:
         raise ParityError(
-            f"no shortlist of less than {PAYS:.0%} of the vocabulary gives {SHARE:.1%} of the lines of {path} the "
+            f"no shortlist of at most {most_columns(vocabulary)} ids gives {SHARE:.1%} of the lines of {path} the "
             f"result that they have with all {vocabulary} ids ({made.best:.1%} were reached); no file was written: "
             "give more lines of one kind, or export without --shortlist"
         )
@@ -143,7 +143,7 @@ class _Maker:
     def sizes(self, samples: Sequence[Sample]) -> Iterator[tuple[int, int]]:
         """How many common ids and ids for each source id, to be tried in turn; the first is as good as any, unless
         decoding says otherwise."""
-        limit = PAYS * self.vocabulary
+        limit = most_columns(self.vocabulary)
         cheap = min(limit, max(CHEAP * self.vocabulary, FEW))
         tried: list[tuple[float, float, float, int, int]] = []
         common = min(SMALLEST, self.vocabulary)

@@ -132,7 +132,7 @@ def test_the_data_decode_as_with_all_ids(made):
     assert np.mean([a.token_ids == b.token_ids for a, b in zip(short, every, strict=True)]) >= 0.995
     counts = [len(allowed(made.file, source)) for source in SOURCES]
     assert made.report.shortlist.candidates == pytest.approx(np.mean(counts))
-    assert max(counts) < runtime.PAYS * IDS
+    assert np.mean(counts) <= runtime.most_columns(IDS) < IDS / 2
     held = made.file.info()["shortlist"]
     assert held["equal"] == made.report.shortlist.equal
     assert "ids a request" in dict(made.report.rows())["shortlist"]
@@ -184,10 +184,26 @@ def test_columns_are_gathered_once_while_the_rows_stay(made, monkeypatch):
     assert [ids.tolist() for ids in held] == [allowed(made.file, SOURCES[0])]
 
 
-@pytest.mark.parametrize("pays", [0.0, 1.0])
+def test_columns_wait_for_rows_that_come(made):
+    engine = made.file._engine
+    own = [np.array(allowed(made.file, row)[:60]) for row in SOURCES[:2]]
+    states = [
+        engine.start({"src": [row]}, 1, joins=True, candidates=[ids]) for row, ids in zip(SOURCES, own, strict=False)
+    ]
+    for state in states:
+        engine.step(state, np.array([[START]]))
+    state, other = states
+    assert state.candidates.ids.tolist() == own[0].tolist()
+    engine.join(state, other)
+    for gathered in (0, len(set(own[0]) | set(own[1])), len(set(own[0]) | set(own[1]))):
+        engine.step(state, np.array([[5], [6]]))
+        assert len(state.candidates.ids) == gathered
+
+
+@pytest.mark.parametrize("pays", [0, IDS])
 def test_results_do_not_depend_on_whether_columns_are_gathered(made, monkeypatch, pays):
     expected = [*made.file.generate_batch(SOURCES[:8], beam_size=2)]
-    monkeypatch.setattr(runtime, "PAYS", pays)
+    monkeypatch.setattr(runtime, "most_columns", lambda vocabulary: pays)
     for one, other in zip(made.file.generate_batch(SOURCES[:8], beam_size=2), expected, strict=True):
         same(one, other, made.exact)
 
@@ -279,8 +295,8 @@ def test_columns_that_are_others_are_noticed(made, monkeypatch):
 
 def test_too_small_a_shortlist_is_refused(made, monkeypatch):
     engine = Engine(made.file._engine.session.path, "cpu", threads=1)
-    monkeypatch.setattr("tformer_export.shortlist.make.PAYS", 0.01)
-    with pytest.raises(ParityError, match=r"no shortlist of less than 1% of the vocabulary gives 99.5% .* give more"):
+    monkeypatch.setattr("tformer_export.shortlist.make.most_columns", lambda vocabulary: 6)
+    with pytest.raises(ParityError, match=r"no shortlist of at most 6 ids gives 99.5% .* give more"):
         make_shortlist(engine, made.lines)
     few = made.lines.with_name("few.jsonl")
     few.write_text(json.dumps({"src": SOURCES[0]}))
