@@ -233,7 +233,8 @@ class Engine:
         tokens: (rows, N) int64, right-padded.
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
-        want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
+        want="all"; -inf for ids that are no candidates of a row. The array is not to be written to, and is overwritten
+        by the next call, as are the extras that the state then holds.
         InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
         rows, new = tokens.shape
