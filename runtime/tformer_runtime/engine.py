@@ -269,14 +269,14 @@ class Engine:
             return
         _check_held(state)
         lengths = state.lengths[rows]
-        if state.candidates is not None and state.candidates.reorder(rows):
-            state.call = None
-            if all(own is None for own in state.candidates.rows):
-                state.candidates = None
         if state.held.reorder(rows):
             state.call = None
         if state.cache.reorder(rows, state.lengths):
             state.call = None
+        if state.candidates is not None and state.candidates.reorder(rows):
+            state.call = None
+            if all(own is None for own in state.candidates.rows):
+                state.candidates = None
         if len(rows) == state.rows:
             state.lengths[:] = lengths  # bound calls read this very array
         else:
@@ -293,13 +293,13 @@ class Engine:
         _check_held(other)
         if other.wanted != state.wanted:
             raise ValueError("states are joined that give different extras")
+        state.held.join(other.held)
+        state.cache.join(other.cache, state.longest, other.longest)
         one, two = state.candidates, other.candidates
         if one is not None or two is not None:
             one, two = one or self._all(two, state.rows), two or self._all(one, other.rows)
             one.join(two)
             state.candidates = one
-        state.held.join(other.held)
-        state.cache.join(other.cache, state.longest, other.longest)
         other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.longest = max(state.longest, other.longest)
