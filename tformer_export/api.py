@@ -35,6 +35,7 @@ from tformer_export.quantize import quantize as quantize_weights  # `quantize` i
 from tformer_export.quantize.plan import MIXED_BUDGET
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
+from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
@@ -44,6 +45,7 @@ from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
 from tformer_export.verify import Gate, ParityReport
 from tformer_export.write import data_file, write
+from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
@@ -74,6 +76,7 @@ def export(
     min_speed: float | None = None,
     alignments: Wanted | None = None,
     hidden: str | Sequence[str] = (),
+    shortlist: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportReport:
@@ -108,6 +111,9 @@ def export(
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
         each step from then on, whether asked for or not; alignments cost about as much as the scores of those layers'
         attention.
+    shortlist: a text file, lines as of calibration, from which candidates for each source id are learned, so that a
+        step computes the logits of those alone. For a model with an encoder that reads ids. ParityError if fewer than
+        99.5 % of the lines decode greedily as with all ids.
 
     Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
     number of operations, and memory of about four times the weights.
@@ -140,15 +146,20 @@ def export(
         Path(calibration) if calibration is not None else None,
         min_speed,
     )
+    lines = Path(shortlist) if shortlist is not None else None
+    if lines is not None and not lines.is_file():
+        raise OptionError(f"there is no file {lines} to learn a shortlist from")
     hidden = [hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden))
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
+    if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
+        raise _no_encoder()
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, mixture, products, size = _make(
-            source, out, wanted, target, max_length, clock, alignments, hidden
+        compiled, manifest, parity, degradation, mixture, products, measured, size = _make(
+            source, out, wanted, target, max_length, clock, alignments, hidden, lines
         )
     return ExportReport(
         path=str(out),
@@ -167,6 +178,7 @@ def export(
         products=products,
         seconds=clock.seconds,
         peak_memory=peak_memory(),
+        shortlist=measured,
     )
 
 
@@ -211,13 +223,21 @@ def _make(
     clock: _Clock,
     alignments: Wanted | None,
     hidden: Sequence[str],
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], int]:
+    lines: Path | None,
+) -> tuple[
+    Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], Measured | None, int
+]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if wanted.any and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
+        if lines is not None and not compiled.manifest.staged:
+            raise _no_encoder()
+        if lines is not None and wanted.kind == "none":
+            set_apart(compiled.model)
+            compiled.manifest = _with_columns(compiled.model, compiled.manifest)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
         mixture: Mixture | None = None
@@ -228,15 +248,47 @@ def _make(
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.any:
             manifest, degradation, mixture, products = _quantise(
-                compiled, manifest, gate, before, wanted, folder, clock
+                compiled, manifest, gate, before, wanted, folder, clock, lines is not None and wanted.kind != "none"
             )
             manifest = _with_parity(manifest, parity, degradation)
         if wanted.kind != "none":
             manifest = replace(manifest, quantization=wanted.kind, optimized_for=wanted.optimize_for)
         del before  # its session holds the weights once more
+        measured: Measured | None = None
+        if lines is not None:
+            with clock.stage("shortlist"):
+                manifest, measured = _add_shortlist(compiled.model, manifest, gate, lines, folder)
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, mixture, products, size
+    return compiled, manifest, parity, degradation, mixture, products, measured, size
+
+
+def _no_encoder() -> OptionError:
+    return OptionError(
+        "a shortlist goes from the ids that an encoder reads to those that a decoder writes, and this model has not "
+        "both: export it without --shortlist"
+    )
+
+
+def _with_columns(model: ir.Model, manifest: Manifest) -> Manifest:
+    """Let the model's projection be of gathered columns, where there are candidates."""
+    assert manifest.decode is not None
+    return replace(manifest, decode=replace(manifest.decode, shortlist=choose_columns(model)))
+
+
+def _add_shortlist(
+    model: ir.Model, manifest: Manifest, gate: Gate, lines: Path, folder: Path
+) -> tuple[Manifest, Measured]:
+    """Prove that the file computes the same for candidates, learn which they are, and put them into its metadata."""
+    engine = Engine(_save(model, manifest, folder / "shortlist.onnx"), device="cpu")
+    error = check_columns(gate, engine)
+    made, measured = make_shortlist(engine, lines)
+    model.metadata_props[candidates.KEY] = made.to_text()
+    held = {name: value for name, value in asdict(measured).items() if name != "speed"} | {"max_relative_error": error}
+    assert manifest.decode is not None
+    assert manifest.decode.shortlist is not None
+    spec = replace(manifest.decode.shortlist, common=len(made.common), each=measured.each, measured=held)
+    return replace(manifest, decode=replace(manifest.decode, shortlist=spec)), measured
 
 
 def _quantise(
@@ -247,8 +299,12 @@ def _quantise(
     wanted: _Quantisation,
     folder: Path,
     clock: _Clock,
+    columns: bool,
 ) -> tuple[Manifest, Degradation, Mixture | None, dict[str, Product]]:
-    """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse."""
+    """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse.
+
+    columns: the output projection is to be of gathered columns, too, and is not yet.
+    """
     budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
     with clock.stage("calibrate"):
         samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
@@ -270,10 +326,14 @@ def _quantise(
     for plan in plans:
         with clock.stage("quantise"):
             compiled.model = planner.model.clone()
+            if columns:
+                set_apart(compiled.model)
             if wanted.kind != "none":
                 made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
                 compiled.found["quantised"], products = made.count, made.products
                 manifest = replace(manifest, narrow=made.narrow)
+            if columns:
+                manifest = _with_columns(compiled.model, manifest)
             written = _save(compiled.model, manifest, folder / "quantised.onnx")
         with clock.stage("measure"):
             after = Engine(written, device="cpu")

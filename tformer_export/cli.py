@@ -81,6 +81,11 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     flag_value="",
     help="Give alignments: of all layers, of the last, or of layers and heads such as 2,3:0.",
 )
+@click.option(
+    "--shortlist",
+    metavar="FILE",
+    help="Learn from lines as of --calibration which ids go with a source, and compute the logits of these alone.",
+)
 @click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
 @click.option("--trust-pickle", is_flag=True, help="Load a pickled module, which runs the code that it names.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tformer_export.quantize import Degradation, Mixture, Product
+from tformer_export.shortlist import Measured
 from tformer_export.verify import ParityReport
 
 
@@ -39,7 +40,7 @@ class ExportReport:
     cache: what keys and values of earlier positions are held in.
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
-    kernels quantised products have; empty without quantisation.
+    kernels quantised products have; empty without quantisation. shortlist: what it does on its data; None without one.
     """
 
     path: str
@@ -58,6 +59,7 @@ class ExportReport:
     products: dict[str, Product] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
+    shortlist: Measured | None = None
 
     @property
     def max_abs_error(self) -> float:
@@ -106,6 +108,8 @@ class ExportReport:
             rows += self.degradation.rows()
         if self.mixture is not None:
             rows += self.mixture.rows()
+        if self.shortlist is not None:
+            rows += self.shortlist.rows()
         rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows

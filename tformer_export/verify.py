@@ -347,10 +347,12 @@ def run_case(
     requests: list[dict[str, np.ndarray]],
     sequences: list[np.ndarray],
     prompts: tuple[int, ...],
+    candidates: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], State, list[dict[str, np.ndarray]]]:
     """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time; and
-    what the file gives besides, in the same way."""
-    state = engine.start(_by_name(requests), len(sequences), extras=[extra.name for extra in engine.manifest.extras])
+    what the file gives besides, in the same way. candidates: of each row, as `Engine.start` takes them."""
+    extra_names = [extra.name for extra in engine.manifest.extras]
+    state = engine.start(_by_name(requests), len(sequences), extras=extra_names, candidates=candidates)
     counts = np.array(prompts)
     tokens = np.zeros((len(sequences), int(counts.max())), np.int64)
     for row, sequence in enumerate(sequences):

@@ -57,6 +57,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--timing", is_flag=True, help="Add the seconds to the first token, and for each more, to --json.")
 @click.option("--alignments", metavar="OUT.png", help="Draw what each token attended to; - only adds it to --json.")
 @click.option("--hidden", is_flag=True, help="Add the file's hidden states to --json.")
+@click.option("--no-shortlist", is_flag=True, help="Choose among all ids, where the file has a shortlist.")
 @click.option("--info", is_flag=True, help="Say what the file is, and stop.")
 @click.version_option(package_name="tformer")
 def main(model: Path, info: bool, as_json: bool, **asked: Any) -> None:
@@ -110,6 +111,7 @@ def _run(
     timing: bool,
     alignments: str | None,
     hidden: bool,
+    no_shortlist: bool,
     draft: str | None,
     **texts: Any,
 ) -> None:
@@ -118,7 +120,11 @@ def _run(
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
     options = generation_options(
-        {**texts, "draft": draft and PROMPT}, ids, alignments=True if alignments else None, hidden=hidden or None
+        {**texts, "draft": draft and PROMPT},
+        ids,
+        alignments=True if alignments else None,
+        hidden=hidden or None,
+        shortlist=False if no_shortlist else None,
     )
     drafts = Path(draft) if draft and draft != PROMPT else None
     memory = bytes_of(max_memory) if max_memory is not None else None

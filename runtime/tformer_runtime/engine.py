@@ -25,6 +25,9 @@ from tformer_runtime.context import Context
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.manifest import (
     BATCH,
+    COLUMNS,
+    GATHER,
+    GATHERED,
     LAST,
     POSITIONS,
     SELECT,
@@ -32,13 +35,16 @@ from tformer_runtime.manifest import (
     STAGE,
     START,
     TOTAL,
+    WEIGHT,
     Decode,
     Manifest,
     TensorSpec,
 )
 from tformer_runtime.memory import Budget, Share
+from tformer_runtime.modelfile import read_metadata
 from tformer_runtime.requests import Sizes, lengths_of, own_sizes, request_arrays
 from tformer_runtime.session import Array, Session
+from tformer_runtime.shortlist import KEY, Candidates, Shortlist, Spread, most_columns
 
 Ints = npt.NDArray[np.int64]
 Want = Literal["last", "all"]
@@ -50,6 +56,7 @@ class State:
     lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
     encoded: what encode gave beside the context, as it was asked for, one row for each request.
     extras: what the latest step gave beside its logits, in their layout; overwritten by the next.
+    candidates: the ids that may come for each row; None if all may for each.
     """
 
     def __init__(
@@ -59,7 +66,9 @@ class State:
         rows: int,
         encoded: Mapping[str, Array],
         wanted: tuple[str, ...],
+        candidates: Candidates | None = None,
     ) -> None:
+        self.candidates = candidates
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.longest = 0  # the greatest of lengths
         self.cache = cache
@@ -98,8 +107,8 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches and the context."""
-        return self.cache.nbytes + self.held.nbytes
+        """Bytes of the caches, the context and gathered columns."""
+        return self.cache.nbytes + self.held.nbytes + (self.candidates.nbytes if self.candidates else 0)
 
     def rewind(self, length: int) -> None:
         """Forget what each row has beyond its first `length` tokens."""
@@ -110,6 +119,8 @@ class State:
         """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
         self.cache.release()
         self.held.release()
+        if self.candidates is not None:
+            self.candidates.release()
         self.released = True
 
 
@@ -124,6 +135,7 @@ class Engine:
         self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
+        self._one_column = self._of_one_column()
         stage = self.session.inputs.get(STAGE, ())
         # Held here: a binding need not keep alive what is bound.
         self._decodes = self.session.tensor(np.ones([size or 1 for size in stage], np.bool_))
@@ -134,25 +146,46 @@ class Engine:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
+    @functools.cached_property
+    def shortlist(self) -> Shortlist | None:
+        """The file's. ModelFileError if it is damaged."""
+        text = read_metadata(self.session.path).get(KEY)
+        if self.decode.shortlist is None or text is None:
+            return None
+        try:
+            return Shortlist.from_text(text)
+        except ModelFileError as error:
+            raise ModelFileError(f"{self.session.path}: {error}") from error
+
     def encode(
-        self, requests: Mapping[str, Sequence[Array]], rows: int, extras: Sequence[str] = (), widen: int = 0
+        self,
+        requests: Mapping[str, Sequence[Array]],
+        rows: int,
+        extras: Sequence[str] = (),
+        widen: int = 0,
+        gather: Ints | None = None,
     ) -> dict[str, Any]:
         """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
         extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
-        padding at the end of every row, as far as the model can take them.
+        padding at the end of every row, as far as the model can take them. gather: ids whose columns of the output
+        projection are given as GATHERED.
         """
         encode = self.manifest.encode
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
         arrays = request_arrays(encode.inputs, requests, rows, widen)
         io = self.session.binding()
+        if gather is not None:
+            arrays[GATHER] = gather
         for name in self.session.inputs:
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
-            io.bind_ortvalue_input(name, read)
+            io.bind_ortvalue_input(name, self._one_column.get(name, read))
         wanted = [output.name for output in (*encode.outputs, *encode.extras)]
         wanted = [name for i, name in enumerate(wanted) if i < len(encode.outputs) or name in extras]
+        if gather is not None:
+            wanted.append(GATHERED)
         for name in wanted:
             io.bind_output(name, self.session.device)
         self.session.run(io)
@@ -166,24 +199,30 @@ class Engine:
         extras: Sequence[str] = (),
         budget: Share | None = None,
         joins: bool = False,
+        candidates: Sequence[Ints | None] | None = None,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
 
         extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
-        taken from. joins: the state may be joined with others.
+        taken from. joins: the state may be joined with others. candidates: of each request, the ids that may come, in
+        order, None for all; for a file with a shortlist.
         """
         budget = budget or Budget().share()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
         arrays: dict[str, Array] = {}
         context: list[Array] = []
         lengths: dict[str, Ints] = {}
+        chosen = self._candidates(candidates, budget)
         if self.manifest.encode is not None:
             requests, more = requests or {}, self.slack if joins else 0
-            arrays = {name: value.numpy() for name, value in self.encode(requests, rows, extras, more).items()}
+            given = self.encode(requests, rows, extras, more, chosen.wanted if chosen else None)
+            if chosen is not None and chosen.wanted is not None:
+                chosen.hold(given.pop(GATHERED))
+            arrays = {name: value.numpy() for name, value in given.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
             lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
         held = Context(self.session, self._contexts, context, lengths, rows, budget, self.decode.shares_context)
-        state = State(held, cache, rows, arrays, self._of_steps(extras))
+        state = State(held, cache, rows, arrays, self._of_steps(extras), chosen)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -194,7 +233,8 @@ class Engine:
         tokens: (rows, N) int64, right-padded.
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
-        want="all". The array is overwritten by the next call, and so are the extras that the state then holds.
+        want="all"; -inf for ids that are no candidates of a row. The array is not to be written to, and is overwritten
+        by the next call, as are the extras that the state then holds.
         InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
         rows, new = tokens.shape
@@ -211,9 +251,12 @@ class Engine:
             raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
         if state.cache.reserve(total, state.longest):
             state.call = None
+        gathers = state.candidates is not None and state.candidates.due()
+        if gathers:
+            state.call = None
         call = state.call
         if call is None or call.new != new or call.want != want:
-            call = state.calls.get((new, want)) or _Call(self, state, new, want)
+            call = state.calls.get((new, want)) or _Call(self, state, new, want, gathers)
             state.call = call
             if rows * new <= _KEPT:
                 state.calls[new, want] = call
@@ -230,6 +273,10 @@ class Engine:
             state.call = None
         if state.cache.reorder(rows, state.lengths):
             state.call = None
+        if state.candidates is not None and state.candidates.reorder(rows):
+            state.call = None
+            if all(own is None for own in state.candidates.rows):
+                state.candidates = None
         if len(rows) == state.rows:
             state.lengths[:] = lengths  # bound calls read this very array
         else:
@@ -248,6 +295,11 @@ class Engine:
             raise ValueError("states are joined that give different extras")
         state.held.join(other.held)
         state.cache.join(other.cache, state.longest, other.longest)
+        one, two = state.candidates, other.candidates
+        if one is not None or two is not None:
+            one, two = one or self._all(two, state.rows), two or self._all(one, other.rows)
+            one.join(two)
+            state.candidates = one
         other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.longest = max(state.longest, other.longest)
@@ -271,7 +323,8 @@ class Engine:
             raise
         finally:
             _check_held(state)  # again: another thread may have released it meanwhile
-        other = State(context, cache, len(rows), state.encoded, wanted)
+        candidates = state.candidates.copy(rows, budget) if state.candidates else None
+        other = State(context, cache, len(rows), state.encoded, wanted, candidates)
         other.lengths, other.longest = lengths, longest
         return other
 
@@ -286,11 +339,15 @@ class Engine:
         """Free axis of the request inputs → how long one request is there."""
         return own_sizes(self.manifest.encode.inputs, sources) if self.manifest.encode else {}
 
-    def need(self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None) -> int:
-        """Bytes of caches and context for `rows` rows of so many slots, in buffers of no fewer slots than `beside` has.
+    def need(
+        self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None, named: int = 0
+    ) -> int:
+        """Bytes of caches, context and gathered columns for `rows` rows of so many slots, in buffers of no fewer slots
+        than `beside` has.
 
         sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
         they read) is taken to be as long as the longest. Rows that share a context may come to have one each.
+        named: ids that are candidates because options name them.
         """
         sizes = {**sizes, BATCH: rows}
         longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
@@ -301,7 +358,34 @@ class Engine:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
             context += math.prod(shape) * np.dtype(spec.dtype).itemsize
         slots = slots_for(slots, self.manifest.max_length)
+        gathered = beside.candidates.nbytes if beside and beside.candidates else 0
+        context += max(gathered, self._most_gathered(rows * longest, named))
         return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
+
+    @property
+    def _column(self) -> int:
+        """Bytes of a column of the output projection."""
+        held = self.decode.shortlist
+        return held.inner * np.dtype(held.dtype).itemsize if held else 0
+
+    def _most_gathered(self, positions: int, named: int) -> int:
+        """Bytes of columns for so many positions of sources, at most."""
+        held, vocabulary = self.decode.shortlist, int(self.decode.logits.shape[-1])
+        if held is None:
+            return 0
+        return min(most_columns(vocabulary), held.common + positions * held.each + named) * self._column
+
+    def _candidates(self, rows: Sequence[Ints | None] | None, budget: Share) -> Candidates | None:
+        if rows is None or all(own is None for own in rows):
+            return None
+        if self.decode.shortlist is None:
+            raise UnsupportedCallError(f"{self.session.path} holds no shortlist: export the model with --shortlist")
+        return Candidates(rows, int(self.decode.logits.shape[-1]), self._column, budget)
+
+    def _all(self, like: Candidates | None, rows: int) -> Candidates:
+        """Rows that may have any id, to be beside others that may not."""
+        assert like is not None
+        return Candidates([None] * rows, like.vocabulary, like.bytes_each, like.budget)
 
     def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
         return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
@@ -395,6 +479,8 @@ class Engine:
             dtypes |= {name: "int32" if name in (LAST, TOTAL) else "int64" for name in manifest.decode.controls}
             dtypes |= {manifest.decode.step.name: manifest.decode.step.dtype}
             dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
+            if manifest.decode.shortlist:
+                dtypes |= {GATHER: "int64", COLUMNS: "int64", WEIGHT: manifest.decode.shortlist.dtype}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in self.session.inputs.items()}
         try:
             return {name: self.session.tensor(np.zeros(shape, dtypes[name])) for name, shape in shapes.items()}
@@ -403,6 +489,14 @@ class Engine:
                 f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
                 "export the model again"
             ) from error
+
+    def _of_one_column(self) -> dict[str, Any]:
+        """What encode reads in the place of columns of the projection."""
+        held = self.manifest.decode.shortlist if self.manifest.decode else None
+        if held is None:
+            return {}
+        arrays = {COLUMNS: np.zeros(1, np.int64), WEIGHT: np.zeros((held.inner, 1), held.dtype)}
+        return {name: self.session.tensor(array) for name, array in arrays.items()}
 
 
 _KEPT = 32  # tokens of a call at most, for it to be kept: its logits take memory that nobody counts
@@ -415,7 +509,7 @@ class _Call:
     It belongs to a state and does not hold it, so that both are freed as soon as nobody uses them.
     """
 
-    def __init__(self, engine: Engine, state: State, new: int, want: Want) -> None:
+    def __init__(self, engine: Engine, state: State, new: int, want: Want, gathers: bool = False) -> None:
         decode, rows = engine.decode, state.rows
         self.session, self.new, self.want = engine.session, new, want
         self.controls = frozenset(decode.controls)
@@ -429,7 +523,12 @@ class _Call:
         self.total = np.zeros((), np.int32)
         self.select: Ints = np.tile(self.ahead, (rows, 1)) if want == "all" else np.full((rows, 1), new - 1)
         wanted = self.select.shape[1] if self.selects else new
-        self.logits = np.zeros((rows, wanted, int(decode.logits.shape[-1])), np.float32)
+        vocabulary = int(decode.logits.shape[-1])
+        self.candidates = state.candidates
+        self.gathers = self.candidates.wanted if self.candidates and gathers else None
+        self.columns: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
+        self.logits = np.zeros((rows, wanted, len(self.columns) or vocabulary), np.float32)
+        self.spread = Spread(rows, wanted, vocabulary) if self.candidates else None
         self.inputs: dict[str, Array] = {
             decode.step.name: self.tokens, POSITIONS: self.positions, LAST: self.last, TOTAL: self.total,
             START: state.lengths, SELECT: self.select,
@@ -446,12 +545,17 @@ class _Call:
             bound[SLOTS] = session.host_tensor(self.slots)
         if STAGE in session.inputs:
             bound[STAGE] = engine._decodes
+        if self.candidates is not None:
+            if len(self.candidates.ids):
+                bound[COLUMNS], bound[WEIGHT] = session.tensor(self.candidates.ids), self.candidates.weight
+            if self.gathers is not None:
+                bound[GATHER] = session.tensor(self.gathers)
         for name in session.inputs:
             io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
             io.bind_ortvalue_output(cache.present, present)
-        for name in state.wanted:
+        for name in (*state.wanted, *([GATHERED] if self.gathers is not None else ())):
             io.bind_output(name, session.device)
         return io
 
@@ -482,9 +586,16 @@ class _Call:
         else:
             lengths += counts
             state.longest = int(lengths.max())
+        given = io.get_outputs() if state.wanted or self.gathers is not None else []
+        if self.gathers is not None:
+            assert self.candidates is not None
+            self.candidates.hold(given.pop())
+            state.call = None
         if state.wanted:
-            values = io.get_outputs()[-len(state.wanted) :]
+            values = given[-len(state.wanted) :]
             state.extras = {n: self._wanted(v.numpy()) for n, v in zip(state.wanted, values, strict=True)}
+        if self.spread is not None and self.candidates is not None:
+            return self._wanted(self.spread(self.logits, self.columns, self.candidates.rows))
         return self._wanted(self.logits)
 
     def _wanted(self, values: Array) -> Array:

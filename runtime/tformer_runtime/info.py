@@ -32,6 +32,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "quantization": m.quantization,
         "optimized_for": m.optimized_for,
         "target": m.target,
+        "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,
         "defaults": dict(m.defaults),

@@ -76,7 +76,14 @@ class Starter:
             return self._from_bases(tasks)
         names = tasks[0].sources
         sources = {name: [task.sources[name] for task in tasks] for name in names} or None
-        state = self._engine.start(sources, len(tasks), extras=self._wanted, budget=self._budget, joins=self._joins)
+        state = self._engine.start(
+            sources,
+            len(tasks),
+            extras=self._wanted,
+            budget=self._budget,
+            joins=self._joins,
+            candidates=candidates_of(self._engine, tasks),
+        )
         for i, task in enumerate(tasks):
             task.encoded = {name: values[i].copy() for name, values in state.encoded.items()}
         return self._read(state, tasks)
@@ -90,7 +97,8 @@ class Starter:
             for axis, size in self._engine.sizes(task.sources).items():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
-        return self._engine.need(slots, sizes, width, beside)
+        named = sum(len(_named(task)) for task in (*running, *coming)) if self._engine.decode.shortlist else 0
+        return self._engine.need(slots, sizes, width, beside, named)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
         """One after the other: rows that have a past read several tokens at once only alone."""
@@ -143,6 +151,26 @@ class Starter:
 
 
 _FIRST = np.zeros(1, np.int64)
+
+
+def candidates_of(engine: Engine, tasks: Sequence[Task]) -> list[Ints | None] | None:
+    """The ids that may come for each task, None for all: of one that does without the shortlist, or that may ask for
+    any id."""
+    if engine.decode.shortlist is None or engine.shortlist is None:
+        return None
+    chosen: list[Ints | None] = []
+    for task in tasks:
+        settings = task.settings
+        anything = not settings.shortlist or task.guide is not None or settings.logits_processor is not None
+        chosen.append(None if anything else engine.shortlist.candidates(task.sources, _named(task)))
+    return chosen
+
+
+def _named(task: Task) -> list[int]:
+    """Ids that a task's options name to come."""
+    settings = task.settings
+    first = [] if settings.first_token is None else [settings.first_token]
+    return [*task.prefix.tolist(), *first, *(token for token, _ in settings.logit_bias)]
 
 
 def _note_given(task: Task, logits: Floats) -> None:

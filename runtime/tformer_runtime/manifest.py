@@ -21,11 +21,21 @@ SLOTS           int64   (TOTAL,) ``0 … TOTAL - 1``: the slots that attention m
 SELECT          int64   (B, M)   which of the N new slots logits are wanted for
 =============== ======= ======== =====================================================================================
 
-The logits are ``(B, M, vocabulary)``, float32. What a file gives beside them (``extras``) is ``(B, M, …)`` too if it
-is of decode, and ``(B, …)`` if it is of encode; an axis with the name of a request input's axis is as long as that
-input. A cache whose ``in_place`` is true is bound with one buffer as past and
-present; otherwise present is a buffer of the same shape, apart. Buffers have room for at least TOTAL slots, and start
-as zeros.
+The logits are ``(B, M, vocabulary)``, float32. A file with a shortlist (``Decode.shortlist``) has three inputs more:
+
+=============== ======= ======== =====================================================================================
+GATHER          int64   (G,)     ids whose columns of the output projection are wanted as the output GATHERED, (d, G)
+COLUMNS         int64   (C,)     the ids of the columns in WEIGHT, for which alone logits are computed, ``(B, M, C)``;
+                                 none: for all
+WEIGHT          int     (d, C)   what GATHERED was for these ids; float32 where the projection is not quantised
+=============== ======= ======== =====================================================================================
+
+In a call of encode COLUMNS and WEIGHT have one column, whatever it holds.
+
+What a file gives beside the logits (``extras``) is ``(B, M, …)`` too if it is of decode, and ``(B, …)`` if it is of
+encode; an axis with the name of a request input's axis is as long as that input. A cache whose ``in_place`` is true is
+bound with one buffer as past and present; otherwise present is a buffer of the same shape, apart. Buffers have room for
+at least TOTAL slots, and start as zeros.
 """
 
 from __future__ import annotations
@@ -47,6 +57,10 @@ TOTAL = "decode.total"
 START = "decode.start"
 SLOTS = "decode.slots"
 SELECT = "decode.select"
+GATHER = "shortlist.gather"
+GATHERED = "shortlist.gathered"
+COLUMNS = "shortlist.columns"
+WEIGHT = "shortlist.weight"
 
 BATCH = "batch"  # names of axes in TensorSpec.shape
 NEW = "new"
@@ -120,6 +134,21 @@ class Encode:
 
 
 @dataclass(frozen=True)
+class Shortlist:
+    """Candidates for each request, which the file's metadata hold (`shortlist.py`).
+
+    dtype, inner: of the projection's columns, (inner,). common, each: how many ids are candidates of every request, and
+    at most of a source id. measured: on the data that it was learned from, for people.
+    """
+
+    dtype: str
+    inner: int
+    common: int = 0
+    each: int = 0
+    measured: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Decode:
     """The stage that runs once a step.
 
@@ -139,6 +168,7 @@ class Decode:
     ragged_chunks: bool = True
     extras: tuple[Extra, ...] = ()
     shares_context: bool = False
+    shortlist: Shortlist | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +265,7 @@ class Manifest:
                     decode["ragged_chunks"],
                     _extras(decode),
                     decode.get("shares_context", False),
+                    Shortlist(**decode["shortlist"]) if decode.get("shortlist") else None,
                 ),
                 "special": SpecialTokens(
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]

@@ -199,9 +199,14 @@ class Model:
 
     def _settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         self._must_decode("generate")
-        settings = Settings.of((options or GenerationOptions()).with_(overrides), self.manifest.defaults)
+        options = (options or GenerationOptions()).with_(overrides)
+        settings = Settings.of(options, self.manifest.defaults)
         if settings.stop and not self._inputs.output_codec:
             raise OptionError("stop needs text and the file has no tokenizer")
+        if options.shortlist and self._engine.decode.shortlist is None:
+            raise UnsupportedCallError(
+                f"{self._engine.session.path} holds no shortlist: export the model with --shortlist FILE"
+            )
         if isinstance(settings.draft, Model):
             check_draft(self._engine, settings.draft._engine)
         for kind in (ALIGNMENTS, HIDDEN):

@@ -106,6 +106,12 @@ class GenerationOptions:
         except where a draft model draws: those are decoded row by row.
     draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
 
+    What is computed:
+
+    shortlist: of a file with a shortlist, whether only the candidates of the source may come (the default), which is
+        faster, or all ids. Ids that prefix, first_token and logit_bias name are candidates; with a constraint or a
+        logits_processor all ids are. Log-probabilities are among candidates. Of another file it may be False only.
+
     What is given beside the text:
 
     top_logprobs: so many of the likeliest tokens at each position, and their log-probabilities.
@@ -147,6 +153,7 @@ class GenerationOptions:
     choices: Sequence[str] | None = None
     draft: Draft | None = None
     draft_tokens: int | None = None
+    shortlist: bool | None = None
     top_logprobs: int | None = None
     alignments: bool | None = None
     hidden: bool | None = None
@@ -217,6 +224,7 @@ class Settings:
     choices: tuple[str, ...] | None = None
     draft: Draft | None = None
     draft_tokens: int = 10
+    shortlist: bool = True
     top_logprobs: int = 0
     alignments: bool = False
     hidden: bool = False
@@ -496,6 +504,7 @@ _CHECKS: dict[str, _Check] = {
     "choices": _choices,
     "draft": _draft,
     "draft_tokens": _whole(1),
+    "shortlist": _flag,
     "top_logprobs": _whole(0),
     "alignments": _flag,
     "hidden": _flag,

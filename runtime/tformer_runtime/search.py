@@ -170,7 +170,7 @@ class Search(Protocol):
     ) -> tuple[Ints, Ints]:
         """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
 
-        logits: (width, vocabulary), which may be changed. trails: what was recorded of each row, if anything is.
+        logits: (width, vocabulary), not to be changed. trails: what was recorded of each row, if anything is.
         guesses: what was read ahead of each, if anything is.
         """
 

@@ -23,7 +23,7 @@ def model(path):
 def test_every_option_can_be_given():
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     # A callable cannot be written; the other two are of the command's own, beside --json.
-    assert set(OPTIONS) == names - {"logits_processor", "alignments", "hidden"}
+    assert set(OPTIONS) == names - {"logits_processor", "alignments", "hidden", "shortlist"}
     text = run("--help").stdout
     assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
     for heading in ("Options", "Beam search", "Sampling", "Constraints, of which one may be set"):

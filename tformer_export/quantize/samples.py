@@ -92,11 +92,10 @@ def read_samples(path: Path, engine: Engine) -> Samples:
 
     InputError names the line that cannot be used; OptionError, the file that cannot, or holds too few lines.
     """
-    reader = _Reader(engine.manifest)
     fitted: list[Sample] = []
     measured: list[Sample] = []
     room = [MOST, max(1, MOST_LOGITS // int(engine.decode.logits.shape[-1]))]
-    for number, sample in enumerate(_completed(reader.samples(path), engine), 1):
+    for number, sample in enumerate(read_lines(path, engine), 1):
         use = number % HELD_OUT == 0
         if room[use] > 0:
             room[use] -= sample.positions
@@ -111,16 +110,25 @@ def read_samples(path: Path, engine: Engine) -> Samples:
     return Samples(fitted, measured)
 
 
+def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Iterator[Sample]:
+    """The samples of a file, one a line that has something to predict. option: what the file was given as.
+
+    InputError names the line that cannot be used; OptionError, the file that cannot.
+    """
+    return _completed(_Reader(engine.manifest, option).samples(path), engine)
+
+
 class _Reader:
     """Lines → samples; one without a target, where the model has to make it, has no tokens beyond the first."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, option: str) -> None:
         assert manifest.decode is not None
+        self.option = option
         self.inputs, self.manifest, self.step = Inputs(manifest), manifest, manifest.decode.step.name
         sources = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
         floats = [spec.name for spec in sources if spec.role == "data" and not np.issubdtype(spec.dtype, np.integer)]
         if floats:
-            raise OptionError(f"calibration lines hold text or ids, and {floats[0]} takes neither: leave them out")
+            raise OptionError(f"lines of {option} hold text or ids, and {floats[0]} takes neither: leave them out")
         names = [spec.name for spec in sources] or [self.step]
         self.plain = len(names) == 1 and all(name in manifest.tokenizer_of for name in (*names, self.step))
         self.source = names[0]
@@ -136,9 +144,9 @@ class _Reader:
                     except InputError as error:
                         raise InputError(f"line {number} of {path}: {error}") from error
         except OSError as error:
-            raise OptionError(f"--calibration {path} cannot be read: {error.strerror}") from error
+            raise OptionError(f"{self.option} {path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise OptionError(f"--calibration {path} is not UTF-8 text") from error
+            raise OptionError(f"{self.option} {path} is not UTF-8 text") from error
 
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)

@@ -119,7 +119,7 @@ def test_an_input_that_is_neither_text_nor_ids(engine, tmp_path):
     encode = toy.manifest.encode
     sounds = replace(encode.inputs[0], role="data", dtype="float32")
     toy.manifest = replace(toy.manifest, encode=replace(encode, inputs=(sounds, *encode.inputs[1:])))
-    with pytest.raises(OptionError, match="calibration lines hold text or ids, and src takes neither"):
+    with pytest.raises(OptionError, match="lines of --calibration hold text or ids, and src takes neither"):
         read_samples(written(tmp_path, "cat"), toy)
 
 

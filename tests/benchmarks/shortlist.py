@@ -1,0 +1,139 @@
+"""What a shortlist covers of parallel text, and how many times as fast requests are with one.
+
+    python tests/benchmarks/shortlist.py LINES.tsv [--models FOLDER] [--precision int8 float32] [--rows 1 8 32]
+
+LINES.tsv holds a source, a tab and its target a line (messages of programs, say: the catalogues in /usr/share/locale),
+some ten thousand of them. Both are cut by one byte-pair vocabulary that is trained on them. First the share of lines
+whose targets are all candidates, of those that were learned from and of others. Then whole requests of 32 steps on the
+model of `batches.py`, with candidates from the same lines and with all ids by turns; medians of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from batches import VOCABULARY, module
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from tformer_export import export
+from tformer_export.quantize import quantize
+from tformer_export.shortlist import SHARE, choose_columns, set_apart
+from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
+from tformer_export.write import write
+from tformer_runtime import Model
+from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.shortlist import Shortlist, together
+
+BYTE_PAIRS = 16000
+STEPS, ROUNDS, BATCHES = 32, 3, 4
+QUIET = 0.05  # seconds before a measurement
+
+
+def read(path: Path) -> list[Line]:
+    pairs = [line.rstrip("\n").split("\t")[:2] for line in path.open(encoding="utf-8") if "\t" in line]
+    np.random.default_rng(0).shuffle(pairs)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=BYTE_PAIRS, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator((text for pair in pairs for text in pair), trainer)
+    cut = [[np.array(tokenizer.encode(text).ids, np.int64) for text in pair] for pair in pairs]
+    return [Line(source + 1, (target,)) for source, target in cut if len(source) and len(target)]
+
+
+def coverage(lines: list[Line]) -> None:
+    held, others = lines[::8], [line for number, line in enumerate(lines) if number % 8]
+    every, part = associate(lines, VOCABULARY), associate(others, VOCABULARY)
+    seen, unseen = every.needs(lines), part.needs(held)
+    for common in (64, 256, 1024, 2048):
+        each = int(np.sort(each_needed(seen, len(lines), common))[int(np.ceil(SHARE * len(lines))) - 1])
+        table = shortlist(every, common, each)
+        count = np.mean([len(table.candidates({"src": line.source - 1})) for line in lines[:500]])
+        covered = np.mean(each_needed(unseen, len(held), common) <= each)
+        tokens = np.mean((unseen[1] < common) | (unseen[2] < each))
+        print(
+            f"{SHARE:.1%} of {len(lines)} lines: {common} common, {each} a source id, {count:.0f} candidates; "
+            f"of others {covered:.1%}, {tokens:.1%} of tokens",
+            flush=True,
+        )
+
+
+def shortlist(learned: Associations, common: int, each: int) -> Shortlist:
+    starts, ids = learned.tables(common, each, VOCABULARY)
+    own = starts[1:]
+    return Shortlist(VOCABULARY, np.sort(learned.frequent[:common]), {"src": (own - own[0], ids[own[0] :])})
+
+
+def prepared(folder: Path, precision: str) -> Path:
+    """The model with its projection apart, and without an end token."""
+    plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
+    if not plain.exists():
+        ids = torch.randint(10, 100, (2, 6))
+        export(module(), plain, {"src": ids, "tgt": ids}, "tgt", special={"start": [1], "end": [2], "pad": 0})
+    model = ir.load(plain)
+    manifest = Manifest.from_json(model.metadata_props[KEY])
+    set_apart(model)
+    if precision == "int8":
+        manifest = replace(manifest, quantization="int8", narrow=quantize(model).narrow)
+    assert manifest.decode is not None
+    decode = replace(manifest.decode, shortlist=choose_columns(model))
+    model.metadata_props[KEY] = replace(manifest, decode=decode, special=replace(manifest.special, end=())).to_json()
+    write(model, made)
+    return made
+
+
+def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, beams: int) -> str:
+    batches = [sources[i:j] for i, j in pairwise(range(0, rows * (BATCHES + 1), rows))]
+    ratios, columns = [], []
+    for turn in range(ROUNDS):
+        for batch in batches:
+            spent = {}
+            for on in (True, False):
+                time.sleep(QUIET)
+                begun = time.perf_counter()
+                list(model.generate_batch(batch, batch_size=rows, beam_size=beams, max_new_tokens=STEPS, shortlist=on))
+                spent[on] = time.perf_counter() - begun
+            union = together([table.candidates({"src": np.array(source)}) for source in batch], VOCABULARY)
+            columns.append(0 if union is None else len(union))
+            ratios += [spent[False] / spent[True]] * bool(turn)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{statistics.mean(columns):.0f} columns, {statistics.median(ratios):.2f} × ({low:.2f} to {high:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("--precision", nargs="+", default=["int8", "float32"], choices=["int8", "float32"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--beams", type=int, nargs="+", default=[1])
+    parser.add_argument("--common", type=int, nargs="+", default=[1000])
+    parser.add_argument("--each", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", type=Path, help="keep the models in this folder, or take them from it")
+    args = parser.parse_args()
+    lines = read(args.lines)
+    coverage(lines)
+    half = len(lines) // 2
+    learned = associate(lines[:half], VOCABULARY)
+    sources = [(line.source - 1).tolist() for line in lines[half:] if 12 <= len(line.source) <= 36]
+    with tempfile.TemporaryDirectory() as scratch:
+        for precision in args.precision:
+            model = Model.load(prepared(args.models or Path(scratch), precision), threads=args.threads)
+            for common in args.common:
+                model._engine.shortlist = table = shortlist(learned, common, args.each)
+                for rows in args.rows:
+                    for beams in args.beams:
+                        print(f"{precision}, {rows} × {beams}:", speed(model, table, sources, rows, beams), flush=True)
+
+
+if __name__ == "__main__":
+    main()
