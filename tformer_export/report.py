@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation, Mixture, Product
+from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.verify import ParityReport
 
 
@@ -50,7 +50,7 @@ class ExportReport:
     size: int
     parity: ParityReport
     found: dict[str, int]
-    degradation: Degradation | None = None
+    degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
