@@ -258,7 +258,14 @@ def _quantise(
     for plan in plans:
         with clock.stage("quantise"):
             compiled.model = planner.model.clone()
-            made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
+            made = quantize_weights(
+                compiled.model,
+                plan.bits,
+                wanted.optimize_for,
+                gate.source.step,
+                plan.ready,
+                on_cpu=manifest.target == "cpu",
+            )
             compiled.found["quantised"] = made.count
             manifest = replace(manifest, narrow=made.narrow)
             written = _save(compiled.model, manifest, folder / "quantised.onnx")
