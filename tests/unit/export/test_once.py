@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -198,6 +199,13 @@ def test_a_row_alone_equals_the_row_in_a_batch(cases, name, quantize):
         own = together[row][: len(alone)] if alone.ndim > 1 else together[row]
         np.testing.assert_allclose(own, alone, rtol=0, atol=np.ptp(alone) / 127)
     assert report.degradation.row_difference < 1 / 127
+
+
+def test_the_kernels_of_an_encoder(cases):
+    """Fast ones, each for itself measured; the unquantised file's are compared with PyTorch by the gate."""
+    kinds = {node.op_type for node in onnx.load(cases("states")[1].session.path).graph.node}
+    assert {"GroupQueryAttention", "MatMulIntegerToFloat"} <= kinds
+    assert kinds.isdisjoint({"MultiHeadAttention", "MatMulInteger", "Reciprocal"})
 
 
 def test_quality_is_what_torch_says(cases):
