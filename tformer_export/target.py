@@ -3,8 +3,8 @@
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over sequences
 that are read whole, MultiHeadAttention over other keys and values that are given. On CUDA the former has no float32
 kernel and the latter cannot share its buffers, so cuda takes what portable takes: TensorScatter into the cache and
-plain matrix products. Which kernels these operators have is told by `passes/scaled.py`, `passes/scores.py` and, of caches
-in fewer bits, `quantize/caches.py`.
+plain matrix products. Which kernels these operators have is told by `passes/scaled.py`, `passes/scores.py` and, of
+caches in fewer bits, `quantize/caches.py`.
 """
 
 from __future__ import annotations
