@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
-from tformer_export.budget import Budget
+from tformer_export.budget import COSINE, Budget
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import (
     CACHES,
@@ -25,14 +25,17 @@ from tformer_export.quantize import (
     THROUGHPUT,
     Degradation,
     Mixture,
+    OutputDegradation,
+    OutputYardstick,
     Plan,
     Planner,
     Product,
     hold_in_int8,
     measure,
+    measure_outputs,
 )
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
-from tformer_export.quantize.plan import MIXED_BUDGET
+from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
@@ -102,7 +105,9 @@ def export(
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
     max_degradation: the largest share of tokens that quantisation may change, 0.01 or "1%", or how many times it may
-        multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit.
+        multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit. Of a model that is run once:
+        the share of rows whose class may change, if its output is of classes (see `quantize.outputs`), else what may be
+        missing to a mean cosine of 1 with the unquantised outputs; by default of mixed 1%.
     calibration: a text file, lines as `quantize.samples` has them, that integers are fitted to by GPTQ; every fourth
         line is measured on instead. Without it, what the model makes of random ids is.
     min_speed: how many times as fast as the unquantised file the quantised one must be, for one row; ParityError below.
@@ -193,6 +198,17 @@ class _Quantisation:
     calibration: Path | None
     min_speed: float | None
 
+    def for_once(self) -> _Quantisation:
+        """The same for a model that is run once."""
+        if self.optimize_for != THROUGHPUT:
+            raise OptionError(
+                f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a model that is run once "
+                f"reads its input whole: leave it at {THROUGHPUT}"
+            )
+        if self.cache != "float":
+            raise OptionError("a model that is run once has no cache: leave it at float")
+        return replace(self, budget=self.budget.over(COSINE))
+
     def __post_init__(self) -> None:
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"there is no file {self.calibration} to calibrate with")
@@ -225,11 +241,18 @@ def _make(
     hidden: Sequence[str],
     lines: Path | None,
 ) -> tuple[
-    Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], Measured | None, int
+    Compiled,
+    Manifest,
+    ParityReport,
+    Degradation | OutputDegradation | None,
+    Mixture | None,
+    dict[str, Product],
+    Measured | None,
+    int,
 ]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
-    if wanted.any and source.step is None:
-        raise OptionError("a model that is run once is exported without quantisation: leave it at none")
+    if source.step is None:
+        wanted = wanted.for_once()
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
@@ -239,7 +262,7 @@ def _make(
             set_apart(compiled.model)
             compiled.manifest = _with_columns(compiled.model, compiled.manifest)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
-        degradation: Degradation | None = None
+        degradation: Degradation | OutputDegradation | None = None
         mixture: Mixture | None = None
         products: dict[str, Product] = {}
         with clock.stage("verify"), unchanged(source.module):
@@ -300,12 +323,14 @@ def _quantise(
     folder: Path,
     clock: _Clock,
     columns: bool,
-) -> tuple[Manifest, Degradation, Mixture | None, dict[str, Product]]:
+) -> tuple[Manifest, Degradation | OutputDegradation, Mixture | None, dict[str, Product]]:
     """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse.
 
     columns: the output projection is to be of gathered columns, too, and is not yet.
     """
-    budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
+    budget, once = wanted.budget, gate.source.step is None
+    if wanted.kind == "mixed" and budget.tokens is None and budget.perplexity is None:
+        budget = MIXED_ONCE if once else MIXED_BUDGET
     with clock.stage("calibrate"):
         samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
         if wanted.cache == "int8":
@@ -321,6 +346,9 @@ def _quantise(
             plans = [Plan()]
         else:
             plans = [Plan() if wanted.kind == "int8" and samples is None else planner.uniform(int(wanted.kind[3:]))]
+        yardstick = planner.yardstick if once else None
+        if yardstick is not None:
+            budget = budget.over(yardstick.meaning)
     products: dict[str, Product] = {}
     measured_on = planner.samples.measured if samples is not None or wanted.kind == "mixed" else ()
     for plan in plans:
@@ -329,7 +357,14 @@ def _quantise(
             if columns:
                 set_apart(compiled.model)
             if wanted.kind != "none":
-                made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
+                made = quantize_weights(
+                    compiled.model,
+                    plan.bits,
+                    wanted.optimize_for,
+                    gate.source.step,
+                    plan.ready,
+                    on_cpu=manifest.target == "cpu",
+                )
                 compiled.found["quantised"], products = made.count, made.products
                 manifest = replace(manifest, narrow=made.narrow)
             if columns:
@@ -337,8 +372,12 @@ def _quantise(
             written = _save(compiled.model, manifest, folder / "quantised.onnx")
         with clock.stage("measure"):
             after = Engine(written, device="cpu")
-            degradation = measure(gate, before, after, measured_on, exact=wanted.exact)
-        beyond = budget.exceeded(degradation.changed, degradation.perplexity_ratio)
+            degradation: Degradation | OutputDegradation
+            if isinstance(yardstick, OutputYardstick):
+                degradation = measure_outputs(gate, before, after, yardstick)
+            else:
+                degradation = measure(gate, before, after, measured_on, exact=wanted.exact)
+        beyond = degradation.beyond(budget)
         if beyond is None:
             break
     else:
@@ -453,7 +492,9 @@ def _publish(model: ir.Model, manifest: Manifest, written: Path, out: Path) -> i
     return size
 
 
-def _with_parity(manifest: Manifest, parity: ParityReport, degradation: Degradation | None) -> Manifest:
+def _with_parity(
+    manifest: Manifest, parity: ParityReport, degradation: Degradation | OutputDegradation | None
+) -> Manifest:
     measured = parity.to_dict()
     if degradation is not None:
         measured["quantised"] = asdict(degradation)

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 import torch.onnx.ops as onnx_ops
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 
 def plain_attention(
@@ -93,11 +96,16 @@ def grouped_query_attention(
 def multi_head_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """onnxruntime's MultiHeadAttention over keys and values that are all given: (B, H, N, D), (B, H, S, D) twice.
+    """onnxruntime's operator over keys and values that are all given: (B, H, N, D), (B, H, S, D) twice.
 
-    bias broadcasts to (B, H, N, S); the operator wants its last two axes whole.
+    MultiHeadAttention; or GroupQueryAttention without a past where positions look at their own sequence, which takes
+    queries, keys and values packed as they are projected: 46 against 78 µs for 16 positions of 12 heads of 32, 2.0
+    against 2.6 ms for 32 rows of these, and 14 against 16 ms for 8 rows of 128. bias broadcasts to (B, H, N, S);
+    both want its last two axes whole.
     """
     heads = query.shape[1]
+    if _looks_at_itself(query, key, value):
+        return _whole_attention(query, key, value, bias, scale)
     if key.shape[1] != heads or key.shape[3] != value.shape[3]:  # which the operator does not have
         return plain_attention(query, key, value, bias, scale)
     inputs: list[Any] = [_rows(query), key, value]
@@ -113,6 +121,37 @@ def multi_head_attention(
         {"num_heads": heads, "scale": scale},
         dtype=query.dtype,
         shape=rows,
+        version=1,
+    )
+    return _heads(out, heads)
+
+
+def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there is a key and a value for each query, of sizes that GroupQueryAttention takes."""
+    same = key.shape[1] == query.shape[1] and query.shape[3] == key.shape[3] == value.shape[3]
+    sized = same and query.shape[3] % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+    return sized and all(statically_known_true(query.shape[axis] == key.shape[axis]) for axis in (0, 2))
+
+
+def _whole_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """GroupQueryAttention of N positions over all of themselves, (B, H, N, D) each: nothing is cached."""
+    batch, heads, length = query.shape[:3]
+    last = torch.arange(length, dtype=torch.int32)[-1:]
+    total = (last + 1).squeeze(0)
+    inputs: list[Any] = [*(_rows(x) for x in (query, key, value)), None, None, last.expand(batch), total]
+    if bias is not None:
+        bias = _additive(bias)
+        bias = bias[(None,) * (4 - bias.dim())]
+        inputs += [None, None, None, bias.expand(*bias.shape[:2], length, length)]
+    rows = inputs[0].shape
+    out, *_ = onnx_ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        inputs,
+        {"num_heads": heads, "kv_num_heads": heads, "scale": scale, "causal": 0},
+        dtypes=[query.dtype] * 3,
+        shapes=[rows, key.shape, value.shape],
         version=1,
     )
     return _heads(out, heads)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation, Mixture, Product
+from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import Measured
 from tformer_export.verify import ParityReport
 
@@ -53,7 +53,7 @@ class ExportReport:
     size: int
     parity: ParityReport
     found: dict[str, int]
-    degradation: Degradation | None = None
+    degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
@@ -97,10 +97,11 @@ class ExportReport:
             if self.max_length
             else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
-            ("maximum length", f"{self.max_length}"),
+            *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
-            ("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"),
         ]
+        if self.max_length:
+            rows.append(("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"))
         if found.get("grouped"):
             rows.append(("experts", f"{found['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]

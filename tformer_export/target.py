@@ -1,9 +1,10 @@
 """Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
 
-cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and
-MultiHeadAttention over given keys and values. On CUDA the former has no float32 kernel and the latter cannot share its
-buffers, so cuda takes what portable takes: TensorScatter into the cache and plain matrix products. Which kernels these
-operators have is told by `passes/scaled.py`, `passes/scores.py` and, of caches in fewer bits, `quantize/caches.py`.
+cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over sequences
+that are read whole, MultiHeadAttention over other keys and values that are given. On CUDA the former has no float32
+kernel and the latter cannot share its buffers, so cuda takes what portable takes: TensorScatter into the cache and
+plain matrix products. Which kernels these operators have is told by `passes/scaled.py`, `passes/scores.py` and, of
+caches in fewer bits, `quantize/caches.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from tformer_export.capture import meta
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
-HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
-TURNED_MULTIPLE = 16  # and, to turn queries and keys, of this
+TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries and keys, of this
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Target:
             return False
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
-        return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+        return len(sizes) == 1 and sizes.pop() % operators.HEAD_MULTIPLE == 0 and query.dtype == torch.float32
 
     def turns(self, attention: CachedAttention) -> bool:
         """Whether that operator can turn queries and keys by their positions."""

@@ -145,7 +145,10 @@ class Inputs:
             return ids
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
-        return np.asarray(value, spec.dtype)
+        try:
+            return np.asarray(value, spec.dtype)
+        except (TypeError, ValueError) as error:  # what is no number, or rows of several lengths
+            raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
 
     def _match(self, wanted: Sequence[str], given: Mapping[str, Value]) -> None:
         if set(given) != set(wanted):

@@ -42,7 +42,7 @@ def run(model: ir.Model, longest: int) -> int:
     """The number of attentions that compute all scores at once. longest: the maximum length."""
     if longest <= SHORT:
         return 0
-    nodes = [node for node in model.graph.all_nodes() if node.op_type == "GroupQueryAttention"]
+    nodes = [node for node in model.graph.all_nodes() if node.op_type == "GroupQueryAttention" and node.inputs[PAST]]
     conditions: dict[tuple[ir.Graph, int], ir.Value] = {}
     for node in nodes:
         heads = node.attributes["num_heads"].as_int()

@@ -11,6 +11,7 @@ activations  data → what each product reads
 rounding     the integers of every matrix, by the best of these that there is data for
 simulate     quantisation without its kernels, to try a plan in no time
 quality      what a file computes against another, on data
+outputs      the same of a model that is run once
 search       the sensitivity of each matrix, and the mixture of bits that fits a budget
 plan         what `--quantize` comes to for one model
 frontier     the mixtures that were measured, as a picture
@@ -27,6 +28,7 @@ measure      what the quantised file does differently
 
 from tformer_export.quantize.caches import CACHES, hold_in_int8
 from tformer_export.quantize.measure import Degradation, measure
+from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick, measure_outputs
 from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
 from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
 
@@ -37,10 +39,13 @@ __all__ = [
     "THROUGHPUT",
     "Degradation",
     "Mixture",
+    "OutputDegradation",
+    "OutputYardstick",
     "Plan",
     "Planner",
     "Product",
     "hold_in_int8",
     "measure",
+    "measure_outputs",
     "quantize",
 ]

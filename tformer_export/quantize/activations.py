@@ -16,13 +16,12 @@ import onnx_ir as ir
 from tformer_export.assemble import nothing
 from tformer_export.quantize.gptq import Hessian
 from tformer_export.quantize.products import Matrix, find_matrices
-from tformer_export.quantize.samples import Sample
+from tformer_export.quantize.samples import Sample, of_one_length
 from tformer_export.write import write
 from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import BATCH, HIDDEN, KEY, Extra, Manifest
 
 AT_ONCE = 1 << 30  # bytes of the matrices that are summed in one pass over the data
-ROWS = 16
 
 
 def second_moments(
@@ -127,7 +126,7 @@ def _means(
     sums = {names: np.zeros((width, width), np.float32) for names, width in inputs.items()}
     rows = dict.fromkeys(inputs, 0)
     wanted = [name for names in inputs for name in names]
-    for batch in _of_one_length(samples):
+    for batch in of_one_length(samples):
         names = list(batch[0].request)
         requests = {name: [sample.request[name] for sample in batch] for name in names} or None
         if engine.manifest.decode is None:
@@ -143,13 +142,3 @@ def _means(
                 sums[own] += x.T @ x
                 rows[own] += len(x)
     return {names: total / max(1, rows[names]) for names, total in sums.items()}
-
-
-def _of_one_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Samples whose inputs are all of one length: none is padded, so that every row counts."""
-    alike: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in samples:
-        key = (len(sample.tokens), *(len(value) for value in sample.request.values()))
-        alike.setdefault(key, []).append(sample)
-    for group in alike.values():
-        yield from (group[at : at + ROWS] for at in range(0, len(group), ROWS))

@@ -95,7 +95,7 @@ def _kept(model: ir.Model, manifest: Manifest) -> list[_Kept]:
     numbers = {cache.past: i for i, cache in enumerate(manifest.decode.caches)}
     found: dict[int, _Kept] = {}
     for node in model.graph.all_nodes():
-        if node.op_type == "GroupQueryAttention":
+        if node.op_type == "GroupQueryAttention" and node.inputs[PAST_KEY] is not None:
             names = [value.name if value is not None else None for value in node.inputs]
             key, value = numbers[str(names[PAST_KEY])], numbers[str(names[PAST_VALUE])]
             size = int(manifest.decode.caches[key].shape[-1])

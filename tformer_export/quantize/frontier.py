@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from tformer_export.budget import TOKENS
 from tformer_export.quantize.plan import Mixture
 from tformer_runtime.errors import MissingExtraError, OutputError
 
@@ -24,21 +25,24 @@ def draw(mixture: Mixture, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     sizes = [point.size / 1e6 for point in mixture.frontier]
-    axes.plot(sizes, [100 * point.changed for point in mixture.frontier], "o-", color="tab:blue")
+    of_tokens = mixture.frontier[0].quality.meaning == TOKENS
+    axes.plot(sizes, [100 * point.quality.changed for point in mixture.frontier], "o-", color="tab:blue")
     axes.set_xlabel("matrices of products, MB")
-    axes.set_ylabel("tokens changed, %", color="tab:blue")
+    axes.set_ylabel(f"% {mixture.frontier[0].quality.meaning.whole}", color="tab:blue")
     axes.set_ylim(bottom=0)
     for i, (size, point) in enumerate(zip(sizes, mixture.frontier, strict=True)):
-        place = size, 100 * point.changed
+        place = size, 100 * point.quality.changed
         axes.annotate(f"{point.bits:.1f} bits", place, xytext=(4, 4), textcoords="offset points", fontsize=7)
         if i == mixture.chosen:
             axes.plot(*place, "*", color="tab:red", markersize=14, label="this file")
             axes.legend(loc="upper right")
     beside = axes.twinx()
-    beside.plot(sizes, [point.divergence for point in mixture.frontier], ".--", color="tab:gray", linewidth=0.8)
-    beside.set_ylabel("KL divergence, nats", color="tab:gray")
+    beside.plot(sizes, [point.quality.divergence for point in mixture.frontier], ".--", color="tab:gray", linewidth=0.8)
+    beside.set_ylabel("KL divergence, nats" if of_tokens else "relative squared error", color="tab:gray")
     beside.set_ylim(bottom=0)
-    axes.set_title(f"{mixture.positions} tokens, {mixture.budget} allowed", fontsize=9)
+    axes.set_title(
+        f"{mixture.positions} {mixture.frontier[0].quality.meaning.unit}, {mixture.budget} allowed", fontsize=9
+    )
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         figure.savefig(part, format="png", dpi=120)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tformer_export.budget import Budget
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import Sample
 from tformer_export.verify import TOLERANCE, Gate, decode_greedily, run_case
@@ -30,14 +31,9 @@ class Degradation:
     row_difference: float
     positions: int = 0
 
-    @property
-    def changed(self) -> float:
-        """Share of tokens."""
-        return 1 - self.token_agreement
-
-    @property
-    def perplexity_ratio(self) -> float:
-        return self.perplexity / self.perplexity_before
+    def beyond(self, budget: Budget) -> str | None:
+        """What is beyond the budget, as the middle of a sentence."""
+        return budget.exceeded(1 - self.token_agreement, self.perplexity / self.perplexity_before)
 
     def rows(self) -> list[tuple[str, str]]:
         return [

@@ -10,8 +10,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from tformer_export.budget import Budget
+from tformer_export.quantize.outputs import OutputQuality, OutputYardstick
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices
-from tformer_export.quantize.quality import Yardstick
+from tformer_export.quantize.quality import Quality, Yardstick
 from tformer_export.quantize.rounding import Rounding
 from tformer_export.quantize.samples import Sample, Samples
 from tformer_export.quantize.search import Found, Point, Search
@@ -23,14 +24,15 @@ from tformer_runtime.errors import ParityError
 from tformer_runtime.manifest import Manifest
 
 QUANTIZATIONS = ("none", "int8", "int4", "mixed")
-MIXED_BUDGET = Budget(perplexity=1.01)  # where none is given
+MIXED_BUDGET, MIXED_ONCE = Budget(perplexity=1.01), Budget(tokens=0.01)  # where none is given
 COARSE = 1024  # positions that a single matrix is measured on: divergence needs fewer than counts of tokens do
 
 
 @dataclass(frozen=True)
 class Layer:
     """A matrix in a report. products: the nodes that read it. divergence: bits → the KL divergence (nats) of the next
-    token's distribution when this matrix alone has so many bits, where that was measured."""
+    token's distribution when this matrix alone has so many bits, where that was measured; of a model that is run once,
+    the relative squared error of its outputs."""
 
     products: Sequence[str]
     shape: tuple[int, int]
@@ -41,25 +43,23 @@ class Layer:
 @dataclass(frozen=True)
 class Tried:
     """A mixture that was measured, by simulation. size: bytes of its matrices. bits: the mean of their weights, scales
-    not counted. layers: bits → how many matrices have so many. changed: share of tokens."""
+    not counted. layers: bits → how many matrices have so many."""
 
     size: int
     bits: float
     layers: Mapping[int, int]
-    changed: float
-    perplexity_ratio: float
-    divergence: float
+    quality: Quality | OutputQuality
 
     def __str__(self) -> str:
-        cost = f"{self.changed:.2%} of tokens, perplexity × {self.perplexity_ratio:.4f}"
-        return f"{self.size / 1e6:.2f} MB, {self.bits:.1f} bits: {cost}"
+        return f"{self.size / 1e6:.2f} MB, {self.bits:.1f} bits: {self.quality}"
 
 
 @dataclass(frozen=True)
 class Mixture:
     """The bits of a file's matrices, and the frontier that they were chosen from, the largest mixture first.
 
-    chosen: which of these. positions: tokens that each was measured on. layers: in the order of computation.
+    chosen: which of these. positions: tokens, or vectors, that each was measured on. layers: in the order of
+    computation.
     """
 
     budget: str
@@ -70,7 +70,8 @@ class Mixture:
 
     def rows(self) -> list[tuple[str, str]]:
         """The frontier as a table, label and text."""
-        rows = [("frontier", f"on {self.positions} tokens, {self.budget} allowed; * is this file")]
+        unit = self.frontier[0].quality.meaning.unit
+        rows = [("frontier", f"on {self.positions} {unit}, {self.budget} allowed; * is this file")]
         return rows + [("*" if i == self.chosen else "", str(tried)) for i, tried in enumerate(self.frontier)]
 
 
@@ -110,6 +111,16 @@ class Planner:
     def rounding(self) -> Rounding:
         return Rounding(self.model, self.matrices)
 
+    @cached_property
+    def yardstick(self) -> Yardstick | OutputYardstick:
+        """The unquantised file on all samples that are measured on."""
+        return self._yardstick(self.samples.measured)
+
+    def _yardstick(self, samples: Sequence[Sample]) -> Yardstick | OutputYardstick:
+        return (
+            OutputYardstick(self.before, samples) if self.manifest.decode is None else Yardstick(self.before, samples)
+        )
+
     def fit(self, bits: Sequence[int]) -> None:
         """Make integers by GPTQ on the samples that are there for it."""
         with removed(self.folder / "inputs.onnx") as path:
@@ -139,11 +150,10 @@ class Planner:
 
     def _search(self, budget: Budget) -> Found:
         """Measure mixtures by simulation."""
-        yardstick = Yardstick(self.before, self.samples.measured)
-        coarse = Yardstick(self.before, _first(self.samples.measured, COARSE))
+        coarse = self._yardstick(_first(self.samples.measured, COARSE))
         with removed(self.folder / "simulated.onnx") as path:
             simulation = Simulation(self.model, self.manifest, self.rounding.dequantised, path)
-            return Search(simulation, yardstick, coarse).run(budget)
+            return Search(simulation, self.yardstick, coarse).run(budget)
 
     def _plan(self, bits: Mapping[str, int], mixture: Mixture | None = None) -> Plan:
         plan = Plan(mixture=mixture)
@@ -171,8 +181,7 @@ def _nearest(found: Found) -> str:
 
 def _tried(point: Point) -> Tried:
     counts = {bits: sum(b == bits for b in point.plan.values()) for bits in sorted(set(point.plan.values()))}
-    quality = point.quality
-    return Tried(point.size, point.bits, counts, quality.changed, quality.perplexity_ratio, quality.divergence)
+    return Tried(point.size, point.bits, counts, point.quality)
 
 
 def _first(samples: Sequence[Sample], positions: int) -> Sequence[Sample]:

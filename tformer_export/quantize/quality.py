@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tformer_export.budget import TOKENS, Budget, Meaning
 from tformer_export.quantize.samples import Sample
 from tformer_runtime.engine import Engine
 
@@ -43,12 +44,25 @@ class Quality:
     def perplexity_ratio(self) -> float:
         return float(np.exp(self.loss - self.before))
 
+    @property
+    def meaning(self) -> Meaning:
+        return TOKENS
+
+    def beyond(self, budget: Budget) -> str | None:
+        """What is beyond the budget, as the middle of a sentence."""
+        return budget.exceeded(self.changed, self.perplexity_ratio)
+
+    def __str__(self) -> str:
+        return f"{self.changed:.2%} of tokens, perplexity × {self.perplexity_ratio:.4f}"
+
 
 class Yardstick:
     """The unquantised file's distributions on samples, which others are held against.
 
     Memory: a float32 for each position and id of the vocabulary.
     """
+
+    meaning = TOKENS
 
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.samples = samples

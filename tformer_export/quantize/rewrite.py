@@ -3,8 +3,8 @@
 A product has two forms (`--optimize-for` says which of them a file has):
 
 rows   Each row of the activations is scaled by its own maximum and rounded to uint8 around 128, multiplied with int8
-       columns by MatMulInteger, and scaled back by row and column. All of it is standard operators, and a row's result
-       is its own: it is the same alone and in any batch, bit for bit.
+       columns by MatMulInteger, and scaled back by row and column. All of it is standard operators, but for the CPU's
+       encode stage, and a row's result is its own: it is the same alone and in any batch, bit for bit.
 few    MatMulNBits, which rounds activations in blocks of a row and reads weights faster, 4-bit ones as such; for more
        than two rows, or three, it is slower. It is in a branch of the decode stage for so many (`few.py`).
 
@@ -35,11 +35,20 @@ Relu before the first of these                                 6.1  15.7  50.5  
 Relu of the maximum alone, uint8 around 0 in steps of 1/255    4.9  10.1  29.2   99.3
 =============================================================  ===  ====  ====  =====
 
-Not faster behind it: DequantizeLinear by column or by row in the place of Cast and Mul, MatMulIntegerToFloat (7640 µs
-for 64 rows of 512 × 32000 and a scale by row after it, against 7914; 26.3 for one row of 512 × 2048 against 22.2). Row
-and column scales multiplied first would save a pass of the three (6539), but onnxruntime 1.31 takes that for
-MatMulIntegerToFloat, which has one scale for all rows, and computes something else. Signed activations were forty times
-slower, having no VNNI kernel.
+For the CPU, QuantizeLinear in blocks as long as a row divides too, to the same integers: of 512 rows of 1536 numbers it
+takes the 220 µs that it takes after Reciprocal and Mul, which took 300 (one thread, AVX-512 and AMX). It wants a zero
+for each row, which one more QuantizeLinear makes. A Gelu's result is bounded by its maximum and 0.17, so that Abs, 270
+µs there, is not needed behind it.
+
+In the encode stage, whose rows are many, MatMulIntegerToFloat casts and scales by column as it multiplies: of 512 rows
+of 384 × 1536 it takes 740 µs and MatMulInteger, Cast and Mul 950; for a step of one row it is no faster. Its scale of
+activations is 1, for each row has its own.
+
+Not faster behind it: DequantizeLinear by column or by row in the place of Cast and Mul, nor, for decoding,
+MatMulIntegerToFloat (7640 µs for 64 rows of 512 × 32000 and a scale by row after it, against 7914; 26.3 for one row of
+512 × 2048 against 22.2). Row and column scales multiplied first would save a pass of the three (6539), but onnxruntime
+1.31 takes that for MatMulIntegerToFloat, which has one scale for all rows, and computes something else. Signed
+activations were forty times slower, having no VNNI kernel.
 """
 
 from __future__ import annotations
@@ -73,10 +82,12 @@ WITHIN_ROWS = {
 }
 SMALLEST = 1024  # numbers; smaller products gain nothing
 CENTRE = 128  # of uint8 activations
+GELU = 0.1701  # x Φ(x) is above its negative, and so is the form with tanh
 POSITIVE = 255  # steps of activations that are not negative
 LARGE = 1 << 22  # numbers of a matrix that has two forms in a balanced file
 FEW = {8: 2, 4: 3}  # bits → new tokens up to which MatMulNBits is the faster
 CONTRIB = "com.microsoft"
+ENCODE = "encode"  # the graph whose products have many rows
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
 
 Bits = int | Mapping[str, int] | Callable[[str], int]
@@ -119,6 +130,7 @@ def quantize(
     optimize_for: str = THROUGHPUT,
     step: str | None = None,
     ready: Mapping[str, weights.Integers] = MappingProxyType({}),
+    on_cpu: bool = False,
 ) -> Quantised:
     """Rewrite in place. One pass over the weights.
 
@@ -126,6 +138,7 @@ def quantize(
     is an embedding too has 8. optimize_for: which products have the form for few rows; none, all, or large ones.
     step: the graph input that tells how many new tokens there are; without it they are not known to be few.
     ready: integers of products by name, as `weights` gives them; those that are not named are rounded to nearest.
+    on_cpu: onnxruntime's own operators may be used, and what is fast there.
     """
     wanted = WANTED[optimize_for]
     bits_of = _by_name(bits)
@@ -134,7 +147,7 @@ def quantize(
         node.name = node.name or f"product of {node.outputs[0].name}"
     widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(FEW)
     branches = few.branch(model, step, max(FEW[width] for width in widths)) if widths and step is not None else None
-    rewriter = _Rewriter(model, bits_of, branches, wanted, ready)
+    rewriter = _Rewriter(model, bits_of, branches, wanted, ready, on_cpu)
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
@@ -182,7 +195,9 @@ class _Rewriter:
         branches: few.Branches | None,
         wanted: Callable[[int], bool],
         ready: Mapping[str, weights.Integers],
+        on_cpu: bool,
     ) -> None:
+        self.on_cpu = on_cpu
         self.model, self.bits, self.branches = model, bits, branches
         self.few = branches and branches.few
         self.made = Quantised()
@@ -256,18 +271,25 @@ class _Rewriter:
         _replace(graph, node, last, [product])
 
     def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
-        rows, row_scale, zero = self._rows(graph, node)
+        rows, row_scale, zero = self._rows(graph, node, matrix)
         scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
-        product = ir.node("MatMulInteger", [rows, matrix.columns(self._home(graph)), zero], name=f"{name}.integer")
-        number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
-        by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
-        made = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
+        columns = matrix.columns(self._home(graph))
+        if self.on_cpu and graph.name == ENCODE:
+            inputs = [rows, columns, self.store.constant("quantise.unit", np.float32(1)), scale, zero]
+            self.model.graph.opset_imports.setdefault(CONTRIB, 1)
+            made = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
+            made.append(ir.node("Mul", [made[0].outputs[0], row_scale], name=f"{name}.by_row"))
+        else:
+            product = ir.node("MatMulInteger", [rows, columns, zero], name=f"{name}.integer")
+            number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
+            by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
+            made = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
         bias, last = _bias_of(node)
         if bias is not None:
             made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
         _replace(graph, node, last, made)
 
-    def _rows(self, graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+    def _rows(self, graph: ir.Graph, node: ir.Node, matrix: Matrix) -> tuple[ir.Value, ir.Value, ir.Value]:
         """uint8 rows of a product's operand, their float scales (…, 1), and where zero is among the former.
 
         Made once for all who read it. x · (1 / maximum) rounds to 1 + 2⁻²³ at most, so nothing is clipped but what Relu
@@ -282,29 +304,57 @@ class _Rewriter:
             axis = self.store.constant("quantise.axis", np.array([-1], np.int64))
             if positive:
                 assert above is not None
+                assert above.inputs[0] is not None
                 source, steps, centre = above.inputs[0], POSITIVE, 0
                 made.append(ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest"))
                 made.append(ir.node("Relu", [made[-1].outputs[0]], name=f"{name}.most"))
+            elif is_gelu(value):
+                source, steps, centre = value, weights.LEVELS, CENTRE
+                least = self.store.constant("quantise.gelu", np.float32(GELU))
+                made.append(ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest"))
+                made.append(ir.node("Max", [made[-1].outputs[0], least], name=f"{name}.most"))
             else:
                 source, steps, centre = value, weights.LEVELS, CENTRE
                 made.append(ir.node("Abs", [source], name=f"{name}.size"))
                 made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
-            if may_be_empty(value):  # of no rows, (0, K), onnxruntime 1.31 takes the maxima to be (0, K) too
+            empty = may_be_empty(value)
+            if empty:  # of no rows, (0, K), onnxruntime 1.31 takes the maxima to be (0, K) too
                 bounds = [self.store.constant(f"quantise.at.{i}", np.array([i], np.int64)) for i in (0, 1)]
                 made.append(ir.node("Slice", [made[-1].outputs[0], *bounds, axis], name=f"{name}.single"))
             step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
             zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
             self.made.narrow[str(step.name)] = "float32", 1 / (steps // 2)
             self.made.narrow[str(zero.name)] = "uint8", centre // 2
-            scale = ir.node("Mul", [made[-1].outputs[0], step], name=f"{name}.scale")
-            made += [scale, ir.node("Reciprocal", [scale.outputs[0]], name=f"{name}.inverse")]
-            made.append(ir.node("Mul", [source, made[-1].outputs[0]], name=f"{name}.ratio"))
-            unit = self.store.constant("quantise.unit", np.float32(1))
-            made.append(ir.node("QuantizeLinear", [made[-1].outputs[0], unit, zero], name=f"{name}.uint8"))
+            most = made[-1].outputs[0]
+            scale = ir.node("Mul", [most, step], name=f"{name}.scale")
+            made += [scale, *self._divided(name, source, most, scale.outputs[0], zero, 0 if empty else matrix.shape[0])]
             _name_outputs(made)
             graph.insert_before(node, made)
             self.rows[key] = made[-1].outputs[0], scale.outputs[0], zero
         return self.rows[key]
+
+    def _divided(
+        self, name: str, source: ir.Value, most: ir.Value, scale: ir.Value, zero: ir.Value, inner: int
+    ) -> list[ir.Node]:
+        """Rows over their scales, rounded. inner: how long a row is, or 0 if there may be none, which the blocks of
+        onnxruntime 1.31 cannot have."""
+        if not self.on_cpu or not inner:
+            inverse = ir.node("Reciprocal", [scale], name=f"{name}.inverse")
+            ratio = ir.node("Mul", [source, inverse.outputs[0]], name=f"{name}.ratio")
+            unit = self.store.constant("quantise.unit", np.float32(1))
+            return [inverse, ratio, ir.node("QuantizeLinear", [ratio.outputs[0], unit, zero], name=f"{name}.uint8")]
+        # Where zero is, for each row: what becomes of a number that is divided by infinity.
+        never = self.store.constant("quantise.never", np.float32(np.inf))
+        centres = ir.node("QuantizeLinear", [most, never, zero], name=f"{name}.centres")
+        by_row = {"axis": -1, "block_size": inner}
+        inputs = [source, scale, centres.outputs[0]]
+        return [centres, ir.node("QuantizeLinear", inputs, by_row, name=f"{name}.uint8")]
+
+
+def is_gelu(value: ir.Value) -> bool:
+    """Whether a product's operand is a Gelu's result, which is nowhere below −GELU: what is largest bounds it."""
+    above = value.producer()
+    return above is not None and above.op_type == "Gelu"
 
 
 def is_positive(value: ir.Value) -> bool:

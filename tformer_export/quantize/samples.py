@@ -3,12 +3,14 @@
 A line of `--calibration FILE` is a text that a model without an encoder goes on from; or a source and its target with a
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
-as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name.
+as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
+line is a text, whatever is in it, or JSON of its inputs, numbers where they are no ids.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,11 +26,13 @@ from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.model import Model
+from tformer_runtime.requests import request_arrays
 
 HELD_OUT = 4  # every so manyth line is measured on and not fitted to
 FEWEST = 8  # lines
 MOST = 65536  # positions that are fitted to
 MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB
+AT_ONCE = 16  # samples of one length
 ROWS, LENGTH = 64, 24  # of random requests, where there is no file
 LONGEST = 128  # tokens that are decoded where a line has no target
 
@@ -36,7 +40,7 @@ LONGEST = 128  # tokens that are decoded where a line has no target
 @dataclass(frozen=True)
 class Sample:
     """request: each request input, without its batch axis. tokens: of the step input, as many as the model holds at
-    most; those before `scored` are given, the others are predicted."""
+    most; those before `scored` are given, the others are predicted. A model that is run once has none."""
 
     request: Mapping[str, np.ndarray]
     tokens: np.ndarray
@@ -44,8 +48,13 @@ class Sample:
 
     @property
     def positions(self) -> int:
-        """How many tokens are predicted."""
-        return len(self.tokens) - self.scored
+        """How many tokens are predicted; of a model that is run once, the length of its longest input."""
+        return len(self.tokens) - self.scored if len(self.tokens) else max(map(len, self.request.values()), default=0)
+
+
+def once(request: Mapping[str, np.ndarray]) -> Sample:
+    """What a model that is run once reads."""
+    return Sample(request, np.zeros(0, np.int64), 0)
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,17 @@ class Samples:
 
 
 def draw_samples(gate: Gate, engine: Engine) -> Samples:
-    """What the unquantised file decodes greedily from random requests, to measure on.
+    """What the unquantised file decodes greedily from random requests, to measure on; these alone where it is run once.
 
     Not to fit to: that is better on average and worse at its worst (a sentence encoder in 4 bits: mean cosine with the
     unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
     """
+    every = 3 + np.arange(ROWS) % 16
+    if engine.manifest.decode is None:
+        return Samples((), [once(gate.draw_request(int(n))) for n in every])
     longest = engine.manifest.max_length
     drawn: list[Sample] = []
-    for lengths in np.array_split(3 + np.arange(ROWS) % 16, 4):
+    for lengths in np.array_split(every, 4):
         starts = [gate.start(longest) for _ in lengths]
         requests = [gate.draw_request(int(n)) for n in lengths]
         steps = min(LENGTH, longest - len(starts[0]))
@@ -94,7 +106,7 @@ def read_samples(path: Path, engine: Engine) -> Samples:
     """
     fitted: list[Sample] = []
     measured: list[Sample] = []
-    room = [MOST, max(1, MOST_LOGITS // int(engine.decode.logits.shape[-1]))]
+    room = [MOST, max(1, MOST_LOGITS // _numbers(engine.manifest))]
     for number, sample in enumerate(read_lines(path, engine), 1):
         use = number % HELD_OUT == 0
         if room[use] > 0:
@@ -102,10 +114,11 @@ def read_samples(path: Path, engine: Engine) -> Samples:
             (fitted, measured)[use].append(sample)
         elif max(room) <= 0:
             break
+    is_once = engine.manifest.decode is None
     if len(fitted) + len(measured) < FEWEST:
         raise OptionError(
-            f"{path} holds {len(fitted) + len(measured)} lines with a target to predict: give {FEWEST} or more, some "
-            "hundreds for a sound measure"
+            f"{path} holds {len(fitted) + len(measured)} lines{' with a target to predict' * (not is_once)}: give "
+            f"{FEWEST} or more, some hundreds for a sound measure"
         )
     return Samples(fitted, measured)
 
@@ -115,22 +128,40 @@ def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Ite
 
     InputError names the line that cannot be used; OptionError, the file that cannot.
     """
-    return _completed(_Reader(engine.manifest, option).samples(path), engine)
+    samples = _Reader(engine.manifest, option).samples(path)
+    return _completed(samples, engine) if engine.manifest.decode is not None else samples
+
+
+def _numbers(manifest: Manifest) -> int:
+    """How many a file gives for a position."""
+    if manifest.decode is not None:
+        return int(manifest.decode.logits.shape[-1])
+    assert manifest.encode is not None
+    return math.prod(size for size in manifest.encode.outputs[0].shape if isinstance(size, int))
+
+
+def of_one_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples whose inputs are all of one size, a few at a time: none is padded, so that every row counts."""
+    alike: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in samples:
+        sizes = (size for value in sample.request.values() for size in value.shape)
+        alike.setdefault((len(sample.tokens), *sizes), []).append(sample)
+    for group in alike.values():
+        yield from (group[at : at + AT_ONCE] for at in range(0, len(group), AT_ONCE))
 
 
 class _Reader:
     """Lines → samples; one without a target, where the model has to make it, has no tokens beyond the first."""
 
     def __init__(self, manifest: Manifest, option: str) -> None:
-        assert manifest.decode is not None
         self.option = option
-        self.inputs, self.manifest, self.step = Inputs(manifest), manifest, manifest.decode.step.name
+        self.inputs, self.manifest = Inputs(manifest), manifest
+        self.step = manifest.decode.step.name if manifest.decode else None
         sources = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
-        floats = [spec.name for spec in sources if spec.role == "data" and not np.issubdtype(spec.dtype, np.integer)]
-        if floats:
-            raise OptionError(f"lines of {option} hold text or ids, and {floats[0]} takes neither: leave them out")
-        names = [spec.name for spec in sources] or [self.step]
-        self.plain = len(names) == 1 and all(name in manifest.tokenizer_of for name in (*names, self.step))
+        steps = [self.step] if self.step is not None else []
+        names = [spec.name for spec in sources] or steps
+        texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
+        self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
 
     def samples(self, path: Path) -> Iterator[Sample]:
@@ -151,6 +182,10 @@ class _Reader:
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)
         request, tokens, start = self.inputs.parts(source)
+        if self.manifest.encode is not None:
+            request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
+        if self.step is None:
+            return once(request)
         scored = max(start, 1)
         if self.manifest.encode is not None:
             scored = len(tokens)
@@ -164,7 +199,7 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
-        if self.plain and self.manifest.encode is None:
+        if self.plain and (self.manifest.encode is None or self.step is None):
             return line, None
         if self.plain:
             source, *target = line.split("\t")
@@ -177,7 +212,7 @@ class _Reader:
             raise InputError(
                 f"it is not JSON ({error}), such as [5, 9] or {{{json.dumps(self.source)}: [5, 9]}}"
             ) from error
-        if isinstance(value, dict) and self.manifest.encode is not None:
+        if isinstance(value, dict) and self.manifest.encode is not None and self.step is not None:
             target = value.pop(self.step, None)
             return value, target
         return value, None
@@ -200,4 +235,4 @@ def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
 
 
 def _lacks_target(sample: Sample, engine: Engine) -> bool:
-    return engine.manifest.encode is not None and not sample.positions
+    return engine.manifest.encode is not None and len(sample.tokens) <= sample.scored

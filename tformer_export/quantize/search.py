@@ -1,6 +1,7 @@
 """Bits where they matter: what each matrix loses in few bits by itself, and the mixtures of bits that follow from it.
 
-The sensitivity of a matrix is the KL divergence of the next token's distribution when it alone is in so many bits. The
+The sensitivity of a matrix is the KL divergence of the next token's distribution when it alone is in so many bits, or,
+of a model that is run once, the relative squared error of its outputs. The
 steps of all matrices (float → 8 bits → 4) are put in the order of what they lose for each byte that they save, which
 makes a path of mixtures from float to 4 bits throughout, each smaller than the one before. Losses need not add
 up, so nothing is believed that was not measured as a whole: points spread over the path, which are the frontier
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tformer_export.budget import Budget
+from tformer_export.quantize.outputs import OutputQuality, OutputYardstick
 from tformer_export.quantize.products import Matrix
 from tformer_export.quantize.quality import Quality, Yardstick
 from tformer_export.quantize.simulate import Simulation
@@ -20,6 +22,7 @@ from tformer_export.quantize.simulate import Simulation
 POINTS = 8  # of the frontier, beside 8 bits throughout and those that the bisection meets
 
 Sensitivities = dict[str, dict[int, float]]  # matrix → bits → divergence
+Measuring = Yardstick | OutputYardstick
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,10 @@ class Point:
     plan: Mapping[str, int]
     size: int
     bits: float
-    quality: Quality
+    quality: Quality | OutputQuality
 
     def is_within(self, budget: Budget) -> bool:
-        return budget.exceeded(self.quality.changed, self.quality.perplexity_ratio) is None
+        return self.quality.beyond(budget) is None
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Search:
     """Measures mixtures of bits, each at the cost of a pass over the samples of the yardstick; single matrices are
     measured with the coarse one."""
 
-    def __init__(self, simulation: Simulation, yardstick: Yardstick, coarse: Yardstick) -> None:
+    def __init__(self, simulation: Simulation, yardstick: Measuring, coarse: Measuring) -> None:
         self.simulation, self.yardstick, self.coarse = simulation, yardstick, coarse
         self.matrices = simulation.matrices
 

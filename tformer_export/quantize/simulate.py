@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from tformer_export.quantize import weights
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
-from tformer_export.quantize.rewrite import POSITIVE, is_positive
+from tformer_export.quantize.rewrite import GELU, POSITIVE, is_gelu, is_positive
 from tformer_export.write import write
 from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import KEY, Manifest
@@ -140,7 +140,9 @@ def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
         made.append(node)
         return node.outputs[0]
 
-    most = add("ReduceMax", add("Abs", value), axis, keepdims=1)
+    if is_gelu(value):
+        least = _constant(model, "simulate.gelu", np.float32(GELU))
+    most = add("ReduceMax", value if is_gelu(value) else add("Abs", value), axis, keepdims=1)
     scale = add("Mul", add("Max", most, least), step)
     add("Mul", add("Round", add("Div", value, scale)), scale)
     return made

@@ -187,7 +187,7 @@ def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
     assert plan.bits[loud.name] > 4
     assert list(plan.bits.values()).count(4) >= 3
     chosen = mixture.frontier[mixture.chosen]
-    assert chosen.changed <= 0.15 < mixture.frontier[-1].changed
+    assert chosen.quality.changed <= 0.15 < mixture.frontier[-1].quality.changed
     assert [p.size for p in mixture.frontier] == sorted((p.size for p in mixture.frontier), reverse=True)
     assert [p.mixture.frontier[p.mixture.chosen].size for p in plans] == sorted(
         p.mixture.frontier[p.mixture.chosen].size for p in plans

@@ -137,7 +137,7 @@ def test_packed_numbers_are_read_back(inner, columns, block, bits):
     assert not read[:, inner:].any()
 
 
-def projection(inner, relu=False):
+def projection(inner, relu=False, between="Tanh", name="graph"):
     """ids (batch, new) → an embedding → a hidden layer → logits, with biases."""
     random = np.random.default_rng(inner)
     held = {
@@ -150,12 +150,12 @@ def projection(inner, relu=False):
         helper.make_node("Gather", ["table", "ids"], ["x"]),
         helper.make_node("MatMul", ["x", "w1"], ["p"], name="up"),
         helper.make_node("Add", ["p", "b1"], ["h"]),
-        helper.make_node("Relu" if relu else "Tanh", ["h"], ["a"]),
+        helper.make_node("Relu" if relu else between, ["h"], ["a"]),
         helper.make_node("MatMul", ["a", "w2"], ["y"], name="out"),
     ]
     graph = helper.make_graph(
         nodes,
-        "graph",
+        name,
         [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "new"])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "new", VOCABULARY])],
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in held.items()],
@@ -228,6 +228,24 @@ def test_behind_a_relu_activations_have_twice_the_steps():
     assert held["quantise.step.255"] == np.float32(1 / 255)
 
 
+@pytest.mark.parametrize("between", ["Gelu", "Relu", "Tanh"])
+@pytest.mark.parametrize(("on_cpu", "name"), [(False, "graph"), (True, "graph"), (True, "encode")])
+def test_the_forms_for_the_cpu_give_the_same(between, on_cpu, name):
+    """Behind a Gelu steps are those of its maximum, or of the 0.17 that it may be below zero."""
+    proto = projection(64, between=between, name=name)
+    model = ir.from_proto(proto)
+    quantize(model, on_cpu=on_cpu)
+    after = ir.to_proto(model)
+    kinds = [node.op_type for node in after.graph.node]
+    assert kinds.count("MatMulIntegerToFloat") == 2 * (name == "encode")
+    assert kinds.count("Reciprocal") == 2 * (not on_cpu)
+    assert kinds.count("Abs") == {"Gelu": 1, "Relu": 1, "Tanh": 2}[between]
+    ids = np.arange(VOCABULARY)[:, None]
+    expected, found = run(proto, ids), run(after, ids)
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
+    assert all(np.array_equal(run(after, ids[i : i + 1])[0], found[i]) for i in range(5))
+
+
 def test_a_row_of_zeros_gives_the_bias():
     proto = projection(64)
     table = next(t for t in proto.graph.initializer if t.name == "table")
@@ -236,7 +254,7 @@ def test_a_row_of_zeros_gives_the_bias():
     table.CopyFrom(numpy_helper.from_array(rows, "table"))
     proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("h", TensorProto.FLOAT, ["batch", "new", 72]))
     model = ir.from_proto(proto)
-    quantize(model)
+    quantize(model, on_cpu=True)
     bias = next(numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == "b1")
     assert np.array_equal(run(ir.to_proto(model), np.array([[5]]))[0, 0], bias)
 

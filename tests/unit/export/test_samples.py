@@ -114,13 +114,22 @@ def test_files_that_cannot_be_used(engine, tmp_path):
         read_samples(written(tmp_path, "cat\ttac", "a\tb", "b\ta"), engine())
 
 
-def test_an_input_that_is_neither_text_nor_ids(engine, tmp_path):
+def test_an_input_of_numbers(engine, tmp_path):
     toy = engine()
     encode = toy.manifest.encode
     sounds = replace(encode.inputs[0], role="data", dtype="float32")
     toy.manifest = replace(toy.manifest, encode=replace(encode, inputs=(sounds, *encode.inputs[1:])))
-    with pytest.raises(OptionError, match="lines of --calibration hold text or ids, and src takes neither"):
-        read_samples(written(tmp_path, "cat"), toy)
+    line = '{"src": [0.5, 2], "tgt": [4, 5]}'
+    (first, *_) = read_samples(written(tmp_path, *[line] * 8), toy).fitted
+    assert (first.request["src"].tolist(), first.request["src"].dtype) == ([0.5, 2.0], np.float32)
+    assert first.tokens[1:3].tolist() == [4, 5]
+    for bad, message in (
+        ("cat", "it is not JSON"),
+        ('{"src": ["a"], "tgt": [4]}', "input src takes an array of float32: could not convert"),
+        ('{"src": [[1]], "tgt": [4]}', "input src takes 1 axes a row, not 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_samples(written(tmp_path, bad), toy)
 
 
 def test_predictions_of_ragged_samples_are_those_of_each_alone(engine, tmp_path):
