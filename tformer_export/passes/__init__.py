@@ -17,6 +17,8 @@ def run_passes(model: ir.Model, longest: int, portable: bool = False) -> dict[st
     """
     changed: dict[str, int] = {}
     for p in STANDARD if portable else PASSES:
+        if p is scaled and longest <= scores.SHORT:
+            continue
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + p.run(model)
     changed["scores"] = scores.run(model, longest)

@@ -1,8 +1,11 @@
 """The scale of an attention on its queries instead of its scores, and from there in the weights that make them.
 
-onnxruntime's kernels for the products of a single row are the ones for a scale of 1. Attention over given keys and
-values, MultiHeadAttention with a mask, 8 heads of 64, one thread of a Xeon: times as fast as with the scale on its
-scores.
+onnxruntime's kernels for the products of a single row are the ones for a scale of 1. `scores.py` needs them.
+
+Attention over given keys and values would gain as well: MultiHeadAttention with a mask, 8 heads of 64, one thread of a
+Xeon, times as fast as with the scale on its scores. But the products of a single row sum the last columns in another
+order than the rest, so that a row's result would depend, in its last bits, on how long the context of its neighbours
+is. So it is left as it is. (GroupQueryAttention sees a row's own length alone.)
 
 ====  =========  ====  ================  ===================  ===================
 rows  positions  this  plain products,   GroupQueryAttention  the same, rows half
@@ -15,10 +18,9 @@ rows  positions  this  plain products,   GroupQueryAttention  the same, rows hal
 32    256        1.3   1.3               1.2                  2.7
 ====  =========  ====  ================  ===================  ===================
 
-With 4 heads of 32, 1.05 to 1.35. With four beams on each row of the context this is as fast as before, plain products
-slower (0.7 to 1.1), and GroupQueryAttention, which reads no padding, takes no several positions of several rows: it
-would need a file with both operators, and lengths that are proven from the mask. Batches are of like lengths, so that
-little of them is padding.
+With four beams on each row of the context scale 1 gains nothing, plain products lose (0.7 to 1.1), and
+GroupQueryAttention, which reads no padding, takes no several positions of several rows: it would need a file with both
+operators, and lengths that are proven from the mask. Batches are of like lengths, so that little of them is padding.
 """
 
 from __future__ import annotations
@@ -26,14 +28,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-ATTENTIONS = ("MultiHeadAttention", "GroupQueryAttention")
 
-
-def run(model: ir.Model) -> int:
+def run(model: ir.Model, operator: str = "GroupQueryAttention") -> int:
     """The number of attentions whose scale is 1 now. Where the queries are a projection's, nothing is left to compute;
     else they are multiplied."""
     found = 0
-    for node in [node for node in model.graph.all_nodes() if node.op_type in ATTENTIONS]:
+    for node in [node for node in model.graph.all_nodes() if node.op_type == operator]:
         held, query = node.attributes.get("scale"), node.inputs[0]
         packed = node.inputs[1] is None  # keys and values with the queries, in one tensor
         if held is None or held.as_float() == 1.0 or query is None or packed:

@@ -365,8 +365,8 @@ def is_positive(value: ir.Value) -> bool:
 
 
 def may_be_empty(value: ir.Value) -> bool:
-    """Whether a value is made of rows that were split by sizes which data tell, as those of a mixture's experts are:
-    (rows, columns), of no rows where nothing was for an expert."""
+    """Whether a value can be of no rows: it is made of some that were split by sizes which data tell, as those of a
+    mixture's experts are, (rows, columns), of no rows where nothing was for an expert; or it is one stage's alone."""
     seen: set[ir.Value] = set()
     todo = [value]
     while todo:
@@ -376,7 +376,7 @@ def may_be_empty(value: ir.Value) -> bool:
             continue
         seen.add(here)
         sizes = above.inputs[1] if above.op_type == "Split" and len(above.inputs) > 1 else None
-        if sizes is not None and sizes.const_value is None:
+        if above.op_type == "If" or (sizes is not None and sizes.const_value is None):
             return True
         if above.op_type in WITHIN_ROWS:
             todo += [v for v in above.inputs if v is not None]

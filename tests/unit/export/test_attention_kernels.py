@@ -68,8 +68,8 @@ def test_the_scale_goes_into_what_makes_the_queries(query):
     used = {name: array for name, array in held.items() if name == "weight" or biased}
     proto = model(nodes, inputs, ["y", "also"], used)
     after = ir.from_proto(proto)
-    assert scaled.run(after) == 1
-    assert scaled.run(after) == 0
+    assert scaled.run(after, "MultiHeadAttention") == 1
+    assert scaled.run(after, "MultiHeadAttention") == 0
     after = ir.to_proto(after)
     feeds = weights(x=(2, 3, WIDTH), k=(2, 5, WIDTH), v=(2, 5, WIDTH))
     found, also = session(after).run(["y", "also"], feeds)
