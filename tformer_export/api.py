@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
 from tformer_export.budget import Budget
-from tformer_export.pipeline import Compiled, compile_source
+from tformer_export.forms import CHOICES, DEFAULTS, Forms, few_rows, session_settings
+from tformer_export.pipeline import Compiled, Understood, understand
 from tformer_export.quantize import (
     GOALS,
     QUANTIZATIONS,
@@ -40,8 +41,10 @@ from tformer_export.source.hugging_face import from_transformers, is_transformer
 from tformer_export.source.module import from_module
 from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
+from tformer_export.tune import ROWS, Request, Tuning, requests
+from tformer_export.tune import tune as tune_forms
 from tformer_export.verify import Gate, ParityReport
-from tformer_export.write import data_file, write
+from tformer_export.write import data_file, removed, write
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
@@ -71,6 +74,7 @@ def export(
     min_speed: float | None = None,
     alignments: Wanted | None = None,
     hidden: str | Sequence[str] = (),
+    tune: bool = False,
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportReport:
@@ -103,6 +107,8 @@ def export(
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
         each step from then on, whether asked for or not; alignments cost about as much as the scores of those layers'
         attention.
+    tune: measure on this machine which forms of attention, norms, projections and kernels are the fastest, for batches
+        of 32, of one with optimize_for="latency", or of 1, 8 and 32 with "balanced", and keep these; see `tune.py`.
 
     Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
     number of operations, and memory of about four times the weights.
@@ -111,8 +117,10 @@ def export(
         raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
     if optimize_for not in GOALS:
         raise OptionError(f"optimize_for is one of {', '.join(GOALS)}, not {optimize_for!r}")
-    if optimize_for != THROUGHPUT and quantize == "none":
-        raise OptionError(f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too")
+    if optimize_for != THROUGHPUT and quantize == "none" and not tune:
+        raise OptionError(
+            f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too, or tune"
+        )
     if optimize_for != THROUGHPUT and target != "cpu":
         raise OptionError(
             f"{optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out either "
@@ -120,6 +128,10 @@ def export(
         )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    if tune and target != "cpu":
+        raise OptionError(
+            f"tune measures on this machine's CPU, which says nothing of the target {target}: leave out either of them"
+        )
     wanted = _Quantisation(
         quantize,
         optimize_for,
@@ -134,8 +146,8 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, mixture, products, size = _make(
-            source, out, wanted, target, max_length, clock, alignments, hidden
+        compiled, manifest, parity, degradation, mixture, products, tuning, size = _make(
+            source, out, wanted, target, max_length, clock, alignments, hidden, tune
         )
     return ExportReport(
         path=str(out),
@@ -151,6 +163,7 @@ def export(
         mixture=mixture,
         optimized_for=manifest.optimized_for,
         products=products,
+        tuning=tuning,
         seconds=clock.seconds,
         peak_memory=peak_memory(),
     )
@@ -184,12 +197,29 @@ def _make(
     clock: _Clock,
     alignments: Wanted | None,
     hidden: Sequence[str],
-) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], int]:
+    tune: bool,
+) -> tuple[
+    Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], Tuning | None, int
+]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if wanted.kind != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
-        compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
+        understood = understand(source, target, max_length, clock.stage, alignments, hidden)
+        compiled = understood.compile(stage=clock.stage)
+        forms, tuning = DEFAULTS, None
+        if tune:
+            with clock.stage("tune"), unchanged(source.module):
+                tuning = _tuned(understood, compiled, wanted, folder)
+                forms = tuning.forms
+                compiled = understood.compile(forms)
+                compiled.manifest = replace(
+                    compiled.manifest,
+                    optimized_for=wanted.optimize_for,
+                    forms=forms,
+                    session=session_settings(forms),
+                )
+        del understood
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
@@ -201,7 +231,7 @@ def _make(
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.kind != "none":
             manifest, degradation, mixture, products = _quantise(
-                compiled, manifest, gate, before, wanted, folder, clock
+                compiled, manifest, gate, before, wanted, folder, clock, forms
             )
             manifest = replace(
                 _with_parity(manifest, parity, degradation), quantization=wanted.kind, optimized_for=wanted.optimize_for
@@ -209,7 +239,34 @@ def _make(
         del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, mixture, products, size
+    return compiled, manifest, parity, degradation, mixture, products, tuning, size
+
+
+def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, folder: Path) -> Tuning:
+    """What is the fastest here, of what the model has. Quantised, it is measured with weights rounded to nearest."""
+    source, gate = understood.source, Gate(understood.source, compiled.inputs)
+
+    def asked(manifest: Manifest, forms: Forms) -> Manifest:
+        return replace(
+            manifest,
+            quantization=wanted.kind,
+            optimized_for=wanted.optimize_for,
+            forms=forms,
+            session=session_settings(forms),
+        )
+
+    def build(forms: Forms) -> Request:
+        made = understood.compile(forms)
+        manifest = asked(made.manifest, forms)
+        if wanted.kind != "none":
+            bits = 4 if wanted.kind == "int4" else 8
+            quantised = quantize_weights(made.model, bits, wanted.optimize_for, source.step, few_rows=few_rows(forms))
+            manifest = replace(manifest, narrow=quantised.narrow)
+        with removed(folder / "candidate.onnx") as path:  # a session has it mapped
+            return requests(gate, Engine(_save(made.model, manifest, path), device="cpu"))
+
+    compiled = replace(compiled, manifest=asked(compiled.manifest, DEFAULTS))
+    return tune_forms(build, [choice for choice in CHOICES if choice.applies(compiled)], ROWS[wanted.optimize_for])
 
 
 def _quantise(
@@ -220,6 +277,7 @@ def _quantise(
     wanted: _Quantisation,
     folder: Path,
     clock: _Clock,
+    forms: Forms,
 ) -> tuple[Manifest, Degradation, Mixture | None, dict[str, Product]]:
     """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse."""
     budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
@@ -237,7 +295,9 @@ def _quantise(
     for plan in plans:
         with clock.stage("quantise"):
             compiled.model = planner.model.clone()
-            made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
+            made = quantize_weights(
+                compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready, few_rows(forms)
+            )
             compiled.found["quantised"] = made.count
             manifest = replace(manifest, narrow=made.narrow)
             written = _save(compiled.model, manifest, folder / "quantised.onnx")

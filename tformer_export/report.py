@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tformer_export.quantize import Degradation, Mixture, Product
+from tformer_export.tune import Tuning
 from tformer_export.verify import ParityReport
 
 
@@ -38,7 +39,8 @@ class ExportReport:
 
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
-    kernels quantised products have; empty without quantisation.
+    kernels quantised products have; empty without quantisation. tuning: the forms that were measured on this machine,
+    and those that were kept; None where the defaults were taken as they are.
     """
 
     path: str
@@ -54,6 +56,7 @@ class ExportReport:
     mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
+    tuning: Tuning | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
 
@@ -99,6 +102,8 @@ class ExportReport:
             rows += self.degradation.rows()
         if self.mixture is not None:
             rows += self.mixture.rows()
+        if self.tuning is not None:
+            rows += self.tuning.table()
         rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows
