@@ -39,7 +39,7 @@ class ExportReport:
 
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
-    kernels quantised products have; empty without quantisation. tuning: the forms that were measured on this machine,
+    kernels quantised products have; what was tuned for; empty without either. tuning: the forms that were measured on this machine,
     and those that were kept; None where the defaults were taken as they are.
     """
 
@@ -72,7 +72,8 @@ class ExportReport:
 
     @property
     def _numbers(self) -> str:
-        return f"{self.quantization} for {self.optimized_for}" if self.optimized_for else self.quantization
+        quantised = self.quantization != "none" and self.optimized_for
+        return f"{self.quantization} for {self.optimized_for}" if quantised else self.quantization
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "parity": self.parity.to_dict()}
