@@ -19,6 +19,7 @@ import tformer_export.api as api
 from tformer_export import export
 from tformer_export.cli import command
 from tformer_export.forms import (
+    BIASED,
     CHOICES,
     FEW,
     NORMS,
@@ -74,7 +75,7 @@ class Everything(nn.Module):
         self.source, self.target = nn.Embedding(IDS, WIDTH), nn.Embedding(IDS, WIDTH)
         self.encoder, self.own, self.cross = Attention(), Attention(), Attention()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
-        self.root, self.out = RootMeanSquare(), nn.Linear(WIDTH, IDS)
+        self.root, self.wide, self.out = RootMeanSquare(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, IDS)
         at = torch.outer(torch.arange(LENGTH).float(), 100.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
         self.register_buffer("angles", torch.cat([at, at], 1))
 
@@ -90,6 +91,7 @@ class Everything(nn.Module):
         x = self.norms[0](x + self.encoder(x, x, keep))
         y = self.target(tgt)
         causal = torch.ones(tgt.shape[1], tgt.shape[1], dtype=torch.bool).tril()
+        y = F.gelu(self.wide(y))
         y = self.norms[1](y + self.own(self.root(y), self.root(y), causal, self.turn))
         return self.out(self.norms[2](y + self.cross(y, x, keep)))
 
@@ -262,6 +264,7 @@ CHANGES = {  # what a form that is not the default has more and less of
     NORMS.name: ("Sqrt", "RMSNormalization"),
     PROJECTIONS.name: ("MatMul", "Split"),
     RESIDUAL.name: None,
+    BIASED.name: None,
     THREADS.name: None,
 }
 OTHERS = [(choice, form) for choice in CHOICES if choice != FEW for form in choice.forms[1:]]
@@ -355,13 +358,13 @@ def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
     kept = {
         OF_STAGE["encode"].name: "products and softmax", OF_STAGE["decode"].name: "products and softmax",
         NORMS.name: NORMS.default, PROJECTIONS.name: PROJECTIONS.default, RESIDUAL.name: RESIDUAL.default,
-        FEW.name: "4 rows",
+        BIASED.name: BIASED.default, FEW.name: "4 rows",
     }  # fmt: skip
     if (os.cpu_count() or 1) > 1:
         kept[THREADS.name] = "one"
     assert report.tuning.forms == kept
     assert report.tuning.rows == (1,)
-    assert report.tuning.ratio == pytest.approx(0.9 ** (len(kept) - 3))
+    assert report.tuning.ratio == pytest.approx(0.9 ** (len(kept) - 4))
     assert report.tokens_equal
     manifest = read_manifest(path)
     assert manifest.forms == kept
