@@ -30,7 +30,7 @@ MARGIN = 0.03  # by which a form must be faster, beyond its spread
 ROUNDS, FEWEST = 7, 3
 READ = 32  # tokens of a request
 STEPS, STANDS_FOR = 8, 32  # that are run, and that a request is taken to have
-QUIET = 0.1  # seconds before each turn, in which the last one's threads stop spinning
+QUIET = 0.2  # seconds before each turn, in which the last one's threads stop spinning
 
 Request = Callable[[int], float]  # rows → seconds
 
@@ -85,7 +85,7 @@ class Tuning:
 
 
 def _told(trial: Trial) -> str:
-    times = ", ".join(f"{seconds * 1e3:.3g}" for seconds in trial.seconds.values())
+    times = ", ".join(f"{s * 1e3:.0f}" if s > 0.1 else f"{s * 1e3:.2g}" for s in trial.seconds.values())
     return f"{times} ms" if trial.ratio == 1 else f"{times} ms ({trial.ratio:.2f} ± {trial.spread:.2f} ×)"
 
 
