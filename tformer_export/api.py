@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
 from tformer_export.budget import COSINE, Budget
-from tformer_export.pipeline import Compiled, compile_source
+from tformer_export.forms import CHOICES, DEFAULTS, Forms, few_rows, session_settings
+from tformer_export.pipeline import Compiled, Understood, understand
 from tformer_export.quantize import (
     CACHES,
     GOALS,
@@ -46,8 +47,10 @@ from tformer_export.source.hugging_face import from_transformers, is_transformer
 from tformer_export.source.module import from_module
 from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
+from tformer_export.tune import ROWS, Request, Tuning, requests
+from tformer_export.tune import tune as tune_forms
 from tformer_export.verify import Gate, ParityReport
-from tformer_export.write import data_file, write
+from tformer_export.write import data_file, removed, write
 from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
@@ -80,6 +83,7 @@ def export(
     alignments: Wanted | None = None,
     hidden: str | Sequence[str] = (),
     shortlist: str | os.PathLike[str] | None = None,
+    tune: bool = False,
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportReport:
@@ -119,6 +123,8 @@ def export(
     shortlist: a text file, lines as of calibration, from which candidates for each source id are learned, so that a
         step computes the logits of those alone. For a model with an encoder that reads ids. ParityError if fewer than
         99.5 % of the lines decode greedily as with all ids.
+    tune: measure on this machine which forms of attention, norms, projections and kernels are the fastest, for batches
+        of 32, of one with optimize_for="latency", or of 1, 8 and 32 with "balanced", and keep these; see `tune.py`.
 
     Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
     number of operations, and memory of about four times the weights.
@@ -127,8 +133,10 @@ def export(
         raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
     if optimize_for not in GOALS:
         raise OptionError(f"optimize_for is one of {', '.join(GOALS)}, not {optimize_for!r}")
-    if optimize_for != THROUGHPUT and quantize == "none":
-        raise OptionError(f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too")
+    if optimize_for != THROUGHPUT and quantize == "none" and not tune:
+        raise OptionError(
+            f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too, or tune"
+        )
     if optimize_for != THROUGHPUT and target != "cpu":
         raise OptionError(
             f"{optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out either "
@@ -142,6 +150,10 @@ def export(
         raise OptionError(
             f"caches in {cache} need onnxruntime's own operator, as measured on the CPU: leave out either them or the "
             f"target {target}"
+        )
+    if tune and target != "cpu":
+        raise OptionError(
+            f"tune measures on this machine's CPU, which says nothing of the target {target}: leave out either of them"
         )
     wanted = _Quantisation(
         quantize,
@@ -163,8 +175,8 @@ def export(
         raise _no_encoder()
     clock = _Clock(progress)
     with source.ready():
-        compiled, manifest, parity, degradation, mixture, products, measured, size = _make(
-            source, out, wanted, target, max_length, clock, alignments, hidden, lines
+        compiled, manifest, parity, degradation, mixture, products, measured, tuning, size = _make(
+            source, out, wanted, target, max_length, clock, alignments, hidden, lines, tune
         )
     return ExportReport(
         path=str(out),
@@ -181,6 +193,7 @@ def export(
         mixture=mixture,
         optimized_for=manifest.optimized_for,
         products=products,
+        tuning=tuning,
         seconds=clock.seconds,
         peak_memory=peak_memory(),
         shortlist=measured,
@@ -240,6 +253,7 @@ def _make(
     alignments: Wanted | None,
     hidden: Sequence[str],
     lines: Path | None,
+    tune: bool,
 ) -> tuple[
     Compiled,
     Manifest,
@@ -248,13 +262,28 @@ def _make(
     Mixture | None,
     dict[str, Product],
     Measured | None,
+    Tuning | None,
     int,
 ]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if source.step is None:
         wanted = wanted.for_once()
     with _folder_beside(out) as folder:
-        compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
+        understood = understand(source, target, max_length, clock.stage, alignments, hidden)
+        compiled = understood.compile(stage=clock.stage)
+        forms, tuning = DEFAULTS, None
+        if tune:
+            with clock.stage("tune"), unchanged(source.module):
+                tuning = _tuned(understood, compiled, wanted, folder)
+                forms = tuning.forms
+                compiled = understood.compile(forms)
+                compiled.manifest = replace(
+                    compiled.manifest,
+                    optimized_for=wanted.optimize_for,
+                    forms=forms,
+                    session=session_settings(forms),
+                )
+        del understood
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         if lines is not None and not compiled.manifest.staged:
             raise _no_encoder()
@@ -271,7 +300,15 @@ def _make(
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.any:
             manifest, degradation, mixture, products = _quantise(
-                compiled, manifest, gate, before, wanted, folder, clock, lines is not None and wanted.kind != "none"
+                compiled,
+                manifest,
+                gate,
+                before,
+                wanted,
+                folder,
+                clock,
+                forms,
+                lines is not None and wanted.kind != "none",
             )
             manifest = _with_parity(manifest, parity, degradation)
         if wanted.kind != "none":
@@ -283,7 +320,7 @@ def _make(
                 manifest, measured = _add_shortlist(compiled.model, manifest, gate, lines, folder)
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
-    return compiled, manifest, parity, degradation, mixture, products, measured, size
+    return compiled, manifest, parity, degradation, mixture, products, measured, tuning, size
 
 
 def _no_encoder() -> OptionError:
@@ -314,6 +351,35 @@ def _add_shortlist(
     return replace(manifest, decode=replace(manifest.decode, shortlist=spec)), measured
 
 
+def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, folder: Path) -> Tuning:
+    """What is the fastest here, of what the model has. Quantised, it is measured with weights rounded to nearest."""
+    source, gate = understood.source, Gate(understood.source, compiled.inputs)
+
+    def asked(manifest: Manifest, forms: Forms) -> Manifest:
+        return replace(
+            manifest,
+            quantization=wanted.kind,
+            optimized_for=wanted.optimize_for,
+            forms=forms,
+            session=session_settings(forms),
+        )
+
+    def build(forms: Forms) -> Request:
+        made = understood.compile(forms)
+        manifest = asked(made.manifest, forms)
+        if wanted.kind != "none":
+            bits = 4 if wanted.kind == "int4" else 8
+            quantised = quantize_weights(
+                made.model, bits, wanted.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True
+            )
+            manifest = replace(manifest, narrow=quantised.narrow)
+        with removed(folder / "candidate.onnx") as path:  # a session has it mapped
+            return requests(gate, Engine(_save(made.model, manifest, path), device="cpu"))
+
+    compiled = replace(compiled, manifest=asked(compiled.manifest, DEFAULTS))
+    return tune_forms(build, [choice for choice in CHOICES if choice.applies(compiled)], ROWS[wanted.optimize_for])
+
+
 def _quantise(
     compiled: Compiled,
     manifest: Manifest,
@@ -322,6 +388,7 @@ def _quantise(
     wanted: _Quantisation,
     folder: Path,
     clock: _Clock,
+    forms: Forms,
     columns: bool,
 ) -> tuple[Manifest, Degradation | OutputDegradation, Mixture | None, dict[str, Product]]:
     """Plan, rewrite and measure, for a mixture with more bits while the file is beyond the budget; or refuse.
@@ -363,6 +430,7 @@ def _quantise(
                     wanted.optimize_for,
                     gate.source.step,
                     plan.ready,
+                    few_rows=few_rows(forms),
                     on_cpu=manifest.target == "cpu",
                 )
                 compiled.found["quantised"], products = made.count, made.products

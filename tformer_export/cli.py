@@ -87,6 +87,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     help="Learn from lines as of --calibration which ids go with a source, and compute the logits of these alone.",
 )
 @click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
+@click.option(
+    "--tune", is_flag=True, help="Measure on this machine which forms of operators are the fastest, and keep them."
+)
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
 @click.option("--trust-pickle", is_flag=True, help="Load a pickled module, which runs the code that it names.")
 @click.option("--force", is_flag=True, help="Overwrite the output.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -18,6 +18,7 @@ from tformer_export.branches import limit_by_branches
 from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line, vocabulary
 from tformer_export.describe import describe
 from tformer_export.explain import said
+from tformer_export.forms import DEFAULTS, Forms
 from tformer_export.hidden import WithHidden, find_modules
 from tformer_export.inputs import About, about_inputs
 from tformer_export.last import give_every_position
@@ -72,6 +73,72 @@ class Compiled:
     gives_last: bool = False
 
 
+@dataclass(frozen=True)
+class _Lowered:
+    """Both stages, encode first, as programs and as ONNX models that nothing has been done to yet."""
+
+    programs: tuple[Program | None, Program | None]
+    models: tuple[ir.Model | None, ir.Model | None]
+    contexts: tuple[Context, ...]
+    length: int
+    found: dict[str, int]
+
+
+@dataclass
+class Understood:
+    """A source whose graph has been captured and read, from which files of several forms can be compiled.
+
+    extras: of encode, and of decode. lowered: what files of other forms are made of too.
+    """
+
+    source: Source
+    target: str
+    captured: Captured
+    level: Mapping[Node, Level]
+    extras: tuple[list[Extra], list[Extra]]
+    inputs: dict[str, About]
+    attentions: int
+    gives_last: bool
+    max_length: int | None
+    lowered: dict[Target, _Lowered] = field(default_factory=dict)
+
+    def compile(self, forms: Forms = DEFAULTS, stage: Stage = lambda name: nullcontext()) -> Compiled:
+        """Stage, lower, assemble, clean up: seconds, by the number of operations; less from the second time on, for
+        forms that these stages do not know of. forms: of `tformer_export.forms`."""
+        chosen = TARGETS[self.target].in_forms(forms)
+        if chosen not in self.lowered:
+            self.lowered[chosen] = self._lower(chosen, stage)
+        low = self.lowered[chosen]
+        with stage("passes"):
+            model = assemble(*(lowered and lowered.clone() for lowered in low.models))
+            passes = run_passes(model, low.length, forms, portable=self.target == "portable")
+            chosen.check(model)
+        shares = passes.get("shared", 0) > 0
+        manifest = describe(
+            self.source, *low.programs, self.inputs, max_length=low.length, target=self.target, shares_context=shares
+        )
+        decode = low.programs[1]
+        landmarks = Landmarks(
+            self.captured, low.contexts, tuple(decode.caches) if decode else (), (*self.extras[0], *self.extras[1])
+        )
+        found = {"attentions": self.attentions, **low.found, **passes}
+        return Compiled(model, manifest, self.inputs, landmarks, found, self.gives_last)
+
+    def _lower(self, target: Target, stage: Stage) -> _Lowered:
+        with stage("staging"):
+            encode, decode, contexts, length, found = _stage(
+                self.captured, self.level, self.extras, self.source, self.inputs, target, self.max_length
+            )
+        limits = {about.max_length for about in self.inputs.values() if about.max_length}
+        models = []
+        with stage("lowering"):
+            for program in (encode, decode):
+                if program is not None:
+                    found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
+                models.append(to_onnx(program, target.opset, min(limits, default=None)) if program else None)
+        return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
+
+
 def compile_source(
     source: Source,
     target: str,
@@ -80,12 +147,23 @@ def compile_source(
     alignments: Wanted | None = None,
     hidden: Sequence[str] = (),
 ) -> Compiled:
-    """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be.
+    """Source → compiled model, in the forms that are the default. Arguments and errors as of `understand`."""
+    return understand(source, target, max_length, stage, alignments, hidden).compile(stage=stage)
+
+
+def understand(
+    source: Source,
+    target: str,
+    max_length: int | None = None,
+    stage: Stage = lambda name: nullcontext(),
+    alignments: Wanted | None = None,
+    hidden: Sequence[str] = (),
+) -> Understood:
+    """Capture, recognise attention, find binding times. UnsupportedModelError says what cannot be.
 
     `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments` and
     `hidden` as in `export`; OptionError if the model does not have them.
     """
-    chosen = TARGETS[target]
     with stage("capture"):
         captured = _sound(source, hidden)
         gives_last = give_every_position(captured)
@@ -100,22 +178,7 @@ def compile_source(
         merge_equal(captured)
         level = binding_times(captured)
         extras = find_extras(captured, level)
-        encode, decode, contexts, length, found = _stage(captured, level, extras, source, inputs, chosen, max_length)
-    with stage("lowering"):
-        models = []
-        for program in (encode, decode):
-            if program is not None:
-                found["grouped"] = found.get("grouped", 0) + chosen.lower(program.module)
-            limits = {about.max_length for about in inputs.values() if about.max_length}
-            models.append(to_onnx(program, chosen.opset, min(limits, default=None)) if program is not None else None)
-    with stage("passes"):
-        model = assemble(*models)
-        passes = run_passes(model, length, portable=target == "portable")
-        chosen.check(model)
-    shares = passes.get("shared", 0) > 0
-    manifest = describe(source, encode, decode, inputs, max_length=length, target=target, shares_context=shares)
-    landmarks = Landmarks(captured, contexts, tuple(decode.caches) if decode else (), (*extras[0], *extras[1]))
-    return Compiled(model, manifest, inputs, landmarks, {"attentions": attentions, **found, **passes}, gives_last)
+    return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length)
 
 
 def _sound(source: Source, hidden: Sequence[str]) -> Captured:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import Measured
+from tformer_export.tune import Tuning
 from tformer_export.verify import ParityReport
 
 
@@ -40,7 +41,9 @@ class ExportReport:
     cache: what keys and values of earlier positions are held in.
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
-    kernels quantised products have; empty without quantisation. shortlist: what it does on its data; None without one.
+    kernels quantised products have, and what was tuned for; empty without either. tuning: the forms that were measured
+    on this machine, and those that were kept; None where the defaults were taken as they are. shortlist: what it does on its
+    data; None without one.
     """
 
     path: str
@@ -57,6 +60,7 @@ class ExportReport:
     mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
+    tuning: Tuning | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     shortlist: Measured | None = None
@@ -78,7 +82,8 @@ class ExportReport:
 
     @property
     def _numbers(self) -> str:
-        return f"{self.quantization} for {self.optimized_for}" if self.optimized_for else self.quantization
+        quantised = self.quantization != "none" and self.optimized_for
+        return f"{self.quantization} for {self.optimized_for}" if quantised else self.quantization
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "parity": self.parity.to_dict()}
@@ -111,6 +116,8 @@ class ExportReport:
             rows += self.mixture.rows()
         if self.shortlist is not None:
             rows += self.shortlist.rows()
+        if self.tuning is not None:
+            rows += self.tuning.table()
         rows.append(("peak memory", f"{self.peak_memory / 1e9:.1f} GB"))
         rows.append(("seconds", ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())))
         return rows

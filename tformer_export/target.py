@@ -10,7 +10,7 @@ caches in fewer bits, `quantize/caches.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir as ir
@@ -21,6 +21,7 @@ from tformer_export import operators
 from tformer_export.alignments import WEIGHTS
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import meta
+from tformer_export.forms import ROTARY, Forms
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -29,10 +30,16 @@ TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries a
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the user asks for. opset: the ONNX operator set that the file uses."""
+    """name: what the user asks for. opset: the ONNX operator set that the file uses. rotary: whether operators may turn
+    queries and keys themselves."""
 
     name: str
     opset: int
+    rotary: bool = True
+
+    def in_forms(self, forms: Forms) -> Target:
+        """The same with those of the forms that are of its operators."""
+        return replace(self, rotary=ROTARY.of(forms) == ROTARY.default)
 
     def fuses(self, attention: CachedAttention) -> bool:
         """Whether a fused operator keeps this attention's cache."""
@@ -44,7 +51,7 @@ class Target:
 
     def turns(self, attention: CachedAttention) -> bool:
         """Whether that operator can turn queries and keys by their positions."""
-        return int(meta(attention.key).shape[3]) % TURNED_MULTIPLE == 0
+        return self.rotary and int(meta(attention.key).shape[3]) % TURNED_MULTIPLE == 0
 
     def lower(self, module: GraphModule) -> int:
         """Replace the attention nodes that are left, and products by group, in place, by this target's operators;

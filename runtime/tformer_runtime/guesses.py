@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -234,7 +234,7 @@ class Drafter:
         self._sampler: Sampler | None = None
         if task.settings.sampling:
             seed = task.settings.seed
-            seed = secrets.randbits(64) if seed is None else seed
+            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
             self._sampler = Sampler.of(task.settings, seed, task.index, 1)  # the row itself is the first sample
 
     @staticmethod

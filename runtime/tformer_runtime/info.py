@@ -31,6 +31,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "extras": [extra.name for extra in m.extras],
         "quantization": m.quantization,
         "optimized_for": m.optimized_for,
+        "forms": dict(m.forms),
         "target": m.target,
         "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),

@@ -182,6 +182,22 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True)
+class SessionSettings:
+    """How onnxruntime runs the file, unless the one who opens it says otherwise.
+
+    threads: of one operator; None: one per core. spinning: whether they wait busily, which is faster where nobody else
+    needs the cores. disabled_optimizers: fusions into CPU kernels that are slower than what they replace. By default
+    SkipLayerNormalization, against Add and LayerNormalization of d = 512, one thread: 5.6 against 3.9 µs for one row,
+    89 against 14 for 32; BiasGelu, against Add and Gelu of d = 1536: 37 against 38 µs for 16 rows, 1600 against 1200
+    for 512.
+    """
+
+    threads: int | None = None
+    spinning: bool = True
+    disabled_optimizers: tuple[str, ...] = ("SkipLayerNormFusion", "BiasGeluFusion")
+
+
+@dataclass(frozen=True)
 class Manifest:
     """See the module's docstring.
 
@@ -190,7 +206,9 @@ class Manifest:
     the special tokens that it may name, such as bos_token, and their texts.
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
-    `parity`, `quantization`, `optimized_for` and `producer` are for people: they are shown, not interpreted.
+    `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were
+    measured to be the fastest, by what they compute; empty in a file that has the exporter's defaults.
+    `parity`, `quantization`, `optimized_for`, `forms` and `producer` are for people: they are shown, not interpreted.
     """
 
     task: str
@@ -205,6 +223,8 @@ class Manifest:
     quantization: str = "none"
     optimized_for: str = ""
     narrow: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    session: SessionSettings = SessionSettings()
+    forms: Mapping[str, str] = field(default_factory=dict)
     source_digest: str = ""
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
@@ -271,12 +291,18 @@ class Manifest:
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
+                "session": _session(data.get("session", {})),
             }
         )
 
 
 def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
     return tuple(Extra(**_shaped(extra)) for extra in stage.get("extras", ()))
+
+
+def _session(data: dict[str, Any]) -> SessionSettings:
+    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    return SessionSettings(**{**data, **lists})
 
 
 def _shaped(data: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Model:
         """Open a file that tformer-export has written.
 
         device: "auto" (CUDA if the file was made for it and it can be had), "cpu" or "cuda".
-        threads: threads for one operator, by default one per core.
+        threads: threads for one operator, by default what the file was tuned to, or one per core.
         max_memory: bytes that the caches and contexts of all requests may hold at once, beside the weights; a request
             that cannot fit is refused before it starts (MemoryBudgetError), others wait for their turn. None: no limit.
         Raises ModelFileError, DeviceError, MissingExtraError.

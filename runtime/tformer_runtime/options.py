@@ -13,7 +13,6 @@ is an error. So it is with the constraints, of which one may be set.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import reprlib
@@ -164,6 +163,8 @@ class GenerationOptions:
             names = [f.name for f in fields(cls)]
             for name in options:
                 if name not in names:
+                    import difflib  # which only a wrong name waits for
+
                     close = difflib.get_close_matches(name, names, 1)
                     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
                     raise OptionError(f"there is no option {name!r}: {hint}")

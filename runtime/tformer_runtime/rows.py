@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -72,7 +72,7 @@ class RowSearch:
     def add(self, tasks: Sequence[Task]) -> None:
         for at, task in enumerate(tasks, self.width):
             seed = task.settings.seed
-            seed = secrets.randbits(64) if seed is None else seed
+            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
             self.tasks.append(task)
             self._done[task] = {}
             self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return)]

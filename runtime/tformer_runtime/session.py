@@ -31,10 +31,6 @@ DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
-# Fusions into CPU kernels that are slower than what they replace: SkipLayerNormalization against Add and
-# LayerNormalization of d = 512, one thread: 5.6 against 3.9 µs for one row, 89 against 14 for 32. BiasGelu against Add
-# and Gelu of d = 1536: 37 against 38 µs for 16 rows, 1600 against 1200 for 512.
-_SLOWER = ("SkipLayerNormFusion", "BiasGeluFusion")
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
 
 
@@ -49,9 +45,10 @@ class Session:
         """Open a file.
 
         device: "cpu", "cuda" or "auto": CUDA if the file was made for it and it can be had, else the CPU.
-        threads: threads of one operator, by default one per physical core. They spin while they wait, which pays on
-            a machine of one's own; give fewer where others use the cores. (6 layers, d=512, int8, 8 rows, one of two
-            cores busy: 13.4 ms per step with two threads, 6.9 with one. One row, when quiet: 1.1 against 1.7.)
+        threads: threads of one operator, by default what the manifest says, or one per physical core. They spin while
+            they wait, which pays on a machine of one's own; give fewer where others use the cores. (6 layers, d=512,
+            int8, 8 rows, one of two cores busy: 13.4 ms per step with two threads, 6.9 with one. One row, when quiet:
+            1.1 against 1.7.)
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
         self.path = Path(path)
@@ -124,7 +121,10 @@ class Session:
 
     def _load(self) -> Any:
         options = self._ort.SessionOptions()
-        options.intra_op_num_threads = self.threads or 0
+        asked = self.manifest.session
+        options.intra_op_num_threads = self.threads or asked.threads or 0
+        if not asked.spinning:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._narrowed = self._keep_from_saturating(options)
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
         model, folder = mapped(self.path)
@@ -138,7 +138,7 @@ class Session:
                 options,
                 providers,
                 enable_fallback=False,
-                disabled_optimizers=_SLOWER if self.device == "cpu" else (),
+                disabled_optimizers=asked.disabled_optimizers if self.device == "cpu" else (),
             )
         except Exception as error:
             if self.device == "cuda" and "CUDA" in str(error):

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import regex
 from tokenizers import Tokenizer, models
 
 from tformer_runtime.errors import InputError, ModelFileError
@@ -198,14 +197,21 @@ class Detokenizer:
 
 
 _LONG = 256
-_CLUSTER = regex.compile(r"\X")  # Unicode's extended grapheme cluster (UAX #29)
 _ACCENT = "\N{COMBINING ACUTE ACCENT}"  # one of the characters that extend any cluster, but for control characters
+
+
+@functools.cache
+def _cluster() -> Any:
+    """Unicode's extended grapheme cluster (UAX #29). Only what streams or stops at a text waits for its import."""
+    import regex
+
+    return regex.compile(r"\X")
 
 
 def _boundary(text: str, most: int) -> int:
     """The last place, at `most` or before, where a cluster ends whatever may follow the text."""
     follower = "\n" if text.endswith("\r") else _ACCENT
-    starts: list[int] = [match.start() for match in _CLUSTER.finditer(text + follower)]
+    starts: list[int] = [match.start() for match in _cluster().finditer(text + follower)]
     return max(start for start in starts if start <= most)
 
 

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.passes import norms, projections, reshapes, scaled, scores, shared, strip, tied, turned, unused
+from tformer_export.forms import DEFAULTS, NORMS, OF_STAGE, PROJECTIONS, Forms
+from tformer_export.passes import (
+    norms,
+    projections,
+    reshapes,
+    scaled,
+    scores,
+    shared,
+    strip,
+    tied,
+    turned,
+    unfused,
+    unused,
+)
 
 STANDARD = (reshapes, norms, unused, tied, projections, unused, strip)
 PASSES = (reshapes, norms, unused, scaled, shared, tied, turned, projections, unused, strip)
 
 
-def run_passes(model: ir.Model, longest: int, portable: bool = False) -> dict[str, int]:
+def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, portable: bool = False) -> dict[str, int]:
     """Run the passes in order, if portable those that make standard operators; returns what each changed, by name.
 
-    longest: the maximum length.
+    longest: the maximum length. forms: those that are not the default leave a pass out, or take an operator apart
+    again.
     """
+    left_out = [p for choice, p in ((NORMS, norms), (PROJECTIONS, projections)) if choice.of(forms) != choice.default]
+    if longest <= scores.SHORT:
+        left_out.append(scaled)
     changed: dict[str, int] = {}
     for p in STANDARD if portable else PASSES:
-        if p is scaled and longest <= scores.SHORT:
-            continue
         name = p.__name__.rsplit(".", 1)[1]
-        changed[name] = changed.get(name, 0) + p.run(model)
+        changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
+        if p is shared:  # which knows the attention by its operator
+            apart = [f"{stage}/" for stage, choice in OF_STAGE.items() if choice.of(forms) != choice.default]
+            unfused.run(model, apart)
     changed["scores"] = scores.run(model, longest)
     return changed

@@ -131,6 +131,7 @@ def quantize(
     step: str | None = None,
     ready: Mapping[str, weights.Integers] = MappingProxyType({}),
     on_cpu: bool = False,
+    few_rows: Mapping[int, int] | None = None,
 ) -> Quantised:
     """Rewrite in place. One pass over the weights.
 
@@ -139,14 +140,17 @@ def quantize(
     step: the graph input that tells how many new tokens there are; without it they are not known to be few.
     ready: integers of products by name, as `weights` gives them; those that are not named are rounded to nearest.
     on_cpu: onnxruntime's own operators may be used, and what is fast there.
+    few_rows: bits → new tokens up to which that form is run; none of it for bits that are not named. By default FEW.
     """
-    wanted = WANTED[optimize_for]
+    wanted, few_rows = WANTED[optimize_for], FEW if few_rows is None else few_rows
     bits_of = _by_name(bits)
     products = [(node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node)) is not None]
     for node, _ in products:  # by which its copy in a branch is known
         node.name = node.name or f"product of {node.outputs[0].name}"
-    widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(FEW)
-    branches = few.branch(model, step, max(FEW[width] for width in widths)) if widths and step is not None else None
+    widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(few_rows)
+    branches = (
+        few.branch(model, step, max(few_rows[width] for width in widths)) if widths and step is not None else None
+    )
     rewriter = _Rewriter(model, bits_of, branches, wanted, ready, on_cpu)
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):

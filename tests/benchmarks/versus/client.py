@@ -58,6 +58,8 @@ class Worker:
         self.peer, self.timeout = peer, timeout
         path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        # Installed packages have their bytecode; ours, from the repository, is to be compiled once too, not at each run
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [str(peer.python), "-m", "versus.worker", peer.module],

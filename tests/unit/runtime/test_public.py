@@ -45,6 +45,22 @@ def test_running_a_model_loads_neither_torch_nor_onnx_nor_the_compiler(tmp_path)
     assert json.loads(done.stdout) == [True, False, []]
 
 
+LEAST = """
+import sys, json
+from tformer_runtime import Model
+model = Model.load(sys.argv[1])
+result = model.generate("hello", max_new_tokens=5)
+later = ("asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets")
+print(json.dumps([len(result.token_ids), [name for name in later if name in sys.modules]]))
+"""
+
+
+def test_a_first_result_waits_for_nothing_that_it_does_not_need(tmp_path):
+    path = Toy().write(tmp_path / "toy.onnx")
+    done = subprocess.run([sys.executable, "-c", LEAST, str(path)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [5, []]
+
+
 def test_no_module_prints():
     for source in Path(tformer_runtime.__file__).parent.glob("*.py"):
         calls = (node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call))

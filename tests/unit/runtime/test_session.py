@@ -14,7 +14,7 @@ from toy_models import Toy, with_manifest
 
 from tformer_runtime import DeviceError, MissingExtraError, ModelFileError
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.manifest import KEY, Manifest, SessionSettings
 from tformer_runtime.modelfile import read_manifest, read_metadata
 from tformer_runtime.session import Session
 
@@ -53,6 +53,38 @@ def test_a_foreign_file(tmp_path, content):
     other.write_bytes(content)
     with pytest.raises(ModelFileError, match=r"other\.onnx is not a whole ONNX file"):
         Session(other, "cpu")
+
+
+def test_a_session_is_opened_as_the_manifest_says(path, tmp_path, monkeypatch):
+    """What is asked of onnxruntime; threads that the caller gives come first."""
+    asked = {}
+    real = onnxruntime.InferenceSession
+
+    def opened(model, options, *rest, **more):
+        asked.update(more, threads=options.intra_op_num_threads)
+        try:
+            asked["spinning"] = options.get_session_config_entry("session.intra_op.allow_spinning")
+        except RuntimeError:  # it has not been set
+            asked["spinning"] = "1"
+        return real(model, options, *rest, **more)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", opened)
+    settings = SessionSettings(threads=3, spinning=False, disabled_optimizers=("GeluFusion",))
+    tuned = with_manifest(path, tmp_path / "tuned.onnx", session=settings)
+    for file, threads, wanted in (
+        (path, None, (0, "1", ("SkipLayerNormFusion",))),
+        (tuned, None, (3, "0", ("GeluFusion",))),
+        (tuned, 2, (2, "0", ("GeluFusion",))),
+    ):
+        Session(file, "cpu", threads)
+        assert (asked["threads"], asked["spinning"], asked["disabled_optimizers"]) == wanted
+    assert read_manifest(tuned).session == settings
+
+
+def test_a_manifest_without_session_settings_has_the_defaults(path):
+    data = json.loads(read_manifest(path).to_json())
+    del data["session"], data["forms"]
+    assert Manifest.from_json(json.dumps(data)).session == SessionSettings()
 
 
 def test_no_file_and_a_folder(tmp_path):

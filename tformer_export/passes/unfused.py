@@ -1,0 +1,69 @@
+"""MultiHeadAttention over given keys and values as what it is: two products with a softmax between them.
+
+Which is the faster depends on the sizes and on the machine, so it is one of the forms that `tune` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx_ir as ir
+
+from tformer_export.passes.turned import CONTRIB
+
+BIAS = 5  # of the operator's inputs
+
+
+def run(model: ir.Model, stages: Collection[str]) -> int:
+    """stages: by what their nodes' names begin with."""
+    nodes = [
+        node
+        for node in model.graph.all_nodes()
+        if node.op_type == "MultiHeadAttention" and (node.name or "").startswith(tuple(stages))
+    ]
+    for node in nodes:
+        _write_out(model, node)
+    return len(nodes)
+
+
+def _write_out(model: ir.Model, node: ir.Node) -> None:
+    """query (B, N, H · D), key and value (B, H, S, D), bias that broadcasts to (B, H, N, S)."""
+    query, key, value = node.inputs[:3]
+    bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
+    heads, scale = node.attributes["num_heads"].as_int(), node.attributes["scale"].as_float()
+    result = node.outputs[0]
+    apart, joined = _shape(model, [0, 0, heads, -1]), _shape(model, [0, 0, -1])
+    turned = {"perm": [0, 2, 1, 3]}
+    made = [ir.node("Reshape", [query, apart])]
+    made.append(ir.node("Transpose", made[-1].outputs, turned))
+    scaled = {"transB": 1, "alpha": scale}
+    made.append(ir.node("FusedMatMul", [made[-1].outputs[0], key], scaled, domain=CONTRIB, version=1))
+    if bias is not None:
+        made.append(ir.node("Add", [made[-1].outputs[0], bias]))
+    made.append(ir.node("Softmax", made[-1].outputs, {"axis": -1}))
+    made.append(ir.node("MatMul", [made[-1].outputs[0], value]))
+    made.append(ir.node("Transpose", made[-1].outputs, turned))
+    made.append(ir.node("Reshape", [made[-1].outputs[0], joined]))
+    for i, part in enumerate(made):
+        part.name = f"{node.name}.{i}"
+        part.outputs[0].name = f"{result.name}.{i}"
+        part.outputs[0].dtype = ir.DataType.FLOAT
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.insert_before(node, made)
+    new, name = made[-1].outputs[0], result.name
+    new.shape, new.type = result.shape, result.type
+    result.replace_all_uses_with(new, replace_graph_outputs=True)
+    result.name = f"{name}.fused"
+    new.name = name  # which may be the name of a graph's output
+    node.graph.remove(node, safe=True)
+    model.graph.opset_imports.setdefault(CONTRIB, 1)
+
+
+def _shape(model: ir.Model, numbers: list[int]) -> ir.Value:
+    name = f"shape.{'.'.join(map(str, numbers))}"
+    if name not in model.graph.initializers:
+        held = ir.tensor(np.array(numbers, np.int64), name=name)
+        value = ir.Value(name=name, const_value=held, shape=ir.Shape([len(numbers)]), type=ir.TensorType(held.dtype))
+        model.graph.initializers[name] = value
+    return model.graph.initializers[name]
