@@ -211,9 +211,9 @@ class _Quantisation:
     calibration: Path | None
     min_speed: float | None
 
-    def for_once(self) -> _Quantisation:
-        """The same for a model that is run once."""
-        if self.optimize_for != THROUGHPUT:
+    def for_once(self, tune: bool) -> _Quantisation:
+        """The same for a model that is run once. tune: then the goal says for which batches, too."""
+        if self.optimize_for != THROUGHPUT and not tune:
             raise OptionError(
                 f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a model that is run once "
                 f"reads its input whole: leave it at {THROUGHPUT}"
@@ -267,7 +267,7 @@ def _make(
 ]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
     if source.step is None:
-        wanted = wanted.for_once()
+        wanted = wanted.for_once(tune)
     with _folder_beside(out) as folder:
         understood = understand(source, target, max_length, clock.stage, alignments, hidden)
         compiled = understood.compile(stage=clock.stage)

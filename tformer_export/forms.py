@@ -50,10 +50,10 @@ def _holds(operator: str, stage: str = "") -> Callable[[Compiled], bool]:
 
 
 ATTENTION = "MultiHeadAttention"
-OF_STAGE = {  # attention over keys and values that are all given; the stage → its choice
-    stage: Choice(f"attention of {stage}", (ATTENTION, "products and softmax"), _holds(ATTENTION, f"{stage}/"))
-    for stage in ("encode", "decode")
-}
+GIVEN = Choice("attention over given keys", (ATTENTION, "products and softmax"), _holds(ATTENTION, "decode/"))
+WHOLE = Choice(  # see operators.whole_attention
+    "attention of whole sequences", ("GroupQueryAttention", ATTENTION), _holds("GroupQueryAttention", "encode/")
+)
 ROTARY = Choice("rotary positions", ("in the attention operator", "written out"), _found("rotary"))
 NORMS = Choice("root mean square norms", ("RMSNormalization", "written out"), _found("norms"))
 PROJECTIONS = Choice("projections of one value", ("one product", "a product each"), _found("projections"))
@@ -75,7 +75,7 @@ FEW = Choice(  # see quantize/rewrite.py
     ),
     rows=(1, 2, 4, 8),
 )
-CHOICES = (*OF_STAGE.values(), ROTARY, NORMS, PROJECTIONS, RESIDUAL, BIASED, FEW, THREADS)
+CHOICES = (GIVEN, WHOLE, ROTARY, NORMS, PROJECTIONS, RESIDUAL, BIASED, FEW, THREADS)
 DEFAULTS: Forms = MappingProxyType({})
 
 

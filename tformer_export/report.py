@@ -42,8 +42,8 @@ class ExportReport:
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
     kernels quantised products have, and what was tuned for; empty without either. tuning: the forms that were measured
-    on this machine, and those that were kept; None where the defaults were taken as they are. shortlist: what it does on its
-    data; None without one.
+    on this machine, and those that were kept; None where the defaults were taken as they are.
+    shortlist: what it does on its data; None without one.
     """
 
     path: str

@@ -21,7 +21,7 @@ from tformer_export import operators
 from tformer_export.alignments import WEIGHTS
 from tformer_export.attention import ATTENTION
 from tformer_export.capture import meta
-from tformer_export.forms import ROTARY, Forms
+from tformer_export.forms import ROTARY, WHOLE, Forms
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -31,15 +31,16 @@ TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries a
 @dataclass(frozen=True)
 class Target:
     """name: what the user asks for. opset: the ONNX operator set that the file uses. rotary: whether operators may turn
-    queries and keys themselves."""
+    queries and keys themselves. whole: whether an operator of its own is for sequences that are read whole."""
 
     name: str
     opset: int
     rotary: bool = True
+    whole: bool = True
 
     def in_forms(self, forms: Forms) -> Target:
         """The same with those of the forms that are of its operators."""
-        return replace(self, rotary=ROTARY.of(forms) == ROTARY.default)
+        return replace(self, rotary=ROTARY.of(forms) == ROTARY.default, whole=WHOLE.of(forms) == WHOLE.default)
 
     def fuses(self, attention: CachedAttention) -> bool:
         """Whether a fused operator keeps this attention's cache."""
@@ -79,7 +80,9 @@ class Target:
         onnx.checker.check_model(ir.to_proto(model), full_check=False)
 
     def _given_attention(self) -> Callable[..., torch.Tensor]:
-        return operators.multi_head_attention if self.name == "cpu" else operators.plain_attention
+        if self.name != "cpu":
+            return operators.plain_attention
+        return operators.whole_attention if self.whole else operators.multi_head_attention
 
 
 def is_grouped_product(node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.forms import DEFAULTS, NORMS, OF_STAGE, PROJECTIONS, Forms
+from tformer_export.forms import DEFAULTS, GIVEN, NORMS, PROJECTIONS, Forms
 from tformer_export.passes import (
     norms,
     projections,
@@ -37,7 +37,6 @@ def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, portable:
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
         if p is shared:  # which knows the attention by its operator
-            apart = [f"{stage}/" for stage, choice in OF_STAGE.items() if choice.of(forms) != choice.default]
-            unfused.run(model, apart)
+            unfused.run(model, ["decode/"] if GIVEN.of(forms) != GIVEN.default else [])
     changed["scores"] = scores.run(model, longest)
     return changed

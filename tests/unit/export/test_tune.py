@@ -22,12 +22,13 @@ from tformer_export.forms import (
     BIASED,
     CHOICES,
     FEW,
+    GIVEN,
     NORMS,
-    OF_STAGE,
     PROJECTIONS,
     RESIDUAL,
     ROTARY,
     THREADS,
+    WHOLE,
     Choice,
     few_rows,
     session_settings,
@@ -262,8 +263,8 @@ def test_a_machine_that_slows_down_changes_nothing():
 # -- every form computes the same -----------------------------------------------------------------------------------
 
 CHANGES = {  # what a form that is not the default has more and less of
-    OF_STAGE["encode"].name: ("Softmax", "MultiHeadAttention"),
-    OF_STAGE["decode"].name: ("Softmax", "MultiHeadAttention"),
+    GIVEN.name: ("Softmax", "MultiHeadAttention"),
+    WHOLE.name: ("MultiHeadAttention", "GroupQueryAttention"),
     ROTARY.name: ("Neg", None),
     NORMS.name: ("Sqrt", "RMSNormalization"),
     PROJECTIONS.name: ("MatMul", "Split"),
@@ -305,7 +306,7 @@ def test_all_other_forms_together(understood, tmp_path):
 
 def test_rows_that_share_a_context_may_do_so_in_any_form(understood, tmp_path):
     """Beams: three rows each, of two requests, against the same rows with a request each."""
-    compiled = understood.compile({OF_STAGE["decode"].name: "products and softmax"})
+    compiled = understood.compile({GIVEN.name: "products and softmax"})
     assert compiled.manifest.decode.shares_context
     engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
     gate = Gate(understood.source, compiled.inputs)
@@ -389,13 +390,13 @@ def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
 
 
 def test_a_model_that_is_run_once_is_tuned(tmp_path, timed):
-    timed({"products and softmax": 0.5})
+    timed({"MultiHeadAttention": 0.5})
     path = tmp_path / "model.onnx"
     report = export(Encoder(), path, {"src": EXAMPLE["src"]}, tune=True, optimize_for="latency")
-    applied = {OF_STAGE["encode"].name, PROJECTIONS.name, RESIDUAL.name}  # of what the model has
+    applied = {WHOLE.name, PROJECTIONS.name, RESIDUAL.name}  # of what the model has
     assert set(report.tuning.forms) - {THREADS.name} == applied
-    assert report.tuning.forms[OF_STAGE["encode"].name] == "products and softmax"
-    assert "MultiHeadAttention" not in {node.op_type for node in onnx.load(path).graph.node}
+    assert report.tuning.forms[WHOLE.name] == "MultiHeadAttention"
+    assert "GroupQueryAttention" not in {node.op_type for node in onnx.load(path).graph.node}
 
 
 @pytest.mark.parametrize("target", ["cuda", "portable"])

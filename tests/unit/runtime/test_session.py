@@ -72,7 +72,7 @@ def test_a_session_is_opened_as_the_manifest_says(path, tmp_path, monkeypatch):
     settings = SessionSettings(threads=3, spinning=False, disabled_optimizers=("GeluFusion",))
     tuned = with_manifest(path, tmp_path / "tuned.onnx", session=settings)
     for file, threads, wanted in (
-        (path, None, (0, "1", ("SkipLayerNormFusion",))),
+        (path, None, (0, "1", ("SkipLayerNormFusion", "BiasGeluFusion"))),
         (tuned, None, (3, "0", ("GeluFusion",))),
         (tuned, 2, (2, "0", ("GeluFusion",))),
     ):
