@@ -17,6 +17,9 @@ from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
 from tformer_export.budget import Budget
+from tformer_export.describe import in_half
+from tformer_export.passes.half import HALVES
+from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import (
     GOALS,
@@ -40,12 +43,15 @@ from tformer_export.source.hugging_face import from_transformers, is_transformer
 from tformer_export.source.module import from_module
 from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
-from tformer_export.verify import Gate, ParityReport
+from tformer_export.verify import ROUNDINGS, TOLERANCE, Gate, ParityReport
 from tformer_export.write import data_file, write
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.session import cuda_missing
+
+DEFAULT_HALF = "fp16"  # of files for CUDA
 
 
 def export(
@@ -57,6 +63,7 @@ def export(
     quantize: str = "none",
     optimize_for: str = THROUGHPUT,
     target: str = "cpu",
+    precision: str | None = None,
     max_length: int | None = None,
     masks: Mapping[str, Mask] | None = None,
     dynamic: Mapping[str, Sequence[int]] | None = None,
@@ -82,6 +89,8 @@ def export(
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
         "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
+    precision: of products and caches, "fp32", "fp16" or "bf16"; the latter two on CUDA alone. By default fp16 for the
+        target cuda, unless it is quantised, and fp32 else. Logits are float32 in any case.
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
@@ -120,6 +129,7 @@ def export(
         )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    half = _half(precision, target, quantize)
     wanted = _Quantisation(
         quantize,
         optimize_for,
@@ -135,12 +145,13 @@ def export(
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, mixture, products, size = _make(
-            source, out, wanted, target, max_length, clock, alignments, hidden
+            source, out, wanted, target, half, max_length, clock, alignments, hidden
         )
     return ExportReport(
         path=str(out),
         source=source.name,
         target=target,
+        precision=manifest.precision,
         quantization=quantize,
         max_length=manifest.max_length,
         parameters=sum(p.numel() for p in source.module.parameters()),
@@ -154,6 +165,30 @@ def export(
         seconds=clock.seconds,
         peak_memory=peak_memory(),
     )
+
+
+def _half(precision: str | None, target: str, quantize: str) -> str | None:
+    """The half precision that is asked for, or None for float32. OptionError for what cannot be had."""
+    if precision is None:
+        return DEFAULT_HALF if target == "cuda" and quantize == "none" else None
+    if precision not in ("fp32", *HALVES):
+        raise OptionError(f"precision is one of fp32, {', '.join(HALVES)}, not {precision!r}")
+    if precision == "fp32":
+        return None
+    if target != "cuda":
+        raise OptionError(
+            f"{precision} is for the target cuda: CPUs multiply it slower than fp32, for onnxruntime has no kernels for "
+            "it there; to read less, quantise to int8 or int4"
+        )
+    if quantize != "none":
+        raise OptionError(f"a quantised file computes in fp32 beside its integers: leave out {precision} or {quantize}")
+    missing = cuda_missing() if precision == "bf16" else None
+    if missing:
+        raise OptionError(
+            f"bf16 has kernels on CUDA alone, so nothing could be proven here: {missing}. Export where there is a GPU, "
+            "or choose fp16, which onnxruntime can run without one"
+        )
+    return precision
 
 
 @dataclass(frozen=True)
@@ -180,6 +215,7 @@ def _make(
     out: Path,
     wanted: _Quantisation,
     target: str,
+    half: str | None,
     max_length: int | None,
     clock: _Clock,
     alignments: Wanted | None,
@@ -189,7 +225,7 @@ def _make(
     if wanted.kind != "none" and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
-        compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden)
+        compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden, half is not None)
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
         written = _save(compiled.model, compiled.manifest, folder / "model.onnx")
         degradation: Degradation | None = None
@@ -198,6 +234,9 @@ def _make(
         with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
+        if half is not None:
+            del before
+            before, parity = _halved(compiled, gate, half, parity, folder, clock)
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.kind != "none":
             manifest, degradation, mixture, products = _quantise(
@@ -210,6 +249,24 @@ def _make(
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
     return compiled, manifest, parity, degradation, mixture, products, size
+
+
+def _halved(
+    compiled: Compiled, gate: Gate, half: str, exact: ParityReport, folder: Path, clock: _Clock
+) -> tuple[Engine, ParityReport]:
+    """Round the compiled model to half and compare it again, on a GPU if there is one. exact: parity before."""
+    precision = HALVES[half]
+    with clock.stage("half"):
+        compiled.found["half"] = run_half(compiled.model, precision)
+        compiled.manifest = in_half(compiled.manifest, compiled.model, half)
+        written = _save(compiled.model, compiled.manifest, folder / "half.onnx")
+    with clock.stage("verify"), unchanged(gate.source.module):
+        length = compiled.manifest.max_length
+        gate.tolerance = max(TOLERANCE, ROUNDINGS * gate.sensitivity(precision.rounded, length))
+        engine = Engine(written, device="auto")
+        parity = gate.check(engine)
+    parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
+    return engine, parity
 
 
 def _quantise(

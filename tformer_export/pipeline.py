@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -46,7 +46,7 @@ from tformer_export.staging.extras import Extra, find_extras
 from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import make_tables
+from tformer_export.staging.tables import is_causal_alone, make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
 from tformer_runtime.errors import OptionError, UnsupportedModelError
@@ -79,13 +79,16 @@ def compile_source(
     stage: Stage = lambda name: nullcontext(),
     alignments: Wanted | None = None,
     hidden: Sequence[str] = (),
+    half: bool = False,
 ) -> Compiled:
     """Capture, recognise attention, stage, lower, assemble, clean up. UnsupportedModelError says what cannot be.
+
+    The model computes in float32; `half` says that it will not for long, which decides among operators.
 
     `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments` and
     `hidden` as in `export`; OptionError if the model does not have them.
     """
-    chosen = TARGETS[target]
+    chosen = replace(TARGETS[target], half=half)
     with stage("capture"):
         captured = _sound(source, hidden)
         gives_last = give_every_position(captured)
@@ -181,7 +184,12 @@ def _stage(
             "declare it (special={'pad': …}, --pad), and it must not be a token that decoding starts or ends with"
         ) from error
     refuse_mixed_rows(captured, values, other_row)
-    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)
+    lengths = wanted, source.max_length
+    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+    biased: set[Node] = set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
+    if biased:
+        plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
+        tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     turning = [attention for attention in plan.fused.values() if target.turns(attention)]

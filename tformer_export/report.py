@@ -44,6 +44,7 @@ class ExportReport:
     path: str
     source: str
     target: str
+    precision: str
     quantization: str
     max_length: int
     parameters: int
@@ -69,7 +70,17 @@ class ExportReport:
 
     @property
     def _numbers(self) -> str:
+        if self.precision != "fp32":
+            return self.precision
         return f"{self.quantization} for {self.optimized_for}" if self.optimized_for else self.quantization
+
+    @property
+    def _parity(self) -> str:
+        parity = self.parity
+        text = f"max |Δlogit| {self.max_abs_error:.1e} ({parity.relative_error:.1e} of the range"
+        if parity.exact_error is not None:
+            text += f", {parity.tolerance:.1e} allowed; {parity.exact_error:.1e} before rounding"
+        return f"{text})" + (f" on {parity.device}" if parity.exact_error is not None else "")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "parity": self.parity.to_dict()}
@@ -89,7 +100,7 @@ class ExportReport:
             else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
             ("maximum length", f"{self.max_length}"),
-            ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
+            ("parity", self._parity),
             ("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"),
         ]
         if found.get("grouped"):

@@ -1,8 +1,11 @@
 """Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
 
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and
-MultiHeadAttention over given keys and values. On CUDA the former has no float32 kernel and the latter cannot share its
-buffers, so cuda takes what portable takes: TensorScatter into the cache and plain matrix products.
+MultiHeadAttention over given keys and values.
+
+cuda: GroupQueryAttention too, in half precision alone, for on CUDA it has no float32 kernel, and where it is causal and
+nothing else, for with a bias it leaves its fast kernels. Else what portable takes: TensorScatter into the cache and
+plain matrix products.
 """
 
 from __future__ import annotations
@@ -23,23 +26,34 @@ from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
 HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
+LARGEST_HEAD = 256  # beyond, CUDA's flash attention has no kernel
 TURNED_MULTIPLE = 16  # and, to turn queries and keys, of this
 
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the user asks for. opset: the ONNX operator set that the file uses."""
+    """name: what the user asks for. opset: the ONNX operator set that the file uses. half: whether the file will
+    compute in half precision."""
 
     name: str
     opset: int
+    half: bool = False
 
     def fuses(self, attention: CachedAttention) -> bool:
         """Whether a fused operator keeps this attention's cache."""
-        if self.name != "cpu":
+        if self.name != "cpu" and not (self.name == "cuda" and self.half):
             return False
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
-        return len(sizes) == 1 and sizes.pop() % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+        if len(sizes) > 1 or query.dtype != torch.float32:
+            return False
+        size = int(sizes.pop())
+        return size % HEAD_MULTIPLE == 0 and (self.name == "cpu" or size <= LARGEST_HEAD)
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether that operator is fast with a bias beside its own causal mask."""
+        return self.name == "cpu"
 
     def turns(self, attention: CachedAttention) -> bool:
         """Whether that operator can turn queries and keys by their positions."""

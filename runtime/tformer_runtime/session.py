@@ -105,21 +105,7 @@ class Session:
         return device
 
     def _cuda_missing(self) -> str | None:
-        """What keeps onnxruntime's CUDA provider from starting, as a sentence; None if nothing is known to."""
-        if _CUDA not in self._ort.get_available_providers():
-            return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
-            self._ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; it prints what it does not find
-        if os.name == "posix":
-            try:
-                ctypes.CDLL("libcuda.so.1")
-            except OSError:
-                return "there is no NVIDIA driver on this machine (libcuda.so.1)"
-            provider = Path(self._ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-            found = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
-            if found:
-                return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
-        return None
+        return cuda_missing()
 
     def _load(self) -> Any:
         options = self._ort.SessionOptions()
@@ -179,6 +165,25 @@ class Session:
                 f"{self.path}: the file with its weights, {self.path.name}.data, is missing or not whole beside it"
             )
         return ModelFileError(f"onnxruntime cannot run {self.path}: {_first_line(error)}")
+
+
+def cuda_missing() -> str | None:
+    """What keeps onnxruntime's CUDA provider from starting, as a sentence; None if nothing is known to."""
+    ort = _onnxruntime()
+    if _CUDA not in ort.get_available_providers():
+        return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; it prints what it does not find
+    if os.name == "posix":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "there is no NVIDIA driver on this machine (libcuda.so.1)"
+        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+        found = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
+        if found:
+            return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
+    return None
 
 
 def _first_line(error: Exception) -> str:
