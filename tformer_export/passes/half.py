@@ -92,7 +92,7 @@ def run(model: ir.Model, precision: Precision) -> int:
         for branch in (decode, encode):
             halving.outputs(branch, names)
         for value, made in zip(graph.outputs, decode.outputs, strict=True):
-            value.dtype = made.dtype
+            value.type = made.type
     unused.run(model)
     return halving.count
 
@@ -235,10 +235,13 @@ class _Halving:
 
     def _is_made(self, value: ir.Value, node: ir.Node, floats: bool) -> bool:
         """Whether a node's output is a float: by its type, or, where a rewrite gave it none, by what comes in."""
+        held = node.attributes.get("value")
+        if held is not None and held.type == ir.AttributeType.TENSOR:
+            return held.as_tensor().dtype == _FLOAT
         if value.dtype is not None:
             return value.dtype == _FLOAT
         return floats and node.op_type not in ("Shape", "Size", "ArgMax", "IsNaN", "IsInf")
 
     def _give(self, value: ir.Value, kind: Kind) -> None:
         self.kinds[value] = kind
-        value.dtype = self.precision.dtype if kind == Kind.HALF else _FLOAT
+        value.type = ir.TensorType(self.precision.dtype if kind == Kind.HALF else _FLOAT)  # which others may share
