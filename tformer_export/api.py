@@ -177,8 +177,8 @@ def _half(precision: str | None, target: str, quantize: str) -> str | None:
         return None
     if target != "cuda":
         raise OptionError(
-            f"{precision} is for the target cuda: CPUs multiply it slower than fp32, for onnxruntime has no kernels for "
-            "it there; to read less, quantise to int8 or int4"
+            f"{precision} is for the target cuda: onnxruntime has no products of it for CPUs, and would convert every "
+            "weight at every step; to read less, quantise to int8 or int4"
         )
     if quantize != "none":
         raise OptionError(f"a quantised file computes in fp32 beside its integers: leave out {precision} or {quantize}")

@@ -186,7 +186,9 @@ def _stage(
     refuse_mixed_rows(captured, values, other_row)
     lengths = wanted, source.max_length
     tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
-    biased: set[Node] = set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
+    biased: set[Node] = (
+        set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
+    )
     if biased:
         plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
         tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)

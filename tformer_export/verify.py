@@ -207,7 +207,7 @@ class Gate:
         greatest of some thousand logits is not twice as far off in one draw as in another. So ROUNDINGS times this is
         allowed. Memory: the weights once more.
         """
-        drawn = []
+        drawn: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
         for case in cases(max_length) if self.source.step is not None else ():
             requests = [self.draw_request(n) for n in case.sources]
             drawn += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]

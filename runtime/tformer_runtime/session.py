@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import numpy.typing as npt
 
 from tformer_runtime import pages
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
+from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
 from tformer_runtime.saturation import saturates
+from tformer_runtime.stagefile import Stage, cut
 
 logger = logging.getLogger("tformer")
 
@@ -41,16 +44,25 @@ class Session:
     """A model file that is ready to run.
 
     path: the file.  manifest: what it offers.  device: "cpu" or "cuda", whichever was chosen.
-    inputs: name → shape of each graph input, free axes as None.
+    captures: whether decode steps can be captured as CUDA graphs. pool: the buffers that they are captured with.
+
+    On CUDA the two stages of a file are sessions of their own, for a graph with an `If` cannot be captured.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        threads: int | None = None,
+        apart: bool | None = None,
+    ) -> None:
         """Open a file.
 
         device: "cpu", "cuda" or "auto": CUDA if the file was made for it and it can be had, else the CPU.
         threads: threads of one operator, by default one per physical core. They spin while they wait, which pays on
             a machine of one's own; give fewer where others use the cores. (6 layers, d=512, int8, 8 rows, one of two
             cores busy: 13.4 ms per step with two threads, 6.9 with one. One row, when quiet: 1.1 against 1.7.)
+        apart: whether the stages are to be sessions of their own; by default on CUDA.
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
         self.path = Path(path)
@@ -59,26 +71,40 @@ class Session:
         self._ort = _onnxruntime()
         self.device = self._choose(device)
         self._narrowed: list[Any] = []
+        self.captures = False
         try:
-            self._session = self._load()
+            self._sessions = self._load(apart)
         except DeviceError:
             if device != "auto":
                 raise
             self.device = "cpu"
-            self._session = self._load()
+            self._sessions = self._load(apart)
         logger.info("device: %s", self.device)
-        self.inputs: dict[str, tuple[int | None, ...]] = {
-            i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in self._session.get_inputs()
-        }
+        self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self._uncaptured = self._run_options(-1)
+        self.pool = Pool(self) if self.captures else None
 
-    def binding(self) -> Any:
-        """A new onnxruntime IOBinding of this session: the buffers that one kind of call reads and writes."""
-        return self._session.io_binding()
+    def inputs(self, stage: Stage) -> Mapping[str, tuple[int | None, ...]]:
+        """Name → shape of each graph input of a stage's session, free axes as None."""
+        return self._inputs[stage]
 
-    def run(self, binding: Any) -> None:
-        """Run the graph on what `binding` holds. Any number of threads may be in here at once."""
+    def binding(self, stage: Stage) -> Any:
+        """A new onnxruntime IOBinding of a stage's session: the buffers that one kind of call reads and writes."""
+        return self._sessions[stage].io_binding()
+
+    def run(self, binding: Any, stage: Stage, graph: int | None = None) -> None:
+        """Run a stage on what `binding` holds. Any number of threads may be in here at once.
+
+        graph: the number of a CUDA graph, which the first run captures and each other replays: on the very same buffers
+        of the device, whatever is bound. What the stage reads on the host is what it was then. The first run may run
+        the stage several times.
+        """
         try:
-            self._session.run_with_iobinding(binding)
+            if not self.captures:
+                self._sessions[stage].run_with_iobinding(binding)  # options cost 30 µs
+            else:
+                options = self._uncaptured if graph is None else self._run_options(graph)
+                self._sessions[stage].run_with_iobinding(binding, options)
             if self.device != "cpu":
                 binding.synchronize_outputs()
         except Exception as error:
@@ -87,6 +113,20 @@ class Session:
     def tensor(self, array: Array) -> Any:
         """An OrtValue on the session's device. On the CPU it *is* the array's memory, elsewhere a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
+
+    def give(self, binding: Any, output: str) -> None:
+        """Have an output made anew by each run, on the session's device."""
+        binding.bind_output(output, self.device)
+
+    def write(self, tensor: Any, array: Array) -> None:
+        """Put other numbers of the same type and shape into a tensor, where it is."""
+        tensor.update_inplace(np.ascontiguousarray(array))
+
+    def _run_options(self, graph: int) -> Any:
+        """graph: -1 for a run that is neither captured nor replayed."""
+        options = self._ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
 
     def host_tensor(self, array: Array) -> Any:
         """An OrtValue that is the array's own memory."""
@@ -107,14 +147,44 @@ class Session:
     def _cuda_missing(self) -> str | None:
         return cuda_missing()
 
-    def _load(self) -> Any:
+    def _load(self, apart: bool | None) -> dict[Stage, Any]:
+        """Stage → its session, which may be one for both."""
+        model, folder = mapped(self.path)
+        cuda = self.device == "cuda"
+        stages: tuple[Stage, ...] = ("encode", "decode")
+        if not self.manifest.staged or not (cuda if apart is None else apart):
+            captured = cuda and self.manifest.encode is None
+            session = self._capturing(model, folder) if captured else self._open(model, folder)
+            loaded = dict.fromkeys(stages, session)
+        else:
+            decode = cut(model, "decode")
+            loaded = {
+                "encode": self._open(cut(model, "encode"), folder),
+                "decode": self._capturing(decode, folder) if cuda else self._open(decode, folder),
+            }
+        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
+            pages.forget(file)
+        return loaded
+
+    def _capturing(self, model: bytes, folder: Path) -> Any:
+        """A session whose runs can be captured as CUDA graphs, if onnxruntime finds nothing in it that cannot."""
+        try:
+            session = self._open(model, folder, {"enable_cuda_graph": "1"})
+        except ModelFileError as error:
+            logger.info("no CUDA graphs: %s", error)
+            return self._open(model, folder)
+        self.captures = True
+        return session
+
+    def _open(self, model: bytes, folder: Path, settings: Mapping[str, str] | None = None) -> Any:
+        """settings: of the CUDA provider."""
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads or 0
-        self._narrowed = self._keep_from_saturating(options)
+        self._narrowed += self._keep_from_saturating(options)
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
-        model, folder = mapped(self.path)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
-        providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
+        providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
+        providers = providers if self.device == "cuda" else [_CPU]
         try:
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
@@ -126,13 +196,11 @@ class Session:
                 disabled_optimizers=_SLOWER if self.device == "cpu" else (),
             )
         except Exception as error:
-            if self.device == "cuda" and "CUDA" in str(error):
+            if self.device == "cuda" and "CUDA" in str(error) and not settings:
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
-        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
-            pages.forget(file)
         return session
 
     def _keep_from_saturating(self, options: Any) -> list[Any]:
@@ -184,6 +252,10 @@ def cuda_missing() -> str | None:
         if found:
             return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
     return None
+
+
+def _shapes(session: Any) -> dict[str, tuple[int | None, ...]]:
+    return {i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in session.get_inputs()}
 
 
 def _first_line(error: Exception) -> str:

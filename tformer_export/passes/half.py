@@ -1,10 +1,10 @@
 """float32 → float16 or bfloat16, as autocast chooses it: products and caches in half, sums and ranges in float32.
 
-What a value is computed in follows from the graph alone. Products, attention and caches take half. Exponentials, powers
-and sums over an axis take float32, for half overflows at 65504 (float16) or has 8 bits (bfloat16); operators that sum
-in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its operands,
-so that what is made of sums stays float32 until the next product. Numbers made of integers, such as positions, and
-constants that half cannot hold, such as the lowest float32 of a mask, stay float32 wherever they go.
+What a value is computed in follows from the graph alone. Products, attention and caches take half. Exponentials,
+powers and sums over an axis take float32, for half overflows at 65504 (float16) or has 8 bits (bfloat16); operators
+that sum in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its
+operands, so that what is made of sums stays float32 until the next product. Numbers made of integers, such as
+positions, and constants that half cannot hold, such as the lowest float32 of a mask, stay float32 wherever they go.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _FLOAT, _BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 
 @dataclass(frozen=True)
 class Precision:
-    """A half precision. largest: the greatest finite number. least: the smallest normal one."""
+    """A half precision, in onnx and in torch. largest: the greatest finite number. least: the smallest normal one."""
 
     dtype: ir.DataType
-    torch: torch.dtype
+    rounding: torch.dtype
     largest: float
     least: float
 
@@ -46,9 +46,8 @@ class Precision:
         scalar = array.size == 1 and 0 < float(sizes.max()) < self.least
         return bool(sizes.max(initial=0) <= self.largest) and not scalar
 
-
     def rounded(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.torch).to(value.dtype)
+        return value.to(self.rounding).to(value.dtype)
 
 
 HALVES = {
@@ -124,11 +123,21 @@ class _Halving:
             if not self._floating(value):
                 continue
             half = name.startswith(PRESENT) or name in self.kept
+            if _nothing(value):  # of the other stage
+                self._empty(value, half)
+                continue
             made = self._as(graph, value, half)
             if made is not value:
                 made.shape = value.shape
                 value.name, made.name = f"{value.name}.wide" if half else f"{value.name}.half", value.name
                 graph.outputs[i] = made
+
+    def _empty(self, value: ir.Value, half: bool) -> None:
+        node, dtype = value.producer(), self.precision.dtype if half else _FLOAT
+        assert node is not None
+        held = node.attributes["value"].as_tensor().numpy().astype(dtype.numpy())
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(held, dtype=dtype))
+        self._give(value, Kind.HALF if half else Kind.SUM)
 
     def _node(self, graph: ir.Graph, node: ir.Node) -> None:
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
@@ -221,7 +230,7 @@ class _Halving:
     def _rounded(self, held: ir.TensorProtocol) -> ir.LazyTensor:
         """The numbers in half, a copy only while they are read."""
         dtype = self.precision.dtype
-        shape = ir.Shape(tuple(held.shape))
+        shape = ir.Shape([size for size in held.shape if isinstance(size, int)])  # all of them are
         return ir.LazyTensor(lambda: ir.tensor(held.numpy().astype(dtype.numpy()), dtype=dtype), dtype, shape)
 
     def _fits(self, value: ir.Value) -> bool:
@@ -245,3 +254,9 @@ class _Halving:
     def _give(self, value: ir.Value, kind: Kind) -> None:
         self.kinds[value] = kind
         value.type = ir.TensorType(self.precision.dtype if kind == Kind.HALF else _FLOAT)  # which others may share
+
+
+def _nothing(value: ir.Value) -> bool:
+    node = value.producer()
+    held = node.attributes.get("value") if node is not None and node.op_type == "Constant" else None
+    return held is not None and held.as_tensor().size == 0

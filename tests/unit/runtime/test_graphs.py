@@ -1,0 +1,172 @@
+"""Stages as sessions of their own, and decode steps in buffers that stay where they are: on the CPU, with a session that
+has its tensors apart from the host's, as a device has. Capturing itself needs a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from toy_models import Toy
+
+from tformer_runtime import Model
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import ModelFileError
+from tformer_runtime.graphs import Pool, Replayed
+from tformer_runtime.modelfile import mapped
+from tformer_runtime.session import Session, cuda_missing
+from tformer_runtime.stagefile import cut
+
+TOYS = {
+    "encoder-decoder": Toy(seed=3, layers=2),
+    "decoder-only": Toy(seed=4, encoder=False, layers=2, end=()),
+    "plain": Toy(seed=5, attention="scatter"),
+    "shared": Toy(seed=6, shares=True),
+}
+toys = pytest.mark.parametrize("name", TOYS)
+
+
+class Apart(Session):
+    """A device that is the CPU: what is there is a copy, and stays where it is."""
+
+    def __init__(self, path):
+        super().__init__(path, "cpu", threads=1, apart=True)
+        self.device, self.pool = "cuda", Pool(self)
+        self.runs: list[int | None] = []
+
+    def tensor(self, array):
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
+
+    def give(self, binding, output):
+        binding.bind_output(output, "cpu")
+
+    def run(self, binding, stage, graph=None):
+        self.runs.append(graph)
+        super().run(binding, stage, graph)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    return {name: toy.write(folder / f"{name}.onnx") for name, toy in TOYS.items()}
+
+
+def rows_of(seed, lengths, most=20):
+    random = np.random.default_rng(seed)
+    return [random.integers(3, most, length) for length in lengths]
+
+
+def steps(engine, sources, prompts, count):
+    """Logits after the prompts, and after each of `count` greedy tokens."""
+    requests = {"src": sources} if engine.manifest.encode else None
+    state = engine.start(requests, len(sources))
+    counts = np.array([len(prompt) for prompt in prompts])
+    tokens = np.zeros((len(prompts), counts.max()), np.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    found = [engine.step(state, tokens, counts).copy()]
+    calls = []
+    for _ in range(count):
+        found.append(engine.step(state, found[-1].argmax(-1)[:, None]).copy())
+        calls.append(state.call)
+    return np.stack(found), calls
+
+
+@toys
+def test_a_stage_alone_reads_what_it_needs_and_gives_what_is_its_own(files, name):
+    manifest = TOYS[name].manifest()
+    if not manifest.staged:
+        with pytest.raises(ModelFileError, match="not the branches of one If"):
+            cut(mapped(files[name])[0], "decode")
+        return
+    decode, encode = (onnx.load_from_string(cut(mapped(files[name])[0], stage)) for stage in ("decode", "encode"))
+    given = {value.name for value in decode.graph.output}
+    assert given == {manifest.decode.logits.name, *(cache.present for cache in manifest.decode.caches)}
+    assert {value.name for value in encode.graph.output} == {output.name for output in manifest.encode.outputs}
+    assert not [node for stage in (decode, encode) for node in stage.graph.node if node.op_type == "If"]
+    read = {name for node in decode.graph.node for name in node.input}
+    held = {tensor.name for tensor in decode.graph.initializer} | {value.name for value in decode.graph.input}
+    made = {name for node in decode.graph.node for name in node.output} | {""}
+    assert held <= read <= held | made
+
+
+@toys
+def test_stages_apart_compute_what_one_session_does(files, name):
+    """Bit for bit: the same kernels on the same numbers."""
+    sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (3, 1, 6))
+    one, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 12)
+    other, _ = steps(Engine(Session(files[name], "cpu", threads=1, apart=True)), sources, prompts, 12)
+    np.testing.assert_array_equal(one, other)
+
+
+@toys
+def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
+    """Through three lengths of buffers. A graph is told that its longest row fills them, which must change nothing
+    but, in plain attention, where a sum of zeros is added."""
+    engine = Engine(Apart(files[name]))
+    sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
+    expected, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 40)
+    found, calls = steps(engine, sources, prompts, 40)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert all(isinstance(call, Replayed) for call in calls)
+    numbers = [graph for graph in engine.session.runs if graph is not None]
+    assert len(numbers) == 40
+    assert len(set(numbers)) == 2  # 32 slots, then 64
+    # Another batch of the same shape replays the same graphs, in the same buffers.
+    step = calls[-1].step
+    again, calls = steps(engine, sources, prompts, 40)
+    np.testing.assert_array_equal(again, found)
+    assert calls[-1].step is step
+    assert {graph for graph in engine.session.runs if graph is not None} == set(numbers)
+
+
+def test_buffers_are_lent_once_at_a_time(files):
+    engine = Engine(Apart(files["decoder-only"]))
+    plain = Engine(files["decoder-only"], "cpu", threads=1)
+    first, second = (engine.start(None, 1) for _ in range(2))
+    for state, token in ((first, 5), (second, 9)):
+        engine.step(state, np.array([[token, 4, 3]]))
+    for token in (6, 7, 8):
+        for state, begin in ((first, 5), (second, 9)):
+            found = engine.step(state, np.array([[token]]))
+            whole = plain.start(None, 1)
+            expected = plain.step(whole, np.array([[begin, 4, 3, *range(6, token + 1)]]))
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert isinstance(first.call, Replayed)
+    assert not isinstance(second.call, Replayed)
+    first.release()
+    third = engine.start(None, 1)
+    engine.step(third, np.array([[9, 4, 3]]))
+    expected = _after(plain, [9, 4, 3, 6])
+    np.testing.assert_allclose(engine.step(third, np.array([[6]])), expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert isinstance(third.call, Replayed)
+
+
+@toys
+@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.5, "top_k": 9, "seed": 5}])
+def test_generation_on_a_device_finds_what_the_cpu_finds(files, name, options):
+    """Rows that leave, beams that move and caches that grow, all of which pass through the device's buffers."""
+    inputs = rows_of(8, (4, 9, 2, 6, 3))
+    found, expected = (
+        [r.token_ids for r in Model(engine).generate_batch(inputs, max_new_tokens=30, batch_size=3, **options)]
+        for engine in (Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1))
+    )
+    assert found == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@toys
+def test_graphs_on_a_gpu(files, name):
+    engine = Engine(files[name], "cuda")
+    assert engine.session.captures
+    sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
+    expected, _ = steps(Engine(files[name], "cpu"), sources, prompts, 40)
+    for _ in range(2):  # captured, then replayed
+        found, calls = steps(engine, sources, prompts, 40)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.ptp(expected))  # TF32 has 10 bits
+        assert all(isinstance(call, Replayed) for call in calls)
+
+
+def _after(engine, tokens):
+    return engine.step(engine.start(None, 1), np.array([tokens])).copy()
