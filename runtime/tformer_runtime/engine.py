@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
 from tformer_runtime.context import Context
+from tformer_runtime.device import Chosen
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.graphs import MOST, Replayed, Step
 from tformer_runtime.manifest import (
@@ -219,6 +220,15 @@ class Engine:
             if rows * new <= _KEPT:
                 state.calls[new, want] = call
         return call.run(state, tokens, counts, total)
+
+    def choose(self, state: State, tokens: Array) -> Array | Chosen:
+        """As `step`, for one token a row; the logits may stay on the device, with what is likeliest on the host."""
+        rows, new = tokens.shape
+        call, total = state.call, state.longest + 1
+        if not isinstance(call, Replayed) or rows != state.rows or new != 1 or total > state.cache.capacity:
+            return self.step(state, tokens)
+        _check_held(state)
+        return call.choose(state, tokens, total)
 
     def reorder(self, state: State, rows: Array) -> None:
         """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""

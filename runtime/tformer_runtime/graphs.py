@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tformer_runtime.device import LOGPROB, NEXT, Chosen
 from tformer_runtime.manifest import LAST, POSITIONS, SELECT, SLOTS, START, TOTAL
 
 if TYPE_CHECKING:
@@ -70,9 +71,14 @@ class Pool:
 
 
 class Step:
-    """One token for each row, bound for good: a run writes what has changed into the device's buffers.
+    """One token for each row, bound for good.
 
-    Cost beside the graph's own: three or four copies of some bytes a row to the device, and one of the logits from it.
+    A run writes what has changed into the device's buffers; a step that goes on from the likeliest tokens changes
+    nothing, for they are written there by the step before. Cost of such a step beside the graph's own: a copy of some
+    bytes a row from the device, twice. Of any other: as many to it, and one of the logits.
+
+    told: what the inputs that change hold, on the host. token: which of them the tokens are. outputs: what else is
+    given, by name.
     """
 
     _numbers = itertools.count(1)
@@ -87,17 +93,19 @@ class Step:
         others: Mapping[str, Any],
     ) -> None:
         """caches: the buffers, in the manifest's order. others: what else the stage reads, and is never changed."""
-        rows, controls = held.rows, {*decode.controls}
-        self.session, self.number = session, next(self._numbers)
-        self.changing: dict[str, Array] = {
-            decode.step.name: np.zeros((rows, 1), decode.step.dtype), POSITIONS: np.zeros((rows, 1), np.int64),
+        rows = held.rows
+        self.session, self.number, self.token = session, next(self._numbers), decode.step.name
+        told = {
+            self.token: np.zeros((rows, 1), decode.step.dtype), POSITIONS: np.zeros((rows, 1), np.int64),
             LAST: np.zeros(rows, np.int32), START: np.zeros(rows, np.int64),
         }  # fmt: skip
-        self.changing = {n: a for n, a in self.changing.items() if n in controls or n == decode.step.name}
-        self.inputs = {name: session.tensor(array) for name, array in self.changing.items()}
+        self.told: dict[str, Array] = {n: a for n, a in told.items() if n in {self.token, *decode.controls}}
+        self.inputs = {name: session.tensor(array) for name, array in self.told.items()}
         self.contexts = {name: session.tensor(array) for name, array in contexts.items()}
-        logits = np.zeros((rows, 1, int(decode.logits.shape[-1])), np.float32)
-        self.logits = session.tensor(logits)
+        self.logits = session.tensor(np.zeros((rows, 1, int(decode.logits.shape[-1])), np.float32))
+        self.outputs = {NEXT + name: value for name, value in self.inputs.items()}
+        self.outputs[LOGPROB] = session.tensor(np.zeros((rows, 1), np.float32))
+        self._new = True
         bound = {**others, **self.inputs, **self.contexts}
         bound |= dict(zip((cache.past for cache in decode.caches), caches, strict=True))
         bound[TOTAL] = session.host_tensor(np.array(held.slots, np.int32))
@@ -107,19 +115,33 @@ class Step:
         self.binding = session.binding("decode")
         for name, value in self._bound.items():
             self.binding.bind_ortvalue_input(name, value)
-        self.binding.bind_ortvalue_output(decode.logits.name, self.logits)
         for cache, value in zip(decode.caches, caches, strict=True):
             self.binding.bind_ortvalue_output(cache.present, value)
+        for name, value in {decode.logits.name: self.logits, **self.outputs}.items():
+            self.binding.bind_ortvalue_output(name, value)
 
-    def run(self, tokens: Array, lengths: Array) -> Array:
-        """tokens: (rows, 1), lengths: (rows,) what each row has before. Returns (rows, vocabulary) logits, a copy."""
-        told = {POSITIONS: lengths[:, None], LAST: lengths, START: lengths}
-        for name, array in self.changing.items():
-            array[...] = told.get(name, tokens)
-            self.session.write(self.inputs[name], array)
+    def run(self, tokens: Array, lengths: Array) -> Chosen:
+        """tokens: (rows, 1), lengths: (rows,) what each row has before."""
+        self._tell(tokens, lengths)
         self.session.run(self.binding, "decode", self.number)
-        logits: Array = self.logits.numpy()[:, 0]
-        return logits
+        if self._new:  # capturing runs the stage before it is captured, and each run goes on from the one before
+            self._new = False
+            for name, array in self.told.items():
+                self.session.write(self.inputs[name], array)
+            self.session.run(self.binding, "decode", self.number)
+        for name, array in self.told.items():
+            if name == self.token:
+                array[...] = self.inputs[name].numpy()
+            else:
+                array += 1
+        return Chosen(self)
+
+    def _tell(self, tokens: Array, lengths: Array) -> None:
+        for name, array in self.told.items():
+            wanted = tokens if name == self.token else lengths[:, None] if name == POSITIONS else lengths
+            if not np.array_equal(array, wanted):
+                array[...] = wanted
+                self.session.write(self.inputs[name], array)
 
 
 class Replayed:
@@ -131,8 +153,12 @@ class Replayed:
         self.step = step
 
     def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
-        logits = self.step.run(tokens, state.lengths)
+        return self.choose(state, tokens, total).copy()
+
+    def choose(self, state: State, tokens: Array, total: int) -> Chosen:
+        """The logits stay where they are."""
+        chosen = self.step.run(tokens, state.lengths)
         state.cache.wrote(state.lengths, 1)
         state.lengths += 1
         state.longest = total
-        return logits
+        return chosen

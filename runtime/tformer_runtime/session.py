@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
+from tformer_runtime.device import choosing
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
@@ -153,21 +154,28 @@ class Session:
         cuda = self.device == "cuda"
         stages: tuple[Stage, ...] = ("encode", "decode")
         if not self.manifest.staged or not (cuda if apart is None else apart):
-            captured = cuda and self.manifest.encode is None
-            session = self._capturing(model, folder) if captured else self._open(model, folder)
+            chooses = self._chooses and self.manifest.encode is None
+            session = self._capturing(model, folder) if chooses else self._open(model, folder)
             loaded = dict.fromkeys(stages, session)
         else:
             decode = cut(model, "decode")
             loaded = {
                 "encode": self._open(cut(model, "encode"), folder),
-                "decode": self._capturing(decode, folder) if cuda else self._open(decode, folder),
+                "decode": self._capturing(decode, folder) if self._chooses else self._open(decode, folder),
             }
         for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
             pages.forget(file)
         return loaded
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether the decode stage is given the greedy choice too."""
+        return self.device == "cuda"
+
     def _capturing(self, model: bytes, folder: Path) -> Any:
         """A session whose runs can be captured as CUDA graphs, if onnxruntime finds nothing in it that cannot."""
+        assert self.manifest.decode is not None
+        model = choosing(model, self.manifest.decode)
         try:
             session = self._open(model, folder, {"enable_cuda_graph": "1"})
         except ModelFileError as error:

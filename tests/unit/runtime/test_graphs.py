@@ -1,5 +1,6 @@
-"""Stages as sessions of their own, and decode steps in buffers that stay where they are: on the CPU, with a session that
-has its tensors apart from the host's, as a device has. Capturing itself needs a GPU."""
+"""Stages as sessions of their own, decode steps in buffers that stay where they are, and the greedy choice on a device:
+on the CPU, with a session that has its tensors apart from the host's, as a device has. Capturing needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 from toy_models import Toy
 
 from tformer_runtime import Model
+from tformer_runtime.device import Chosen
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ModelFileError
 from tformer_runtime.graphs import Pool, Replayed
@@ -33,6 +35,13 @@ class Apart(Session):
         super().__init__(path, "cpu", threads=1, apart=True)
         self.device, self.pool = "cuda", Pool(self)
         self.runs: list[int | None] = []
+        self.writes = 0
+
+    _chooses = True
+
+    def write(self, tensor, array):
+        self.writes += 1
+        super().write(tensor, array)
 
     def tensor(self, array):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
@@ -110,7 +119,7 @@ def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert all(isinstance(call, Replayed) for call in calls)
     numbers = [graph for graph in engine.session.runs if graph is not None]
-    assert len(numbers) == 40
+    assert len(numbers) == 40 + 2  # each graph's first step runs again, from what it began with
     assert len(set(numbers)) == 2  # 32 slots, then 64
     # Another batch of the same shape replays the same graphs, in the same buffers.
     step = calls[-1].step
@@ -148,10 +157,43 @@ def test_generation_on_a_device_finds_what_the_cpu_finds(files, name, options):
     """Rows that leave, beams that move and caches that grow, all of which pass through the device's buffers."""
     inputs = rows_of(8, (4, 9, 2, 6, 3))
     found, expected = (
-        [r.token_ids for r in Model(engine).generate_batch(inputs, max_new_tokens=30, batch_size=3, **options)]
+        [
+            (r.token_ids, r.score)
+            for r in Model(engine).generate_batch(inputs, max_new_tokens=30, batch_size=3, **options)
+        ]
         for engine in (Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1))
     )
-    assert found == expected
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], rtol=1e-4, atol=1e-5)
+
+
+@toys
+def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, name):
+    """Tokens and log-probabilities against numpy's of the same logits; nothing is written to the device any more."""
+    engine = Engine(Apart(files[name]))
+    state = engine.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
+    tokens = engine.step(state, np.array([[5, 6], [7, 8]]), np.array([2, 1])).argmax(-1)[:, None]
+    tokens = engine.step(state, tokens).argmax(-1)[:, None]
+    begun = engine.session.writes
+    for _ in range(20):
+        chosen = engine.choose(state, tokens)
+        assert isinstance(chosen, Chosen)
+        logits = chosen.copy().astype(np.float64)
+        np.testing.assert_array_equal(chosen.tokens, logits.argmax(-1))
+        expected = logits.max(-1) - np.log(np.exp(logits).sum(-1))
+        np.testing.assert_allclose(chosen.logprobs, expected, rtol=0, atol=1e-5)
+        tokens = chosen.tokens[:, None]
+    assert engine.session.writes == begun
+    other = np.array([[9], [4]])  # not what was likeliest: written, and right
+    found = engine.choose(state, other).copy()
+    assert engine.session.writes == begun + 1
+    plain = Engine(files[name], "cpu", threads=1)
+    again = plain.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
+    tokens = plain.step(again, np.array([[5, 6], [7, 8]]), np.array([2, 1])).argmax(-1)[:, None]
+    for _ in range(21):
+        tokens = plain.step(again, tokens).argmax(-1)[:, None]
+    expected = plain.step(again, other)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
 
 
 @pytest.mark.cuda
