@@ -49,7 +49,6 @@ from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.session import cuda_missing
 
 DEFAULT_HALF = "fp16"  # of files for CUDA
 
@@ -89,8 +88,8 @@ def export(
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
         "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
-    precision: of products and caches, "fp32", "fp16" or "bf16"; the latter two on CUDA alone. By default fp16 for the
-        target cuda, unless it is quantised, and fp32 else. Logits are float32 in any case.
+    precision: of products and caches, "fp32" or, for the target cuda alone, "fp16", which is its default unless the file
+        is quantised. Logits are float32 in any case.
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
@@ -182,12 +181,6 @@ def _half(precision: str | None, target: str, quantize: str) -> str | None:
         )
     if quantize != "none":
         raise OptionError(f"a quantised file computes in fp32 beside its integers: leave out {precision} or {quantize}")
-    missing = cuda_missing() if precision == "bf16" else None
-    if missing:
-        raise OptionError(
-            f"bf16 has kernels on CUDA alone, so nothing could be proven here: {missing}. Export where there is a GPU, "
-            "or choose fp16, which onnxruntime can run without one"
-        )
     return precision
 
 

@@ -72,6 +72,7 @@ class Session:
         self._ort = _onnxruntime()
         self.device = self._choose(device)
         self._narrowed: list[Any] = []
+        self._options: dict[int, Any] = {}  # of a run, by its graph
         self.captures = False
         try:
             self._sessions = self._load(apart)
@@ -82,7 +83,6 @@ class Session:
             self._sessions = self._load(apart)
         logger.info("device: %s", self.device)
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
-        self._uncaptured = self._run_options(-1)
         self.pool = Pool(self) if self.captures else None
 
     def inputs(self, stage: Stage) -> Mapping[str, tuple[int | None, ...]]:
@@ -104,8 +104,7 @@ class Session:
             if not self.captures:
                 self._sessions[stage].run_with_iobinding(binding)  # options cost 30 µs
             else:
-                options = self._uncaptured if graph is None else self._run_options(graph)
-                self._sessions[stage].run_with_iobinding(binding, options)
+                self._sessions[stage].run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
             if self.device != "cpu":
                 binding.synchronize_outputs()
         except Exception as error:
@@ -125,9 +124,10 @@ class Session:
 
     def _run_options(self, graph: int) -> Any:
         """graph: -1 for a run that is neither captured nor replayed."""
-        options = self._ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(graph))
-        return options
+        if graph not in self._options:
+            self._options[graph] = self._ort.RunOptions()
+            self._options[graph].add_run_config_entry("gpu_graph_id", str(graph))
+        return self._options[graph]
 
     def host_tensor(self, array: Array) -> Any:
         """An OrtValue that is the array's own memory."""

@@ -1,6 +1,6 @@
 """Decoding on a GPU at batch 1: ours, transformers with a static cache and torch.compile, and what the memory allows.
 
-    python tests/benchmarks/cuda.py [--size 1.1B|60M] [--precision fp16] [--out results.json] [--model FILE.onnx]
+    python tests/benchmarks/cuda.py [--size 1.1B|60M] [--out results.json] [--model FILE.onnx]
 
 The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
 weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
@@ -128,9 +128,9 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def theirs(size: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
+def theirs(size: str, repeats: int) -> dict[str, float]:
     """transformers' generate with a static cache, its forward compiled for CUDA graphs."""
-    module = build(size).to("cuda", dtype)
+    module = build(size).to("cuda", torch.float16)
     module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
     ids = torch.arange(5, 5 + PROMPT, device="cuda")[None]
 
@@ -144,7 +144,6 @@ def theirs(size: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.1B")
-    parser.add_argument("--precision", choices=["fp16", "bf16"], default="fp16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--model", type=Path, help="A file that was exported before, of the same size.")
     parser.add_argument("--out", type=Path)
@@ -157,13 +156,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model.onnx"
         if options.model is None:
-            report = export(build(options.size), path, target="cuda", precision=options.precision, max_length=LONGEST)
+            report = export(build(options.size), path, target="cuda", precision="fp16", max_length=LONGEST)
             print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
         own = ours(path, options.repeats)
     rows: dict[str, float] = {"floor": floor, "ours, steps": own["steps"], "ours, generate": own["generate"]}
     if torch.cuda.is_available():
-        dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
-        rows["transformers, static cache, torch.compile"] = theirs(options.size, dtype, options.repeats)["generate"]
+        rows["transformers, static cache, torch.compile"] = theirs(options.size, options.repeats)["generate"]
     else:
         print("transformers is not measured: this PyTorch is built without CUDA", file=sys.stderr)
     print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if own['captured'] else 'NOT captured'}")
@@ -173,7 +171,7 @@ def main() -> None:
         print(f"{name:45}{seconds * 1e3:12.3f}{floor / seconds:13.0%} {other / seconds:27.2f}")
     if options.out:
         result = {
-            "size": options.size, "precision": options.precision, "bandwidth": copied, "seconds": rows,
+            "size": options.size, "precision": "fp16", "bandwidth": copied, "seconds": rows,
             "captured": own["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         }  # fmt: skip

@@ -1,8 +1,8 @@
-"""float32 → float16 or bfloat16, as autocast chooses it: products and caches in half, sums and ranges in float32.
+"""float32 → half precision, as autocast chooses it: products and caches in half, sums and ranges in float32.
 
 What a value is computed in follows from the graph alone. Products, attention and caches take half. Exponentials,
-powers and sums over an axis take float32, for half overflows at 65504 (float16) or has 8 bits (bfloat16); operators
-that sum in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its
+powers and sums over an axis take float32, for half overflows at 65504, which is the square of 256; operators that
+sum in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its
 operands, so that what is made of sums stays float32 until the next product. Numbers made of integers, such as
 positions, and constants that half cannot hold, such as the lowest float32 of a mask, stay float32 wherever they go.
 """
@@ -52,7 +52,6 @@ class Precision:
 
 HALVES = {
     "fp16": Precision(ir.DataType.FLOAT16, torch.float16, 65504.0, 2.0**-14),
-    "bf16": Precision(ir.DataType.BFLOAT16, torch.bfloat16, float.fromhex("0x1.FEp127"), 2.0**-126),
 }
 
 
@@ -168,7 +167,7 @@ class _Halving:
                 if value not in self.kinds and not self._fits(value):
                     raise UnsupportedModelError(
                         f"the weight {value.name} holds numbers beyond {self.precision.largest:g}, the greatest that "
-                        "this precision has: choose bf16 or fp32"
+                        "this precision has: choose fp32"
                     )
             return Kind.EXACT if Kind.EXACT in computed else Kind.HALF
         return Kind.SUM if node.op_type in _SUMS else Kind(widest)
