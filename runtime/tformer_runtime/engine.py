@@ -219,6 +219,8 @@ class Engine:
             state.call = call
             if rows * new <= _KEPT:
                 state.calls[new, want] = call
+        if isinstance(call, Replayed) and not call.step.ready(state.longest):
+            call = _Call(self, state, new, want)
         return call.run(state, tokens, counts, total)
 
     def choose(self, state: State, tokens: Array) -> Array | Chosen:
@@ -228,6 +230,8 @@ class Engine:
         if not isinstance(call, Replayed) or rows != state.rows or new != 1 or total > state.cache.capacity:
             return self.step(state, tokens)
         _check_held(state)
+        if not call.step.ready(state.longest):
+            return self.step(state, tokens)
         return call.choose(state, tokens, total)
 
     def reorder(self, state: State, rows: Array) -> None:

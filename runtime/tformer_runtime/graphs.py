@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tformer_runtime.manifest import Decode
     from tformer_runtime.session import Array, Session
 
+CAPTURING = 8  # runs at most that onnxruntime makes of a first one
 MOST = 32  # shapes of caches that are kept, and shapes of context for each
 
 
@@ -105,7 +106,8 @@ class Step:
         self.logits = session.tensor(np.zeros((rows, 1, int(decode.logits.shape[-1])), np.float32))
         self.outputs = {NEXT + name: value for name, value in self.inputs.items()}
         self.outputs[LOGPROB] = session.tensor(np.zeros((rows, 1), np.float32))
-        self._new = True
+        self.slots = held.slots
+        self._thread = threading.local()  # onnxruntime has the graphs of each thread apart
         bound = {**others, **self.inputs, **self.contexts}
         bound |= dict(zip((cache.past for cache in decode.caches), caches, strict=True))
         bound[TOTAL] = session.host_tensor(np.array(held.slots, np.int32))
@@ -124,8 +126,8 @@ class Step:
         """tokens: (rows, 1), lengths: (rows,) what each row has before."""
         self._tell(tokens, lengths)
         self.session.run(self.binding, "decode", self.number)
-        if self._new:  # capturing runs the stage before it is captured, and each run goes on from the one before
-            self._new = False
+        if not self._captured:  # the stage has run several times, each of which went on from the one before
+            self._thread.captured = True
             for name, array in self.told.items():
                 self.session.write(self.inputs[name], array)
             self.session.run(self.binding, "decode", self.number)
@@ -135,6 +137,14 @@ class Step:
             else:
                 array += 1
         return Chosen(self)
+
+    def ready(self, longest: int) -> bool:
+        """Whether this thread may run it, with so many tokens in the longest row: capturing writes behind these."""
+        return self._captured or longest + CAPTURING <= self.slots
+
+    @property
+    def _captured(self) -> bool:
+        return hasattr(self._thread, "captured")
 
     def _tell(self, tokens: Array, lengths: Array) -> None:
         for name, array in self.told.items():

@@ -4,6 +4,8 @@ on the CPU, with a session that has its tensors apart from the host's, as a devi
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -127,6 +129,25 @@ def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
     np.testing.assert_array_equal(again, found)
     assert calls[-1].step is step
     assert {graph for graph in engine.session.runs if graph is not None} == set(numbers)
+
+
+def test_nothing_is_captured_where_it_would_write_beyond_the_buffers(files):
+    """Capturing may run a step eight times, each a slot further; and each thread captures for itself."""
+    engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
+    prompt = rows_of(4, (26,))[0]
+    found, expected = (steps(e, [prompt], [prompt], 14)[0] for e in (engine, plain))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert sum(graph is not None for graph in engine.session.runs) == 14 - 6 + 1  # 6 with 32 slots; 8 with 64, 1 twice
+    state = engine.start(None, 1)
+    engine.step(state, prompt[None, :20])
+    engine.step(state, np.array([[5]]))  # captured here
+    begun = len([graph for graph in engine.session.runs if graph is not None])
+    thread = threading.Thread(target=engine.step, args=(state, np.array([[6]])))
+    thread.start()
+    thread.join()
+    assert len([graph for graph in engine.session.runs if graph is not None]) == begun + 2
+    whole = _after(plain, [*prompt[:20], 5, 6, 7])
+    np.testing.assert_allclose(engine.step(state, np.array([[7]])), whole, rtol=0, atol=2e-6 * np.ptp(whole))
 
 
 def test_buffers_are_lent_once_at_a_time(files):
