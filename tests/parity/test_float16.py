@@ -13,7 +13,7 @@ from test_families import PROMPTS, SOURCES, STEPS, draw, start
 
 from tformer_runtime import Model
 from tformer_runtime.engine import Engine
-from tformer_runtime.session import Session
+from tformer_runtime.session import Session, cuda_missing
 
 files = pytest.mark.parametrize("name", ["llama-sdpa", "t5-eager"])
 
@@ -90,4 +90,24 @@ def test_stages_apart_in_half(exported, name):
     apart = Model(Engine(Session(file.path, "cpu", threads=1, apart=True)))
     rows = draw(0, (5, 9, 2))
     whole, other = ([r.token_ids for r in m.generate_batch(rows, max_new_tokens=12)] for m in (file.model, apart))
+    assert whole == other
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@files
+def test_on_a_gpu(exported, name):
+    """As far from float32 as on the CPU, and its graphs find the tokens that its steps find."""
+    file = exported(name, "cuda")
+    engine = Engine(file.path, "cuda")
+    assert engine.session.captures
+    rows = draw(0, (5, 9, 2))
+    requests = {file.family.request: rows} if file.family.request else None
+    for tokens in (np.array([[3, 7, 4]] * 3), np.array([[5]] * 3)):
+        states = [e.start(requests, 3) for e in (file.engine, engine)]
+        expected, found = (e.step(s, tokens) for e, s in zip((file.engine, engine), states, strict=True))
+        allowed = file.report.parity.tolerance * np.ptp(expected)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=allowed)
+    model, limited = Model(engine), Model(Engine(file.path, "cuda"), 2**30)  # which captures nothing
+    whole, other = ([r.token_ids for r in m.generate_batch(rows, max_new_tokens=40)] for m in (model, limited))
     assert whole == other
