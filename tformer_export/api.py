@@ -22,6 +22,7 @@ from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, compile_source
 from tformer_export.quantize import (
+    CACHES,
     GOALS,
     QUANTIZATIONS,
     THROUGHPUT,
@@ -30,11 +31,12 @@ from tformer_export.quantize import (
     Plan,
     Planner,
     Product,
+    hold_in_int8,
     measure,
 )
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.quantize.plan import MIXED_BUDGET
-from tformer_export.quantize.samples import draw_samples, read_samples
+from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
@@ -61,6 +63,7 @@ def export(
     *,
     quantize: str = "none",
     optimize_for: str = THROUGHPUT,
+    cache: str = "float",
     target: str = "cpu",
     precision: str | None = None,
     max_length: int | None = None,
@@ -94,6 +97,8 @@ def export(
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
         products alone.
+    cache: "float", or "int8" for the keys and values of earlier positions in a byte each, on the cpu: a quarter of the
+        memory and a faster step where much is cached, for a slower prompt.
     max_length: of a sequence; by default the most that the model allows, up to 512.
     masks: arguments that follow from an input's lengths, described by `padding(…)`, `causal(…)`, `lengths(…)` or
     `positions(…)`; they are not in the example.
@@ -128,10 +133,18 @@ def export(
         )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    if cache not in CACHES:
+        raise OptionError(f"cache is one of {', '.join(CACHES)}, not {cache!r}")
+    if cache != "float" and target != "cpu":
+        raise OptionError(
+            f"caches in {cache} need onnxruntime's own operator, as measured on the CPU: leave out either them or the "
+            f"target {target}"
+        )
     half = _half(precision, target, quantize)
     wanted = _Quantisation(
         quantize,
         optimize_for,
+        cache,
         Budget.of(max_degradation),
         Path(calibration) if calibration is not None else None,
         min_speed,
@@ -152,6 +165,7 @@ def export(
         target=target,
         precision=manifest.precision,
         quantization=quantize,
+        cache=cache,
         max_length=manifest.max_length,
         parameters=sum(p.numel() for p in source.module.parameters()),
         size=size,
@@ -190,6 +204,7 @@ class _Quantisation:
 
     kind: str
     optimize_for: str
+    cache: str
     budget: Budget
     calibration: Path | None
     min_speed: float | None
@@ -197,10 +212,22 @@ class _Quantisation:
     def __post_init__(self) -> None:
         if self.calibration is not None and not self.calibration.is_file():
             raise OptionError(f"there is no file {self.calibration} to calibrate with")
-        if self.kind == "none" and (self.calibration is not None or self.min_speed is not None):
+        if not self.any and (self.calibration is not None or self.min_speed is not None):
             raise OptionError(
-                "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed'"
+                "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed', or "
+                "cache='int8'"
             )
+
+    @property
+    def any(self) -> bool:
+        return self.kind != "none" or self.cache != "float"
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's result is the same alone and in any batch. Products of floats are not to the last digit, and
+        what is rounded after them may be to the next integer."""
+        floats = self.cache != "float" and self.kind in ("none", "mixed")
+        return self.optimize_for == THROUGHPUT and not floats
 
 
 def _make(
@@ -215,7 +242,7 @@ def _make(
     hidden: Sequence[str],
 ) -> tuple[Compiled, Manifest, ParityReport, Degradation | None, Mixture | None, dict[str, Product], int]:
     """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven."""
-    if wanted.kind != "none" and source.step is None:
+    if wanted.any and source.step is None:
         raise OptionError("a model that is run once is exported without quantisation: leave it at none")
     with _folder_beside(out) as folder:
         compiled = compile_source(source, target, max_length, clock.stage, alignments, hidden, half is not None)
@@ -231,13 +258,13 @@ def _make(
             del before
             before, parity = _halved(compiled, gate, half, parity, folder, clock)
         manifest = _with_parity(compiled.manifest, parity, None)
-        if wanted.kind != "none":
+        if wanted.any:
             manifest, degradation, mixture, products = _quantise(
                 compiled, manifest, gate, before, wanted, folder, clock
             )
-            manifest = replace(
-                _with_parity(manifest, parity, degradation), quantization=wanted.kind, optimized_for=wanted.optimize_for
-            )
+            manifest = _with_parity(manifest, parity, degradation)
+        if wanted.kind != "none":
+            manifest = replace(manifest, quantization=wanted.kind, optimized_for=wanted.optimize_for)
         del before  # its session holds the weights once more
         with clock.stage("write"):
             size = _publish(compiled.model, manifest, folder / "done" / out.name, out)
@@ -275,38 +302,47 @@ def _quantise(
     budget = MIXED_BUDGET if wanted.kind == "mixed" and wanted.budget == Budget() else wanted.budget
     with clock.stage("calibrate"):
         samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
+        if wanted.cache == "int8":
+            seen = (samples or draw_samples(gate, before)).seen
+            manifest = hold_in_int8(compiled.model, manifest, before, [*seen, draw_long(gate, before)])
         planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
-        if samples is not None:
+        if samples is not None and wanted.kind != "none":
             planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[wanted.kind])
     with clock.stage("search"):
         if wanted.kind == "mixed":
             plans: Sequence[Plan] = planner.mixed(budget)
+        elif wanted.kind == "none":
+            plans = [Plan()]
         else:
             plans = [Plan() if wanted.kind == "int8" and samples is None else planner.uniform(int(wanted.kind[3:]))]
+    products: dict[str, Product] = {}
     measured_on = planner.samples.measured if samples is not None or wanted.kind == "mixed" else ()
     for plan in plans:
         with clock.stage("quantise"):
             compiled.model = planner.model.clone()
-            made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
-            compiled.found["quantised"] = made.count
-            manifest = replace(manifest, narrow=made.narrow)
+            if wanted.kind != "none":
+                made = quantize_weights(compiled.model, plan.bits, wanted.optimize_for, gate.source.step, plan.ready)
+                compiled.found["quantised"], products = made.count, made.products
+                manifest = replace(manifest, narrow=made.narrow)
             written = _save(compiled.model, manifest, folder / "quantised.onnx")
         with clock.stage("measure"):
             after = Engine(written, device="cpu")
-            degradation = measure(gate, before, after, measured_on, exact=wanted.optimize_for == THROUGHPUT)
+            degradation = measure(gate, before, after, measured_on, exact=wanted.exact)
         beyond = budget.exceeded(degradation.changed, degradation.perplexity_ratio)
         if beyond is None:
             break
     else:
         with clock.stage("search"):
-            advice = planner.what_would_fit(budget)
+            advice = (
+                planner.what_would_fit(budget) if wanted.kind != "none" else "leave the caches in float, or allow more"
+            )
         raise ParityError(f"quantisation {beyond}; no file was written: {advice}")
     if wanted.min_speed is not None and degradation.speed < wanted.min_speed:
         raise ParityError(
             f"the quantised file is {degradation.speed:.2f} times as fast as the unquantised one, for one row, and "
             f"{wanted.min_speed:g} is asked for; no file was written: small models gain size by quantisation, not speed"
         )
-    return manifest, degradation, plan.mixture, made.products
+    return manifest, degradation, plan.mixture, products
 
 
 @contextmanager

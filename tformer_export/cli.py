@@ -46,6 +46,14 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "least. latency: one row, or a few, are decoded faster, rounded otherwise than in a batch, with the decoder's "
     "weights held twice. balanced: that for large products alone.",
 )
+@click.option(
+    "--cache",
+    type=click.Choice(["float", "int8"]),
+    default="float",
+    show_default=True,
+    help="What keys and values of earlier positions are held in. int8: a quarter of the memory, and faster steps where "
+    "much is cached, for slower prompts.",
+)
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option(
     "--precision",

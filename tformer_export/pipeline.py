@@ -113,7 +113,7 @@ def compile_source(
             models.append(to_onnx(program, chosen.opset, min(limits, default=None)) if program is not None else None)
     with stage("passes"):
         model = assemble(*models)
-        passes = run_passes(model, portable=target == "portable")
+        passes = run_passes(model, length, target)
         chosen.check(model)
     shares = passes.get("shared", 0) > 0
     manifest = describe(source, encode, decode, inputs, max_length=length, target=target, shares_context=shares)

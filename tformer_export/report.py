@@ -36,6 +36,7 @@ class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
     peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
+    cache: what keys and values of earlier positions are held in.
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
     kernels quantised products have; empty without quantisation.
@@ -46,6 +47,7 @@ class ExportReport:
     target: str
     precision: str
     quantization: str
+    cache: str
     max_length: int
     parameters: int
     size: int
@@ -67,6 +69,11 @@ class ExportReport:
     def tokens_equal(self) -> bool:
         """Whether every greedy token that was compared is the source's."""
         return self.parity.tokens_equal == self.parity.tokens
+
+    @property
+    def _caches(self) -> str:
+        count = self.found.get("caches", 0)
+        return f"{count} tensors" if self.cache == "float" else f"{count} tensors in {self.cache}"
 
     @property
     def _numbers(self) -> str:
@@ -95,7 +102,7 @@ class ExportReport:
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._numbers))),
-            ("cached", f"{found.get('caches', 0)} tensors a step, {found.get('context', 0)} a request")
+            ("cached", f"{self._caches} a step, {found.get('context', 0)} a request")
             if self.max_length
             else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),

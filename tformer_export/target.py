@@ -1,7 +1,8 @@
 """Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
 
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and
-MultiHeadAttention over given keys and values.
+MultiHeadAttention over given keys and values. Which kernels these operators have is told by `passes/scaled.py`,
+`passes/scores.py` and, of caches in fewer bits, `quantize/caches.py`.
 
 cuda: GroupQueryAttention too, in half precision alone, for on CUDA it has no float32 kernel, and where it is causal and
 nothing else, for with a bias it leaves its fast kernels. Else what portable takes: TensorScatter into the cache and

@@ -153,3 +153,12 @@ def test_a_budget_that_is_none(budget, checkpoint, lines, run):
     status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", budget)
     assert status == 2
     assert "such as 1% or 0.01" in err
+
+
+def test_caches_in_int8_are_for_the_cpu(checkpoint, lines, refused):
+    message = refused(checkpoint, "-o", "out.onnx", "--cache", "int8", "--target", "portable")
+    assert message == (
+        "caches in int8 need onnxruntime's own operator, as measured on the CPU: leave out either them or the target "
+        "portable"
+    )
+    assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--cache", "int8")

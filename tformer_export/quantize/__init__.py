@@ -15,6 +15,8 @@ search       the sensitivity of each matrix, and the mixture of bits that fits a
 plan         what `--quantize` comes to for one model
 frontier     the mixtures that were measured, as a picture
 
+caches       keys and values of earlier positions in 8 bits
+
 And the file:
 
 store        where integers are held, each matrix once, and how kernels' forms of it are made of that
@@ -23,11 +25,13 @@ rewrite      matrix products and tables → integer operators, row by row
 measure      what the quantised file does differently
 """
 
+from tformer_export.quantize.caches import CACHES, hold_in_int8
 from tformer_export.quantize.measure import Degradation, measure
 from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
 from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
 
 __all__ = [
+    "CACHES",
     "GOALS",
     "QUANTIZATIONS",
     "THROUGHPUT",
@@ -36,6 +40,7 @@ __all__ = [
     "Plan",
     "Planner",
     "Product",
+    "hold_in_int8",
     "measure",
     "quantize",
 ]

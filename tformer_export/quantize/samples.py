@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tformer_export.verify import Gate, decode_greedily
+from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
+from tformer_export.verify import LONGEST as LONGEST_PROMPT
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.inputs import Inputs
@@ -54,6 +55,11 @@ class Samples:
     fitted: Sequence[Sample]
     measured: Sequence[Sample]
 
+    @property
+    def seen(self) -> Sequence[Sample]:
+        """What may be fitted to; all, where there are no lines but what the model itself makes."""
+        return self.fitted or self.measured
+
 
 def draw_samples(gate: Gate, engine: Engine) -> Samples:
     """What the unquantised file decodes greedily from random requests, to measure on.
@@ -73,6 +79,12 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
             for request, start, tokens in zip(requests, starts, decoded, strict=True)
         ]
     return Samples((), drawn)
+
+
+def draw_long(gate: Gate, engine: Engine) -> Sample:
+    """A sequence of random ids, as long as the gate's longest."""
+    tokens = gate.draw_sequence(min(LONGEST_PROMPT, engine.manifest.max_length))
+    return Sample(gate.draw_request(LONG_SOURCE), tokens.astype(np.int64), 1)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:

@@ -1,0 +1,74 @@
+"""How a step's time grows with what is cached, against what reading the cache costs. Run by hand, on a quiet machine:
+
+    python tests/benchmarks/step_growth.py model.onnx [other.onnx ...] [--rows 1,8] [--positions 16,256,1024,2000]
+
+A step reads each key and value of its rows' past once: bytes a token · rows · positions. Over the bandwidth that the
+machine was measured to have, that is the least by which a step can be longer than at the first positions. Files take
+turns, so that a busy machine slows all of them; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+from tformer_runtime.cache import bytes_of
+from tformer_runtime.engine import Engine, State
+
+ROUNDS, STEPS, SOURCE = 9, 4, 24
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--rows", default="1,8", show_default=True)
+@click.option("--positions", default="16,256,1024,2000", show_default=True)
+@click.option("--threads", default=1, show_default=True)
+def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from versus.engines.rates import _bandwidth
+
+    bandwidth = _bandwidth(threads)
+    click.echo(f"{threads} threads, {bandwidth / 1e9:.1f} GB/s")
+    engines = [Engine(model, device="cpu", threads=threads) for model in models]
+    for count in map(int, rows.split(",")):
+        least: dict[int, float] = {}
+        for cached in map(int, positions.split(",")):
+            times = _milliseconds([_started(engine, count, cached) for engine in engines], engines)
+            for i, (model, engine, found) in enumerate(zip(models, engines, times, strict=True)):
+                least.setdefault(i, found)
+                reading = bytes_of(engine.decode.caches, count, cached) / bandwidth * 1e3
+                growth = f"{(found - least[i]) / reading:.2f} × the {reading:.2f} ms of reading"
+                click.echo(f"{Path(model).name}: {count} rows, {cached} cached: {found:.2f} ms; grown by {growth}")
+
+
+def _started(engine: Engine, rows: int, cached: int) -> State:
+    """A state that believes to have read so much, in memory that has been written: pages that never were cost less."""
+    inputs = engine.manifest.encode.inputs if engine.manifest.encode else ()
+    sources = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in inputs if i.role == "ids"}
+    state = engine.start(sources or None, rows)
+    state.cache.reserve(cached + 1, 0)
+    for value in state.cache.past(0):
+        value.numpy()[...] = 1
+    state.lengths[:] = state.longest = cached
+    return state
+
+
+def _milliseconds(states: list[State], engines: list[Engine]) -> list[float]:
+    times: list[list[float]] = [[] for _ in states]
+    for _ in range(ROUNDS):
+        for engine, state, own in zip(engines, states, times, strict=True):
+            cached, tokens = state.longest, np.full((state.rows, 1), 5, np.int64)
+            begun = time.perf_counter()
+            for _ in range(STEPS):
+                engine.step(state, tokens)
+                state.rewind(cached)
+            own.append((time.perf_counter() - begun) / STEPS * 1e3)
+    return [float(np.median(own)) for own in times]
+
+
+if __name__ == "__main__":
+    main()
