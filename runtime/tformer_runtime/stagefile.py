@@ -48,7 +48,7 @@ def cut(model: bytes, stage: Stage) -> bytes:
     # What belongs to the other stage is a constant without numbers, made for it.
     empty = {name for node in nodes if not _texts(node, _NODE_INPUT) for name in _texts(node, _NODE_OUTPUT)} & {*names}
     own = {name for made, name in names.items() if made not in empty}
-    read = {name for node in nodes for name in _texts(node, _NODE_INPUT)}
+    read = {name for node in nodes for name in _reads(node)}
     kept = [_message(_NODE, _renamed(n, names)) for n in nodes if not {*_texts(n, _NODE_OUTPUT)} & empty]
     for field in (*graph, *branch):
         if field.number == _INITIALIZER and _texts(field.content, _TENSOR_NAME)[0] in read:
@@ -69,6 +69,17 @@ def _branch(graph: list[_Field], stage: Stage) -> bytes:
                 if _texts(attribute, _ATTRIBUTE_NAME) == [_BRANCHES[stage]]:
                     return _texts(attribute, _ATTRIBUTE_GRAPH)[0]
     raise ModelFileError("the file's stages are not the branches of one If: export the model again")
+
+
+def _reads(node: bytes) -> Iterator[bytes]:
+    """What a node reads, in branches of its own too."""
+    yield from _texts(node, _NODE_INPUT)
+    for attribute in _texts(node, _NODE_ATTRIBUTE):
+        for graph in _texts(attribute, _ATTRIBUTE_GRAPH):
+            for inner in _texts(graph, _NODE):
+                yield from _reads(inner)
+            for output in _texts(graph, _OUTPUT):
+                yield from _texts(output, _NAME)
 
 
 def _renamed(node: bytes, names: dict[bytes, bytes]) -> bytes:
