@@ -17,7 +17,10 @@ from tokenizers import Tokenizer
 
 from tformer_export.alignments import Wanted
 from tformer_export.budget import COSINE, Budget
+from tformer_export.describe import in_half
 from tformer_export.forms import CHOICES, DEFAULTS, Forms, few_rows, session_settings
+from tformer_export.passes.half import HALVES
+from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, Understood, understand
 from tformer_export.quantize import (
     CACHES,
@@ -49,13 +52,15 @@ from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
 from tformer_export.tune import ROWS, Request, Tuning, requests
 from tformer_export.tune import tune as tune_forms
-from tformer_export.verify import Gate, ParityReport
+from tformer_export.verify import ROUNDINGS, TOLERANCE, Gate, ParityReport
 from tformer_export.write import data_file, removed, write
 from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
+
+DEFAULT_HALF = "fp16"  # of files for CUDA
 
 
 def export(
@@ -68,6 +73,7 @@ def export(
     optimize_for: str = THROUGHPUT,
     cache: str = "float",
     target: str = "cpu",
+    precision: str | None = None,
     max_length: int | None = None,
     masks: Mapping[str, Mask] | None = None,
     dynamic: Mapping[str, Sequence[int]] | None = None,
@@ -95,6 +101,8 @@ def export(
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
         "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
+    precision: of products and caches, "fp32" or, for the target cuda alone, "fp16", which is its default unless the
+        file is quantised. Logits are float32 in any case.
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
@@ -155,6 +163,7 @@ def export(
         raise OptionError(
             f"tune measures on this machine's CPU, which says nothing of the target {target}: leave out either of them"
         )
+    half = _half(precision, target, quantize)
     wanted = _Quantisation(
         quantize,
         optimize_for,
@@ -173,15 +182,18 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
         raise _no_encoder()
+    if lines is not None and half is not None:
+        raise OptionError("a shortlist is for a file in fp32: leave it out, or choose precision fp32")
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, mixture, products, measured, tuning, size = _make(
-            source, out, wanted, target, max_length, clock, alignments, hidden, lines, tune
+            source, out, wanted, target, half, max_length, clock, alignments, hidden, lines, tune
         )
     return ExportReport(
         path=str(out),
         source=source.name,
         target=target,
+        precision=manifest.precision,
         quantization=quantize,
         cache=cache,
         max_length=manifest.max_length,
@@ -198,6 +210,24 @@ def export(
         peak_memory=peak_memory(),
         shortlist=measured,
     )
+
+
+def _half(precision: str | None, target: str, quantize: str) -> str | None:
+    """The half precision that is asked for, or None for float32. OptionError for what cannot be had."""
+    if precision is None:
+        return DEFAULT_HALF if target == "cuda" and quantize == "none" else None
+    if precision not in ("fp32", *HALVES):
+        raise OptionError(f"precision is one of fp32, {', '.join(HALVES)}, not {precision!r}")
+    if precision == "fp32":
+        return None
+    if target != "cuda":
+        raise OptionError(
+            f"{precision} is for the target cuda: onnxruntime has no products of it for CPUs, and would convert every "
+            "weight at every step; to read less, quantise to int8 or int4"
+        )
+    if quantize != "none":
+        raise OptionError(f"a quantised file computes in fp32 beside its integers: leave out {precision} or {quantize}")
+    return precision
 
 
 @dataclass(frozen=True)
@@ -248,6 +278,7 @@ def _make(
     out: Path,
     wanted: _Quantisation,
     target: str,
+    half: str | None,
     max_length: int | None,
     clock: _Clock,
     alignments: Wanted | None,
@@ -269,7 +300,7 @@ def _make(
     if source.step is None:
         wanted = wanted.for_once(tune)
     with _folder_beside(out) as folder:
-        understood = understand(source, target, max_length, clock.stage, alignments, hidden)
+        understood = understand(source, target, max_length, clock.stage, alignments, hidden, half is not None)
         compiled = understood.compile(stage=clock.stage)
         forms, tuning = DEFAULTS, None
         if tune:
@@ -297,6 +328,9 @@ def _make(
         with clock.stage("verify"), unchanged(source.module):
             before = Engine(written, device="cpu")
             parity = gate.check(before)
+        if half is not None:
+            del before
+            before, parity = _halved(compiled, gate, half, parity, folder, clock)
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.any:
             manifest, degradation, mixture, products = _quantise(
@@ -378,6 +412,24 @@ def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, fo
 
     compiled = replace(compiled, manifest=asked(compiled.manifest, DEFAULTS))
     return tune_forms(build, [choice for choice in CHOICES if choice.applies(compiled)], ROWS[wanted.optimize_for])
+
+
+def _halved(
+    compiled: Compiled, gate: Gate, half: str, exact: ParityReport, folder: Path, clock: _Clock
+) -> tuple[Engine, ParityReport]:
+    """Round the compiled model to half and compare it again, on a GPU if there is one. exact: parity before."""
+    precision = HALVES[half]
+    with clock.stage("half"):
+        compiled.found["half"] = run_half(compiled.model, precision)
+        compiled.manifest = in_half(compiled.manifest, compiled.model, half)
+        written = _save(compiled.model, compiled.manifest, folder / "half.onnx")
+    with clock.stage("verify"), unchanged(gate.source.module):
+        length = compiled.manifest.max_length
+        gate.tolerance = max(TOLERANCE, ROUNDINGS * gate.sensitivity(precision.rounded, length))
+        engine = Engine(written, device="auto")
+        parity = gate.check(engine)
+    parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
+    return engine, parity
 
 
 def _quantise(

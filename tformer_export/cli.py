@@ -55,6 +55,11 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "much is cached, for slower prompts.",
 )
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16"]),
+    help="Of products and caches; fp16 for CUDA, where it is the default of a file that is not quantised.",
+)
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
 @click.option(
     "--max-degradation",

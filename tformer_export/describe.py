@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from tformer_export.inputs import About
@@ -52,6 +54,19 @@ def describe(
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},
     )
+
+
+def in_half(manifest: Manifest, model: ir.Model, precision: str) -> Manifest:
+    """The manifest of a model whose caches and context are in half now, as its inputs tell."""
+    types = {value.name: value.dtype.numpy().name for value in model.graph.inputs if value.dtype is not None}
+    encode, decode = manifest.encode, manifest.decode
+    if decode is not None:
+        caches = tuple(replace(cache, dtype=types[cache.past]) for cache in decode.caches)
+        if encode is not None:
+            given = zip(encode.outputs, decode.context, strict=True)
+            encode = replace(encode, outputs=tuple(replace(out, dtype=types[name]) for out, name in given))
+        decode = replace(decode, caches=caches)
+    return replace(manifest, encode=encode, decode=decode, precision=precision)
 
 
 def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> Encode:

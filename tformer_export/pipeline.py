@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -47,7 +47,7 @@ from tformer_export.staging.extras import Extra, find_extras
 from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_export.staging.plan import Plan, make_plan
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import make_tables
+from tformer_export.staging.tables import is_causal_alone, make_tables
 from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
 from tformer_runtime.errors import OptionError, UnsupportedModelError
@@ -100,18 +100,19 @@ class Understood:
     attentions: int
     gives_last: bool
     max_length: int | None
+    half: bool = False
     lowered: dict[Target, _Lowered] = field(default_factory=dict)
 
     def compile(self, forms: Forms = DEFAULTS, stage: Stage = lambda name: nullcontext()) -> Compiled:
         """Stage, lower, assemble, clean up: seconds, by the number of operations; less from the second time on, for
         forms that these stages do not know of. forms: of `tformer_export.forms`."""
-        chosen = TARGETS[self.target].in_forms(forms)
+        chosen = replace(TARGETS[self.target], half=self.half).in_forms(forms)
         if chosen not in self.lowered:
             self.lowered[chosen] = self._lower(chosen, stage)
         low = self.lowered[chosen]
         with stage("passes"):
             model = assemble(*(lowered and lowered.clone() for lowered in low.models))
-            passes = run_passes(model, low.length, forms, portable=self.target == "portable")
+            passes = run_passes(model, low.length, forms, self.target)
             chosen.check(model)
         shares = passes.get("shared", 0) > 0
         manifest = describe(
@@ -146,9 +147,10 @@ def compile_source(
     stage: Stage = lambda name: nullcontext(),
     alignments: Wanted | None = None,
     hidden: Sequence[str] = (),
+    half: bool = False,
 ) -> Compiled:
     """Source → compiled model, in the forms that are the default. Arguments and errors as of `understand`."""
-    return understand(source, target, max_length, stage, alignments, hidden).compile(stage=stage)
+    return understand(source, target, max_length, stage, alignments, hidden, half).compile(stage=stage)
 
 
 def understand(
@@ -158,8 +160,11 @@ def understand(
     stage: Stage = lambda name: nullcontext(),
     alignments: Wanted | None = None,
     hidden: Sequence[str] = (),
+    half: bool = False,
 ) -> Understood:
     """Capture, recognise attention, find binding times. UnsupportedModelError says what cannot be.
+
+    The model computes in float32; `half` says that it will not for long, which decides among operators.
 
     `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments` and
     `hidden` as in `export`; OptionError if the model does not have them.
@@ -178,7 +183,7 @@ def understand(
         merge_equal(captured)
         level = binding_times(captured)
         extras = find_extras(captured, level)
-    return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length)
+    return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length, half)
 
 
 def _sound(source: Source, hidden: Sequence[str]) -> Captured:
@@ -244,7 +249,14 @@ def _stage(
             "declare it (special={'pad': …}, --pad), and it must not be a token that decoding starts or ends with"
         ) from error
     refuse_mixed_rows(captured, values, other_row)
-    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, wanted, source.max_length)
+    lengths = wanted, source.max_length
+    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+    biased: set[Node] = (
+        set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
+    )
+    if biased:
+        plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
+        tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     turning = [attention for attention in plan.fused.values() if target.turns(attention)]

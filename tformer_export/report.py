@@ -49,6 +49,7 @@ class ExportReport:
     path: str
     source: str
     target: str
+    precision: str
     quantization: str
     cache: str
     max_length: int
@@ -82,8 +83,18 @@ class ExportReport:
 
     @property
     def _numbers(self) -> str:
+        if self.precision != "fp32":
+            return self.precision
         quantised = self.quantization != "none" and self.optimized_for
         return f"{self.quantization} for {self.optimized_for}" if quantised else self.quantization
+
+    @property
+    def _parity(self) -> str:
+        parity = self.parity
+        text = f"max |Δlogit| {self.max_abs_error:.1e} ({parity.relative_error:.1e} of the range"
+        if parity.exact_error is not None:
+            text += f", {parity.tolerance:.1e} allowed; {parity.exact_error:.1e} before rounding"
+        return f"{text})" + (f" on {parity.device}" if parity.exact_error is not None else "")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "parity": self.parity.to_dict()}
@@ -103,7 +114,7 @@ class ExportReport:
             else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
-            ("parity", f"max |Δlogit| {self.max_abs_error:.1e} ({self.parity.relative_error:.1e} of the range)"),
+            ("parity", self._parity),
         ]
         if self.max_length:
             rows.append(("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"))

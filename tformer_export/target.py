@@ -1,10 +1,12 @@
 """Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
 
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over sequences
-that are read whole, MultiHeadAttention over other keys and values that are given. On CUDA the former has no float32
-kernel and the latter cannot share its buffers, so cuda takes what portable takes: TensorScatter into the cache and
-plain matrix products. Which kernels these operators have is told by `passes/scaled.py`, `passes/scores.py` and, of
-caches in fewer bits, `quantize/caches.py`.
+that are read whole, MultiHeadAttention over other keys and values that are given. Which kernels these operators have
+is told by `passes/scaled.py`, `passes/scores.py` and, of caches in fewer bits, `quantize/caches.py`.
+
+cuda: GroupQueryAttention too, in half precision alone, for on CUDA it has no float32 kernel, and where it is causal and
+nothing else, for with a bias it leaves its fast kernels. Else what portable takes: TensorScatter into the cache and
+plain matrix products.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ from tformer_export.forms import ROTARY, WHOLE, Forms
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 
+LARGEST_HEAD = 256  # beyond, CUDA's flash attention has no kernel
 TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries and keys, of this
 
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the user asks for. opset: the ONNX operator set that the file uses. rotary: whether operators may turn
-    queries and keys themselves. whole: whether an operator of its own is for sequences that are read whole."""
+    """name: what the user asks for. opset: the ONNX operator set that the file uses. half: whether the file will
+    compute in half precision. rotary: whether operators may turn queries and keys themselves. whole: whether sequences
+    that are read whole have an operator of their own."""
 
     name: str
     opset: int
+    half: bool = False
     rotary: bool = True
     whole: bool = True
 
@@ -44,11 +49,19 @@ class Target:
 
     def fuses(self, attention: CachedAttention) -> bool:
         """Whether a fused operator keeps this attention's cache."""
-        if self.name != "cpu":
+        if self.name != "cpu" and not (self.name == "cuda" and self.half):
             return False
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
-        return len(sizes) == 1 and sizes.pop() % operators.HEAD_MULTIPLE == 0 and query.dtype == torch.float32
+        if len(sizes) > 1 or query.dtype != torch.float32:
+            return False
+        size = int(sizes.pop())
+        return size % operators.HEAD_MULTIPLE == 0 and (self.name == "cpu" or size <= LARGEST_HEAD)
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether that operator is fast with a bias beside its own causal mask."""
+        return self.name == "cpu"
 
     def turns(self, attention: CachedAttention) -> bool:
         """Whether that operator can turn queries and keys by their positions."""

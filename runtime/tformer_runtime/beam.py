@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tformer_runtime.constrain import Guide
+from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Guess, Ints, log_normalizer
@@ -100,10 +101,11 @@ class BeamSearch:
 
     def advance(
         self,
-        logits: Floats,
+        logits: Floats | Chosen,
         trails: Sequence[Trail] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
+        logits = logits.copy() if isinstance(logits, Chosen) else logits
         norms = log_normalizer(logits)
         for group in (group for groups in self._beams.values() for group in groups if group.over):
             group.chosen = []

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.graphs import Held
 from tformer_runtime.manifest import SLOT, Cache
 from tformer_runtime.memory import Budget, Share
 from tformer_runtime.sampling import Ints
@@ -90,6 +91,7 @@ class KVCache:
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
+        self.pooled: Held | None = None  # buffers that graphs are captured with
         self._slabs = []
         for members in groups.values():
             sides = 1 if specs[members[0]].in_place else 2
@@ -201,6 +203,7 @@ class KVCache:
 
     def release(self) -> None:
         """Give the buffers and their bytes back."""
+        self._unpool()
         for slab in self._slabs:
             slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
         self._budget.give(self.nbytes)
@@ -251,12 +254,28 @@ class KVCache:
 
     def _bind(self) -> None:
         """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""
+        self._unpool()
+        pool = self._session.pool
+        # What is pooled stays when it is given back, so that a budget would not be kept.
+        if pool is not None and self.turns == 1 and self.capacity and self._budget.limit is None:
+            arrays = [slab.arrays[0] for slab in self._slabs]
+            self.pooled = pool.take(self.rows, self.capacity, [a for a in arrays if a is not None])
+        if self.pooled is not None:
+            for slab, values in zip(self._slabs, self.pooled.values, strict=True):
+                slab.values, slab.arrays = [values], [None]
+            return
         for slab in self._slabs:
             for side, array in enumerate(slab.arrays):
                 if array is not None:
                     slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
             if not self._on_host:
                 slab.arrays = [None] * len(slab.arrays)
+
+    def _unpool(self) -> None:
+        if self.pooled is not None:
+            assert self._session.pool is not None
+            self._session.pool.give(self.pooled)
+            self.pooled = None
 
 
 def move(array: Array, to: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:

@@ -68,10 +68,14 @@ class Context:
     @property
     def values(self) -> list[Any]:
         """The OrtValues to bind. MemoryBudgetError as of `Share.take`, and nothing has changed."""
-        self._arrange(self.requests)
+        self.arrange()
         if len(self._values) != len(self._arrays):
             self._values = [self._session.tensor(array) for array in self.arrays]
         return self._values
+
+    def arrange(self) -> None:
+        """Have neighbouring rows of one request share its context, where the file can."""
+        self._arrange(self.requests)
 
     def reorder(self, rows: Ints) -> bool:
         """Row i becomes what row rows[i] was. True if there are new values to bind."""

@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
 from tformer_runtime.context import Context
+from tformer_runtime.device import Chosen
 from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
+from tformer_runtime.graphs import MOST, Replayed, Step
 from tformer_runtime.manifest import (
     BATCH,
     COLUMNS,
@@ -73,20 +75,20 @@ class State:
         self.longest = 0  # the greatest of lengths
         self.cache = cache
         self.held = context
-        self.calls: dict[tuple[int, Want], _Call] = {}  # the small ones, by their shapes
-        self.call: _Call | None = None
+        self.calls: dict[tuple[int, Want], _Call | Replayed] = {}  # the small ones, by their shapes
+        self.call: _Call | Replayed | None = None
         self.encoded = encoded
         self.wanted = wanted  # of each step
         self.extras: dict[str, Array] = {}
         self.released = False
 
     @property
-    def call(self) -> _Call | None:
+    def call(self) -> _Call | Replayed | None:
         """The latest; None once what calls are bound to has changed."""
         return self._call
 
     @call.setter
-    def call(self, call: _Call | None) -> None:
+    def call(self, call: _Call | Replayed | None) -> None:
         self._call = call
         if call is None:
             self.calls.clear()
@@ -136,7 +138,7 @@ class Engine:
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
         self._unread = self._stand_ins()
         self._one_column = self._of_one_column()
-        stage = self.session.inputs.get(STAGE, ())
+        stage = self.session.inputs("decode").get(STAGE, ())
         # Held here: a binding need not keep alive what is bound.
         self._decodes = self.session.tensor(np.ones([size or 1 for size in stage], np.bool_))
 
@@ -176,10 +178,10 @@ class Engine:
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
         arrays = request_arrays(encode.inputs, requests, rows, widen)
-        io = self.session.binding()
+        io = self.session.binding("encode")
         if gather is not None:
             arrays[GATHER] = gather
-        for name in self.session.inputs:
+        for name in self.session.inputs("encode"):
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
             io.bind_ortvalue_input(name, self._one_column.get(name, read))
         wanted = [output.name for output in (*encode.outputs, *encode.extras)]
@@ -187,8 +189,8 @@ class Engine:
         if gather is not None:
             wanted.append(GATHERED)
         for name in wanted:
-            io.bind_output(name, self.session.device)
-        self.session.run(io)
+            self.session.give(io, name)
+        self.session.run(io, "encode")
         return dict(zip(wanted, io.get_outputs(), strict=True))
 
     def start(
@@ -256,11 +258,28 @@ class Engine:
             state.call = None
         call = state.call
         if call is None or call.new != new or call.want != want:
-            call = state.calls.get((new, want)) or _Call(self, state, new, want, gathers)
+            call = (
+                state.calls.get((new, want))
+                or self._replayed(state, new, want)
+                or _Call(self, state, new, want, gathers)
+            )
             state.call = call
             if rows * new <= _KEPT:
                 state.calls[new, want] = call
+        if isinstance(call, Replayed) and not call.step.ready(state.longest):
+            call = _Call(self, state, new, want, gathers)
         return call.run(state, tokens, counts, total)
+
+    def choose(self, state: State, tokens: Array) -> Array | Chosen:
+        """As `step`, for one token a row; the logits may stay on the device, with what is likeliest on the host."""
+        rows, new = tokens.shape
+        call, total = state.call, state.longest + 1
+        if not isinstance(call, Replayed) or rows != state.rows or new != 1 or total > state.cache.capacity:
+            return self.step(state, tokens)
+        _check_held(state)
+        if not call.step.ready(state.longest):
+            return self.step(state, tokens)
+        return call.choose(state, tokens, total)
 
     def reorder(self, state: State, rows: Array) -> None:
         """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
@@ -424,6 +443,26 @@ class Engine:
             more *= 2
         return more if base + more < limit else limit
 
+    def _replayed(self, state: State, new: int, want: Want) -> Replayed | None:
+        """A call that replays a CUDA graph, for one token a row in buffers that graphs may be captured with."""
+        held = state.cache.pooled
+        if held is None or new > 1 or want != "last" or state.wanted or state.candidates is not None:
+            return None
+        state.held.arrange()
+        contexts = dict(zip(self._context_inputs, state.context, strict=True))
+        key = tuple(array.shape for array in contexts.values())
+        step = held.steps.get(key)
+        if step is None:
+            if len(held.steps) == MOST:
+                return None
+            others = {**self._unread, STAGE: self._decodes}
+            step = Step(self.session, self.decode, held, state.cache.past(0), contexts, others)
+            held.steps[key] = step
+        else:
+            for name, array in contexts.items():
+                self.session.write(step.contexts[name], array)
+        return Replayed(step)
+
     def _one_at_a_time(self, state: State, total: int) -> bool:
         """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
         return (
@@ -461,7 +500,7 @@ class Engine:
             return ()
         names = self.manifest.decode.context
         outputs = self.manifest.encode.outputs if self.manifest.encode else ()
-        if len(names) != len(outputs) or any(name not in self.session.inputs for name in names):
+        if len(names) != len(outputs) or any(name not in self.session.inputs("decode") for name in names):
             raise ModelFileError(
                 f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph does not read "
                 "them all: export the model again"
@@ -481,7 +520,8 @@ class Engine:
             dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
             if manifest.decode.shortlist:
                 dtypes |= {GATHER: "int64", COLUMNS: "int64", WEIGHT: manifest.decode.shortlist.dtype}
-        shapes = {name: [0 if d is None else d for d in shape] for name, shape in self.session.inputs.items()}
+        inputs = {**self.session.inputs("encode"), **self.session.inputs("decode")}
+        shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         try:
             return {name: self.session.tensor(np.zeros(shape, dtypes[name])) for name, shape in shapes.items()}
         except KeyError as error:
@@ -537,26 +577,26 @@ class _Call:
         self.bindings = [self._bound(engine, state, turn) for turn in range(state.cache.turns)]
 
     def _bound(self, engine: Engine, state: State, turn: int) -> Any:
-        session, io = self.session, self.session.binding()
+        session, io = self.session, self.session.binding("decode")
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
         bound |= dict(zip(engine._context_inputs, state.held.values, strict=True))
         bound |= dict(zip((c.past for c in engine.decode.caches), state.cache.past(turn), strict=True))
         if SLOTS in self.controls:
             bound[SLOTS] = session.host_tensor(self.slots)
-        if STAGE in session.inputs:
+        if STAGE in session.inputs("decode"):
             bound[STAGE] = engine._decodes
         if self.candidates is not None:
             if len(self.candidates.ids):
                 bound[COLUMNS], bound[WEIGHT] = session.tensor(self.candidates.ids), self.candidates.weight
             if self.gathers is not None:
                 bound[GATHER] = session.tensor(self.gathers)
-        for name in session.inputs:
+        for name in session.inputs("decode"):
             io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
             io.bind_ortvalue_output(cache.present, present)
         for name in (*state.wanted, *([GATHERED] if self.gathers is not None else ())):
-            io.bind_output(name, session.device)
+            session.give(io, name)
         return io
 
     def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
@@ -577,7 +617,7 @@ class _Call:
         if self.session.device != "cpu":  # binding copies to the device, so what changed is bound again
             for name, array in self.inputs.items():
                 io.bind_ortvalue_input(name, self.session.host_tensor(array))
-        self.session.run(io)
+        self.session.run(io, "decode")
         state.cache.turn = (state.cache.turn + 1) % state.cache.turns
         state.cache.wrote(lengths, new)
         if counts is None or new == 1:

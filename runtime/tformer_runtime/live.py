@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tformer_runtime.device import Chosen
 from tformer_runtime.engine import Engine, State
 from tformer_runtime.memory import Share
 from tformer_runtime.record import Trail
@@ -20,8 +21,8 @@ class LiveRows:
         self._engine, self.state = engine, state
         self._trails: list[Trail | None] = [None] * state.rows
 
-    def step(self, tokens: Ints) -> Floats:
-        logits = self._engine.step(self.state, tokens)
+    def step(self, tokens: Ints) -> Floats | Chosen:
+        logits = self._engine.choose(self.state, tokens)
         self.record()
         return logits
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Guess, Ints, Sampler, log_normalizer
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
+
+_UNREAD = np.empty((0, 0), np.float32)
 
 
 class _Row:
@@ -93,12 +96,16 @@ class RowSearch:
 
     def advance(
         self,
-        logits: Floats,
+        logits: Floats | Chosen,
         trails: Sequence[Trail] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
-        norm = log_normalizer(logits)
-        tokens = logits.argmax(-1).tolist()
+        likely: list[float] | None = None  # log-probabilities, where they are all that is needed of the logits
+        if isinstance(logits, Chosen) and all(row.plain and not row.task.settings.top_logprobs for row in self._rows):
+            tokens, likely, logits, norm = logits.tokens.tolist(), logits.logprobs.tolist(), _UNREAD, _UNREAD
+        else:
+            logits = logits.copy() if isinstance(logits, Chosen) else logits
+            tokens, norm = logits.argmax(-1).tolist(), log_normalizer(logits)
         left, chosen = [], []
         for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
             task = row.task
@@ -109,7 +116,7 @@ class RowSearch:
                     task.accepted += 1
                 if task.settings.top_logprobs:
                     row.alternatives.append(likeliest(logits[at] - norm[at], task.settings.top_logprobs))
-                finish = row.take(token, float(logits[at, token] - norm[at]))
+                finish = row.take(token, float(logits[at, token] - norm[at]) if likely is None else likely[at])
             except Exception as error:  # of the task's own rule or listener: it ends alone
                 task.error = task.error or error
                 continue

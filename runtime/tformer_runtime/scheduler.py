@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tformer_runtime.beam import BeamSearch
+from tformer_runtime.device import Chosen
 from tformer_runtime.errors import DeadlineError, MemoryBudgetError
 from tformer_runtime.memory import Budget, Share
 from tformer_runtime.record import Trail
@@ -29,7 +30,7 @@ POSITIONS = 16384  # of prompts and sources, padded, that are computed at once b
 class Rows(Protocol):
     """What decoding needs of a model: some rows, and what they have cached."""
 
-    def step(self, tokens: Ints) -> Floats:
+    def step(self, tokens: Ints) -> Floats | Chosen:
         """Feed (rows, 1) tokens; logits (rows, vocabulary), which the next step overwrites."""
 
     def reorder(self, rows: Ints) -> None:
@@ -82,7 +83,7 @@ class Scheduler:
         self._searches: dict[object, Search] = {}
         self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
         self._rows: Rows | None = None
-        self._logits: Floats | None = None
+        self._logits: Floats | Chosen | None = None
         self._running: dict[Task, None] = {}
         self._over: list[Task] = []  # not yet told of
         self._dropped = False
@@ -214,8 +215,8 @@ class Scheduler:
         places, order = placed(kept, self._rows.requests())
         where = np.zeros(len(self._logits), np.int64)
         where[kept] = places
+        self._logits = self._logits[order]  # while it is where it was made
         self._rows.reorder(order)
-        self._logits = self._logits[order]
         self._places = {key: where[old] for key, old in self._places.items()}
 
     def _admit(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 
 from tformer_runtime.constrain import Guide
+from tformer_runtime.device import Chosen
 from tformer_runtime.options import Settings
 from tformer_runtime.record import Trail
 from tformer_runtime.rules import Rule
@@ -166,7 +167,7 @@ class Search(Protocol):
         """Row i of the next logits is row rows[i] of them instead."""
 
     def advance(
-        self, logits: Floats, trails: Sequence[Trail] | None, guesses: Sequence[Guess | None] | None
+        self, logits: Floats | Chosen, trails: Sequence[Trail] | None, guesses: Sequence[Guess | None] | None
     ) -> tuple[Ints, Ints]:
         """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
 

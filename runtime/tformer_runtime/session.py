@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
+from tformer_runtime.device import choosing
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
+from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
 from tformer_runtime.saturation import saturates
+from tformer_runtime.stagefile import Stage, cut
 
 logger = logging.getLogger("tformer")
 
@@ -38,10 +42,18 @@ class Session:
     """A model file that is ready to run.
 
     path: the file.  manifest: what it offers.  device: "cpu" or "cuda", whichever was chosen.
-    inputs: name → shape of each graph input, free axes as None.
+    captures: whether decode steps can be captured as CUDA graphs. pool: the buffers that they are captured with.
+
+    On CUDA the two stages of a file are sessions of their own, for a graph with an `If` cannot be captured.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: str = "auto",
+        threads: int | None = None,
+        apart: bool | None = None,
+    ) -> None:
         """Open a file.
 
         device: "cpu", "cuda" or "auto": CUDA if the file was made for it and it can be had, else the CPU.
@@ -49,6 +61,7 @@ class Session:
             they wait, which pays on a machine of one's own; give fewer where others use the cores. (6 layers, d=512,
             int8, 8 rows, one of two cores busy: 13.4 ms per step with two threads, 6.9 with one. One row, when quiet:
             1.1 against 1.7.)
+        apart: whether the stages are to be sessions of their own; by default on CUDA.
         Raises ModelFileError, DeviceError, MissingExtraError.
         """
         self.path = Path(path)
@@ -57,26 +70,39 @@ class Session:
         self._ort = _onnxruntime()
         self.device = self._choose(device)
         self._narrowed: list[Any] = []
+        self._options: dict[int, Any] = {}  # of a run, by its graph
+        self.captures = False
         try:
-            self._session = self._load()
+            self._sessions = self._load(apart)
         except DeviceError:
             if device != "auto":
                 raise
             self.device = "cpu"
-            self._session = self._load()
+            self._sessions = self._load(apart)
         logger.info("device: %s", self.device)
-        self.inputs: dict[str, tuple[int | None, ...]] = {
-            i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in self._session.get_inputs()
-        }
+        self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self.pool = Pool(self) if self.captures else None
 
-    def binding(self) -> Any:
-        """A new onnxruntime IOBinding of this session: the buffers that one kind of call reads and writes."""
-        return self._session.io_binding()
+    def inputs(self, stage: Stage) -> Mapping[str, tuple[int | None, ...]]:
+        """Name → shape of each graph input of a stage's session, free axes as None."""
+        return self._inputs[stage]
 
-    def run(self, binding: Any) -> None:
-        """Run the graph on what `binding` holds. Any number of threads may be in here at once."""
+    def binding(self, stage: Stage) -> Any:
+        """A new onnxruntime IOBinding of a stage's session: the buffers that one kind of call reads and writes."""
+        return self._sessions[stage].io_binding()
+
+    def run(self, binding: Any, stage: Stage, graph: int | None = None) -> None:
+        """Run a stage on what `binding` holds. Any number of threads may be in here at once.
+
+        graph: the number of a CUDA graph, which the first run captures and each other replays: on the very same buffers
+        of the device, whatever is bound. What the stage reads on the host is what it was then. The first run may run
+        the stage several times.
+        """
         try:
-            self._session.run_with_iobinding(binding)
+            if not self.captures:
+                self._sessions[stage].run_with_iobinding(binding)  # options cost 30 µs
+            else:
+                self._sessions[stage].run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
             if self.device != "cpu":
                 binding.synchronize_outputs()
         except Exception as error:
@@ -85,6 +111,21 @@ class Session:
     def tensor(self, array: Array) -> Any:
         """An OrtValue on the session's device. On the CPU it *is* the array's memory, elsewhere a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
+
+    def give(self, binding: Any, output: str) -> None:
+        """Have an output made anew by each run, on the session's device."""
+        binding.bind_output(output, self.device)
+
+    def write(self, tensor: Any, array: Array) -> None:
+        """Put other numbers of the same type and shape into a tensor, where it is."""
+        tensor.update_inplace(np.ascontiguousarray(array))
+
+    def _run_options(self, graph: int) -> Any:
+        """graph: -1 for a run that is neither captured nor replayed."""
+        if graph not in self._options:
+            self._options[graph] = self._ort.RunOptions()
+            self._options[graph].add_run_config_entry("gpu_graph_id", str(graph))
+        return self._options[graph]
 
     def host_tensor(self, array: Array) -> Any:
         """An OrtValue that is the array's own memory."""
@@ -103,33 +144,56 @@ class Session:
         return device
 
     def _cuda_missing(self) -> str | None:
-        """What keeps onnxruntime's CUDA provider from starting, as a sentence; None if nothing is known to."""
-        if _CUDA not in self._ort.get_available_providers():
-            return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
-            self._ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; it prints what it does not find
-        if os.name == "posix":
-            try:
-                ctypes.CDLL("libcuda.so.1")
-            except OSError:
-                return "there is no NVIDIA driver on this machine (libcuda.so.1)"
-            provider = Path(self._ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-            found = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
-            if found:
-                return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
-        return None
+        return cuda_missing()
 
-    def _load(self) -> Any:
+    def _load(self, apart: bool | None) -> dict[Stage, Any]:
+        """Stage → its session, which may be one for both."""
+        model, folder = mapped(self.path)
+        cuda = self.device == "cuda"
+        stages: tuple[Stage, ...] = ("encode", "decode")
+        if not self.manifest.staged or not (cuda if apart is None else apart):
+            chooses = self._chooses and self.manifest.encode is None
+            session = self._capturing(model, folder) if chooses else self._open(model, folder)
+            loaded = dict.fromkeys(stages, session)
+        else:
+            decode = cut(model, "decode")
+            loaded = {
+                "encode": self._open(cut(model, "encode"), folder),
+                "decode": self._capturing(decode, folder) if self._chooses else self._open(decode, folder),
+            }
+        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
+            pages.forget(file)
+        return loaded
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the decode stage is given the greedy choice too."""
+        return self.device == "cuda"
+
+    def _capturing(self, model: bytes, folder: Path) -> Any:
+        """A session whose runs can be captured as CUDA graphs, if onnxruntime finds nothing in it that cannot."""
+        assert self.manifest.decode is not None
+        model = choosing(model, self.manifest.decode)
+        try:
+            session = self._open(model, folder, {"enable_cuda_graph": "1"})
+        except ModelFileError as error:
+            logger.info("no CUDA graphs: %s", error)
+            return self._open(model, folder)
+        self.captures = True
+        return session
+
+    def _open(self, model: bytes, folder: Path, settings: Mapping[str, str] | None = None) -> Any:
+        """settings: of the CUDA provider."""
         options = self._ort.SessionOptions()
         asked = self.manifest.session
         options.intra_op_num_threads = self.threads or asked.threads or 0
         if not asked.spinning:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._narrowed = self._keep_from_saturating(options)
+        self._narrowed += self._keep_from_saturating(options)
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
-        model, folder = mapped(self.path)
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
-        providers = [_CUDA, _CPU] if self.device == "cuda" else [_CPU]
+        providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
+        providers = providers if self.device == "cuda" else [_CPU]
         try:
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
@@ -141,13 +205,11 @@ class Session:
                 disabled_optimizers=asked.disabled_optimizers if self.device == "cpu" else (),
             )
         except Exception as error:
-            if self.device == "cuda" and "CUDA" in str(error):
+            if self.device == "cuda" and "CUDA" in str(error) and not settings:
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
-        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
-            pages.forget(file)
         return session
 
     def _keep_from_saturating(self, options: Any) -> list[Any]:
@@ -180,6 +242,29 @@ class Session:
                 f"{self.path}: the file with its weights, {self.path.name}.data, is missing or not whole beside it"
             )
         return ModelFileError(f"onnxruntime cannot run {self.path}: {_first_line(error)}")
+
+
+def cuda_missing() -> str | None:
+    """What keeps onnxruntime's CUDA provider from starting, as a sentence; None if nothing is known to."""
+    ort = _onnxruntime()
+    if _CUDA not in ort.get_available_providers():
+        return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; it prints what it does not find
+    if os.name == "posix":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "there is no NVIDIA driver on this machine (libcuda.so.1)"
+        provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+        found = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
+        if found:
+            return f"NVIDIA's library {found[1]} is not installed; pip install tformer[cuda]"
+    return None
+
+
+def _shapes(session: Any) -> dict[str, tuple[int | None, ...]]:
+    return {i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in session.get_inputs()}
 
 
 def _first_line(error: Exception) -> str:

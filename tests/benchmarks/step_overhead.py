@@ -38,7 +38,7 @@ def main(model: str | None, rows: int, threads: int | None) -> None:
         stepped.append(_microseconds(lambda state=state, tokens=tokens: engine.step(state, tokens)))
         call, state = state.call, _started(engine, rows)
         assert call is not None
-        session, binding = engine.session._session, call.bindings[0]
+        session, binding = engine.session._sessions["decode"], call.bindings[0]
         bare.append(_microseconds(lambda session=session, binding=binding: session.run_with_iobinding(binding)))
     one, other = float(np.median(stepped)), float(np.median(bare))
     click.echo(f"rows {rows}: step {one:.1f} µs, bare session call {other:.1f} µs, ratio {one / other:.3f}")

@@ -19,7 +19,7 @@ from tformer_export.staging.extras import Extra
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
 from tformer_export.staging.rotary import Rotation
-from tformer_export.staging.tables import Table
+from tformer_export.staging.tables import Table, is_causal_alone
 from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
 from tformer_runtime import manifest
 from tformer_runtime.errors import UnsupportedModelError
@@ -299,11 +299,9 @@ class DecodeEmitter(Emitter):
                 rotation.interleaved,
             )
         bias = None
-        if attention.bias is not None:
-            table = self.tables.get(attention.bias)
-            if table is None or not table.causal_only:  # the operator itself is causal
-                solution = views.solve(node, views.roles(node))
-                bias = self._operand(node, attention.bias, solution.choices[0][3])
+        if attention.bias is not None and not is_causal_alone(attention, self.tables):  # the operator itself is causal
+            solution = views.solve(node, views.roles(node))
+            bias = self._operand(node, attention.bias, solution.choices[0][3])
         caches = [self._cache(operand, Rows(0), 2) for operand in (attention.key, attention.value)]
         result = self.call(
             operators.grouped_query_attention,

@@ -18,6 +18,7 @@ from tformer_export.capture import Captured, expression, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level
+from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.views import LENGTH, Views
 from tformer_runtime.errors import UnsupportedModelError
 
@@ -65,6 +66,12 @@ class Table:
         values = self.values.movedim(self.time_axes, (-2, -1))
         past = torch.ones(values.shape[-2:], dtype=torch.bool).tril()
         return bool(values[..., past].all() if values.dtype == torch.bool else (values[..., past] == 0).all())
+
+
+def is_causal_alone(attention: CachedAttention, tables: Mapping[Node, Table]) -> bool:
+    """Whether an attention's bias, if it has one, hides what comes later and does nothing else."""
+    table = tables.get(attention.bias) if attention.bias is not None else None
+    return attention.bias is None or (table is not None and table.causal_only)
 
 
 def make_tables(

@@ -412,6 +412,7 @@ class Device:
     """A session on a device of its own: a tensor there is a copy."""
 
     device = "cuda"
+    pool = None
 
     class Value:
         def __init__(self, array):

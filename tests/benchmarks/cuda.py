@@ -1,0 +1,182 @@
+"""Decoding on a GPU at batch 1: ours, transformers with a static cache and torch.compile, and what the memory allows.
+
+    python tests/benchmarks/cuda.py [--size 1.1B|60M] [--out results.json] [--model FILE.onnx]
+
+The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
+weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
+device copies a gigabyte, is the floor. Ours is timed as a user meets it, `Model.generate`, and without what is around
+the steps, `Engine.choose`. Each time is the difference of a long and a short run over the tokens between them, the
+median of `--repeats`, after a run that captures and compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+import transformers
+from onnx import TensorProto, helper
+
+from tformer_export import export
+from tformer_runtime import Model
+from tformer_runtime.session import cuda_missing
+
+SIZES: dict[str, dict[str, int]] = {
+    "1.1B": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 32_000,
+    },
+    "60M": {
+        "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 32_000,
+    },
+}  # fmt: skip
+LONGEST = 1024
+PROMPT, SHORT, LONG = 128, 64, 320  # tokens
+COPIED = 2**30  # bytes
+
+
+def build(size: str) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZES[size], max_position_embeddings=LONGEST, tie_word_embeddings=False, eos_token_id=None, bos_token_id=1,
+        pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def bandwidth() -> float:
+    """Bytes a second that the device reads and writes, by the fastest of some copies of a gigabyte.
+
+    A sum with 1 in half precision, for ONNX has no operator that must copy.
+    """
+    half = TensorProto.FLOAT16
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "one"], ["y"])],
+        "copy",
+        [helper.make_tensor_value_info("x", half, ["n"])],
+        [helper.make_tensor_value_info("y", half, ["n"])],
+        [onnx.numpy_helper.from_array(np.ones((), np.float16), "one")],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CUDAExecutionProvider"])
+    io = session.io_binding()
+    for name, bind in (("x", io.bind_ortvalue_input), ("y", io.bind_ortvalue_output)):
+        bind(name, onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(COPIED // 2, np.float16), "cuda"))
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        session.run_with_iobinding(io)
+        io.synchronize_outputs()
+        times.append(time.perf_counter() - begin)
+    return 2 * COPIED / min(times)
+
+
+def read_by_a_step(size: str, width: int) -> int:
+    """Bytes of weights and cache that a step at the middle of the measured lengths reads. width: of a number."""
+    shape = SIZES[size]
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    cached = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer = 2 * hidden * hidden + 2 * hidden * cached + 3 * hidden * shape["intermediate_size"] + 2 * hidden
+    weights = layers * layer + shape["vocab_size"] * hidden
+    positions = PROMPT + (SHORT + LONG) // 2
+    return (weights + layers * 2 * cached * positions) * width
+
+
+def per_token(run: Callable[[int], object], repeats: int) -> float:
+    """Seconds. run: generates so many tokens."""
+    for count in (LONG, SHORT):
+        run(count)  # captures, compiles
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run(SHORT)
+        middle = time.perf_counter()
+        run(LONG)
+        found.append((time.perf_counter() - 2 * middle + begin) / (LONG - SHORT))
+    return statistics.median(found)
+
+
+def ours(path: Path, repeats: int) -> dict[str, Any]:
+    model, prompt = Model.load(path, device="cuda"), np.arange(5, 5 + PROMPT)
+    engine = model._engine
+
+    def steps(count: int) -> None:
+        state = engine.start(None, 1)
+        tokens = engine.step(state, prompt[None]).argmax(-1)[:, None]
+        for _ in range(count):
+            chosen = engine.choose(state, tokens)
+            tokens = chosen.argmax(-1)[:, None] if isinstance(chosen, np.ndarray) else chosen.tokens[:, None]
+        state.release()
+
+    return {
+        "captured": engine.session.captures,
+        "generate": per_token(lambda count: model.generate(prompt, max_new_tokens=count), repeats),
+        "steps": per_token(steps, repeats),
+    }
+
+
+def theirs(size: str, repeats: int) -> dict[str, float]:
+    """transformers' generate with a static cache, its forward compiled for CUDA graphs."""
+    module = build(size).to("cuda", torch.float16)
+    module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
+    ids = torch.arange(5, 5 + PROMPT, device="cuda")[None]
+
+    def run(count: int) -> None:
+        module.generate(ids, do_sample=False, cache_implementation="static", min_new_tokens=count, max_new_tokens=count)
+        torch.cuda.synchronize()
+
+    return {"generate": per_token(run, repeats)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1.1B")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--model", type=Path, help="A file that was exported before, of the same size.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    missing = cuda_missing()
+    if missing:
+        sys.exit(f"cuda.py: there is nothing to measure on: {missing}")
+    copied = bandwidth()
+    floor = read_by_a_step(options.size, 2) / copied
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.model or Path(folder) / "model.onnx"
+        if options.model is None:
+            report = export(build(options.size), path, target="cuda", precision="fp16", max_length=LONGEST)
+            print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
+        own = ours(path, options.repeats)
+    rows: dict[str, float] = {"floor": floor, "ours, steps": own["steps"], "ours, generate": own["generate"]}
+    if torch.cuda.is_available():
+        rows["transformers, static cache, torch.compile"] = theirs(options.size, options.repeats)["generate"]
+    else:
+        print("transformers is not measured: this PyTorch is built without CUDA", file=sys.stderr)
+    print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if own['captured'] else 'NOT captured'}")
+    print(f"{'':45}{'ms a token':>12}{'of the floor':>14}{'× as fast as transformers':>28}")
+    other = next((seconds for name, seconds in rows.items() if name.startswith("transformers")), math.nan)
+    for name, seconds in rows.items():
+        print(f"{name:45}{seconds * 1e3:12.3f}{floor / seconds:13.0%} {other / seconds:27.2f}")
+    if options.out:
+        result = {
+            "size": options.size, "precision": "fp16", "bandwidth": copied, "seconds": rows,
+            "captured": own["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
