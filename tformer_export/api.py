@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tformer_export.alignments import Wanted
 from tformer_export.budget import COSINE, Budget
 from tformer_export.describe import in_half
-from tformer_export.forms import CHOICES, DEFAULTS, Forms, few_rows, session_settings
+from tformer_export.forms import CHOICES, DEFAULTS, ROTARY, Forms, few_rows, session_settings
 from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, Understood, understand
@@ -182,8 +182,8 @@ def export(
     source = _source(model, example, step, call, tokenizer, task, special, defaults)
     if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
         raise _no_encoder()
-    if lines is not None and half is not None:
-        raise OptionError("a shortlist is for a file in fp32: leave it out, or choose precision fp32")
+    if lines is not None and target == "cuda":
+        raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
     clock = _Clock(progress)
     with source.ready():
         compiled, manifest, parity, degradation, mixture, products, measured, tuning, size = _make(
@@ -345,8 +345,6 @@ def _make(
                 lines is not None and wanted.kind != "none",
             )
             manifest = _with_parity(manifest, parity, degradation)
-        if wanted.kind != "none":
-            manifest = replace(manifest, quantization=wanted.kind, optimized_for=wanted.optimize_for)
         del before  # its session holds the weights once more
         measured: Measured | None = None
         if lines is not None:
@@ -386,7 +384,8 @@ def _add_shortlist(
 
 
 def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, folder: Path) -> Tuning:
-    """What is the fastest here, of what the model has. Quantised, it is measured with weights rounded to nearest."""
+    """What is the fastest here, of what the model has. Quantised, it is measured with weights rounded to nearest, always
+    with caches in float and logits of all ids."""
     source, gate = understood.source, Gate(understood.source, compiled.inputs)
 
     def asked(manifest: Manifest, forms: Forms) -> Manifest:
@@ -411,7 +410,10 @@ def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, fo
             return requests(gate, Engine(_save(made.model, manifest, path), device="cpu"))
 
     compiled = replace(compiled, manifest=asked(compiled.manifest, DEFAULTS))
-    return tune_forms(build, [choice for choice in CHOICES if choice.applies(compiled)], ROWS[wanted.optimize_for])
+    # A cache in int8 has scales that hold at all positions where the attention operator itself turns the keys.
+    fixed = {ROTARY} if wanted.cache != "float" else set()
+    choices = [choice for choice in CHOICES if choice not in fixed and choice.applies(compiled)]
+    return tune_forms(build, choices, ROWS[wanted.optimize_for])
 
 
 def _halved(
@@ -456,18 +458,20 @@ def _quantise(
             seen = (samples or draw_samples(gate, before)).seen
             manifest = hold_in_int8(compiled.model, manifest, before, [*seen, draw_long(gate, before)])
         planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
+        if wanted.kind != "none":  # as which the runtime opens what is measured
+            manifest = replace(manifest, quantization=wanted.kind, optimized_for=wanted.optimize_for)
         if samples is not None and wanted.kind != "none":
             planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[wanted.kind])
     with clock.stage("search"):
+        yardstick = planner.yardstick if once else None
+        if yardstick is not None:
+            budget = budget.over(yardstick.meaning)
         if wanted.kind == "mixed":
             plans: Sequence[Plan] = planner.mixed(budget)
         elif wanted.kind == "none":
             plans = [Plan()]
         else:
             plans = [Plan() if wanted.kind == "int8" and samples is None else planner.uniform(int(wanted.kind[3:]))]
-        yardstick = planner.yardstick if once else None
-        if yardstick is not None:
-            budget = budget.over(yardstick.meaning)
     products: dict[str, Product] = {}
     measured_on = planner.samples.measured if samples is not None or wanted.kind == "mixed" else ()
     for plan in plans:

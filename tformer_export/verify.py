@@ -219,7 +219,9 @@ class Gate:
         for inputs, logits in zip(drawn, found, strict=True):
             expected = self.reference.logits(*inputs)
             span = float(np.ptp(expected[np.isfinite(expected)])) or 1.0
-            worst = max(worst, *(_difference(*row) / span for row in zip(logits, expected, strict=True)))
+            worst = max(
+                worst, *(_difference(*row) / span for row in zip(*map(np.atleast_1d, (logits, expected)), strict=True))
+            )
         return worst
 
     def _run_once(self, engine: Engine, report: ParityReport) -> None:

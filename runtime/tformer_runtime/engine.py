@@ -136,6 +136,8 @@ class Engine:
         self.manifest: Manifest = self.session.manifest
         self._context_inputs = self._check_context()
         self._slots = np.arange(self.manifest.max_length, dtype=np.int64)
+        listed = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
+        self._shortlist_text = read_metadata(self.session.path).get(KEY) if listed else None
         self._unread = self._stand_ins()
         self._one_column = self._of_one_column()
         stage = self.session.inputs("decode").get(STAGE, ())
@@ -151,13 +153,15 @@ class Engine:
     @functools.cached_property
     def shortlist(self) -> Shortlist | None:
         """The file's. ModelFileError if it is damaged."""
-        text = read_metadata(self.session.path).get(KEY)
-        if self.decode.shortlist is None or text is None:
+        if self.decode.shortlist is None or self._shortlist_text is None:
             return None
         try:
-            return Shortlist.from_text(text)
+            found = Shortlist.from_text(self._shortlist_text)
         except ModelFileError as error:
             raise ModelFileError(f"{self.session.path}: {error}") from error
+        if found.vocabulary != self.decode.logits.shape[-1]:
+            raise ModelFileError(f"{self.session.path}: the file's shortlist is of another vocabulary: export it again")
+        return found
 
     def encode(
         self,
@@ -217,7 +221,12 @@ class Engine:
         chosen = self._candidates(candidates, budget)
         if self.manifest.encode is not None:
             requests, more = requests or {}, self.slack if joins else 0
-            given = self.encode(requests, rows, extras, more, chosen.wanted if chosen else None)
+            try:
+                given = self.encode(requests, rows, extras, more, chosen.wanted if chosen else None)
+            except BaseException:
+                if chosen is not None:  # whoever keeps the error keeps this frame
+                    chosen.release()
+                raise
             if chosen is not None and chosen.wanted is not None:
                 chosen.hold(given.pop(GATHERED))
             arrays = {name: value.numpy() for name, value in given.items()}
@@ -359,14 +368,14 @@ class Engine:
         return own_sizes(self.manifest.encode.inputs, sources) if self.manifest.encode else {}
 
     def need(
-        self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None, named: int = 0
+        self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None, named: int | None = None
     ) -> int:
         """Bytes of caches, context and gathered columns for `rows` rows of so many slots, in buffers of no fewer slots
         than `beside` has.
 
         sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
         they read) is taken to be as long as the longest. Rows that share a context may come to have one each.
-        named: ids that are candidates because options name them.
+        named: ids that are candidates because options name them; None if no request has candidates.
         """
         sizes = {**sizes, BATCH: rows}
         longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
@@ -377,8 +386,9 @@ class Engine:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
             context += math.prod(shape) * np.dtype(spec.dtype).itemsize
         slots = slots_for(slots, self.manifest.max_length)
-        gathered = beside.candidates.nbytes if beside and beside.candidates else 0
-        context += max(gathered, self._most_gathered(rows * longest, named))
+        if named is not None:  # while rows join, theirs are held beside those of the rows that they join
+            held = beside.candidates.nbytes if beside and beside.candidates else 0
+            context += held + self._most_gathered(rows * longest, named)
         return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
 
     @property
@@ -390,9 +400,10 @@ class Engine:
     def _most_gathered(self, positions: int, named: int) -> int:
         """Bytes of columns for so many positions of sources, at most."""
         held, vocabulary = self.decode.shortlist, int(self.decode.logits.shape[-1])
-        if held is None:
+        if held is None or self.manifest.encode is None:
             return 0
-        return min(most_columns(vocabulary), held.common + positions * held.each + named) * self._column
+        tables = sum(spec.role == "ids" for spec in self.manifest.encode.inputs)
+        return min(most_columns(vocabulary), held.common + tables * positions * held.each + named) * self._column
 
     def _candidates(self, rows: Sequence[Ints | None] | None, budget: Share) -> Candidates | None:
         if rows is None or all(own is None for own in rows):

@@ -43,7 +43,7 @@ class Pool:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a cache that is collected in here gives its buffers back
         self._every: dict[tuple[int, int], Held] = {}
         self._free: set[tuple[int, int]] = set()
 

@@ -147,7 +147,7 @@ class Inputs:
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:
             return np.asarray(value, spec.dtype)
-        except (TypeError, ValueError) as error:  # what is no number, or rows of several lengths
+        except (TypeError, ValueError, OverflowError) as error:  # no number, one too large, rows of several lengths
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
 
     def _match(self, wanted: Sequence[str], given: Mapping[str, Value]) -> None:

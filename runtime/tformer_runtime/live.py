@@ -98,7 +98,8 @@ class Starter:
             for axis, size in self._engine.sizes(task.sources).items():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
-        named = sum(len(_named(task)) for task in (*running, *coming)) if self._engine.decode.shortlist else 0
+        chosen = [task for task in (*running, *coming) if has_candidates(self._engine, task)]
+        named = sum(len(_named(task)) for task in chosen) if chosen else None
         return self._engine.need(slots, sizes, width, beside, named)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
@@ -161,10 +162,16 @@ def candidates_of(engine: Engine, tasks: Sequence[Task]) -> list[Ints | None] | 
         return None
     chosen: list[Ints | None] = []
     for task in tasks:
-        settings = task.settings
-        anything = not settings.shortlist or task.guide is not None or settings.logits_processor is not None
-        chosen.append(None if anything else engine.shortlist.candidates(task.sources, _named(task)))
+        own = has_candidates(engine, task)
+        chosen.append(engine.shortlist.candidates(task.sources, _named(task)) if own else None)
     return chosen
+
+
+def has_candidates(engine: Engine, task: Task) -> bool:
+    """Whether a task has not all ids to choose from."""
+    settings = task.settings
+    anything = not settings.shortlist or task.guide is not None or settings.logits_processor is not None
+    return engine.decode.shortlist is not None and not anything
 
 
 def _named(task: Task) -> list[int]:

@@ -261,7 +261,7 @@ class Manifest:
             )
         try:
             return cls._from_dict(data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelFileError(f"the file's tformer manifest is damaged ({error}): export the model again") from error
 
     @classmethod
@@ -304,7 +304,10 @@ def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
 
 def _session(data: dict[str, Any]) -> SessionSettings:
     lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    return SessionSettings(**{**data, **lists})
+    settings = SessionSettings(**{**data, **lists})
+    if not (settings.threads is None or isinstance(settings.threads, int)):
+        raise ValueError(f"session threads {settings.threads!r}")
+    return settings
 
 
 def _shaped(data: dict[str, Any]) -> dict[str, Any]:

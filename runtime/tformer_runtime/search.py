@@ -231,10 +231,11 @@ def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
 
 
 def likeliest(logprobs: Floats, count: int) -> Alternatives:
-    """The `count` likeliest tokens of a row."""
+    """The `count` likeliest tokens of a row, of those that may come."""
     count = min(count, len(logprobs))
     if not count:
         return ()
     some = np.argpartition(-logprobs, count - 1)[:count]
     order = some[np.lexsort((some, -logprobs[some]))]
+    order = order[logprobs[order] > -np.inf]  # a shortlist may have fewer
     return tuple(zip(order.tolist(), logprobs[order].tolist(), strict=True))

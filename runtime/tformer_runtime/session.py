@@ -123,8 +123,9 @@ class Session:
     def _run_options(self, graph: int) -> Any:
         """graph: -1 for a run that is neither captured nor replayed."""
         if graph not in self._options:
-            self._options[graph] = self._ort.RunOptions()
-            self._options[graph].add_run_config_entry("gpu_graph_id", str(graph))
+            options = self._ort.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(graph))
+            return self._options.setdefault(graph, options)  # when all is set: another thread may look
         return self._options[graph]
 
     def host_tensor(self, array: Array) -> Any:
@@ -173,9 +174,8 @@ class Session:
     def _capturing(self, model: bytes, folder: Path) -> Any:
         """A session whose runs can be captured as CUDA graphs, if onnxruntime finds nothing in it that cannot."""
         assert self.manifest.decode is not None
-        model = choosing(model, self.manifest.decode)
         try:
-            session = self._open(model, folder, {"enable_cuda_graph": "1"})
+            session = self._open(choosing(model, self.manifest.decode), folder, {"enable_cuda_graph": "1"})
         except ModelFileError as error:
             logger.info("no CUDA graphs: %s", error)
             return self._open(model, folder)

@@ -16,6 +16,7 @@ import base64
 import binascii
 import io
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class Shortlist:
                 names = [name.removeprefix("ids/") for name in arrays.files if name.startswith("ids/")]
                 tables = {name: (arrays[f"starts/{name}"], arrays[f"ids/{name}"]) for name in names}
                 return cls(int(arrays["vocabulary"]), arrays["common"], tables)
-        except (ValueError, KeyError, OSError, EOFError, binascii.Error, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, OSError, EOFError, zlib.error, binascii.Error, zipfile.BadZipFile) as error:
             raise ModelFileError("the file's shortlist is damaged: export the model again") from error
 
 
@@ -195,6 +196,7 @@ class Spread:
         self._of: list[Ints | None] | None = None
         self._to: Ints = _NONE
         self._from: Ints = _NONE
+        self._whole: list[int] = []  # rows that have all ids
 
     def __call__(self, computed: Floats, columns: Ints, candidates: Sequence[Ints | None]) -> Floats:
         """computed: (rows, positions, columns), of these ids, or of all if there are none; always the same. candidates:
@@ -202,6 +204,8 @@ class Spread:
         if self._of is None or not all(a is b for a, b in zip(self._of, candidates, strict=True)):
             self._arrange(computed.shape[-1], columns, candidates)
         self.logits.reshape(-1)[self._to] = computed.reshape(-1)[self._from]
+        for row in self._whole:
+            self.logits[row] = computed[row]
         return self.logits
 
     def _arrange(self, width: int, columns: Ints, candidates: Sequence[Ints | None]) -> None:
@@ -209,9 +213,9 @@ class Spread:
             self.logits.fill(-np.inf)
         self._of = list(candidates)
         _, positions, vocabulary = self.logits.shape
-        every = np.arange(vocabulary)
-        own = [every if ids is None else ids for ids in self._of]
-        places = {id(ids): np.searchsorted(columns, ids) if len(columns) else ids for ids in own}
-        lines = [(ids, row * positions + at) for row, ids in enumerate(own) for at in range(positions)]
-        self._to = np.concatenate([ids + line * vocabulary for ids, line in lines])
-        self._from = np.concatenate([places[id(ids)] + line * width for ids, line in lines])
+        self._whole = [row for row, ids in enumerate(self._of) if ids is None]
+        own = [(row, ids) for row, ids in enumerate(self._of) if ids is not None]
+        places = {id(ids): np.searchsorted(columns, ids) if len(columns) else ids for _, ids in own}
+        lines = [(ids, row * positions + at) for row, ids in own for at in range(positions)]
+        self._to = np.concatenate([_NONE, *(ids + line * vocabulary for ids, line in lines)])
+        self._from = np.concatenate([_NONE, *(places[id(ids)] + line * width for ids, line in lines)])

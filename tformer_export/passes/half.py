@@ -23,7 +23,7 @@ from tformer_runtime.errors import UnsupportedModelError
 PAST, PRESENT = "past.", "present."  # how inputs and outputs for the caches begin
 # In half whatever comes in: these have no other kernels on CUDA, or write into what is kept in half.
 _ALWAYS = {"GroupQueryAttention", "TensorScatter"}
-_PRODUCTS = {"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MultiHeadAttention"}
+_PRODUCTS = {"MatMul", "FusedMatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MultiHeadAttention"}
 _SUMS = {
     "Softmax", "LogSoftmax", "Pow", "Exp", "Log", "Sqrt", "Reciprocal", "Sin", "Cos", "CumSum", "ReduceSum",
     "ReduceMean", "ReduceSumSquare", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp",

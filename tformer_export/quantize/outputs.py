@@ -57,7 +57,8 @@ class OutputQuality:
     @property
     def changed(self) -> float:
         """Share of classes that changed, or what is missing to a mean cosine of 1."""
-        return 1 - self.agreement if self.of_classes and self.agreement is not None else max(0.0, 1 - self.cosine)
+        missing = 1 - (self.agreement if self.of_classes and self.agreement is not None else self.cosine)
+        return 0.0 if missing < 0 else missing  # which is NaN where the outputs are
 
     def beyond(self, budget: Budget) -> str | None:
         return budget.exceeded(self.changed)
@@ -245,7 +246,7 @@ def _moves(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> tuple[dic
     for row, request in enumerate(requests):
         alone = _run(engine, [request])[0]
         together.append(_like(batch[row], alone))
-        differences[row] = np.nan_to_num(together[-1] - alone, posinf=np.inf, neginf=-np.inf)
+        differences[row] = np.where(together[-1] == alone, 0, together[-1] - alone)  # both may be infinite
     return differences, together
 
 

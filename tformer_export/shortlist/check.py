@@ -19,13 +19,14 @@ def check_columns(gate: Gate, engine: Engine) -> float:
     requests = [gate.draw_request(length) for length in case.sources]
     sequences = [gate.draw_sequence(length + case.steps) for length in case.prompts]
     every, *_ = run_case(engine, requests, sequences, case.prompts)
+    (lone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1])  # which may have kernels of its own
     worst = 0.0
     for few in (FEW * len(requests), 2):  # of the second all columns are computed
         count = max(1, vocabulary // few)
         own = [np.sort(gate.random.choice(vocabulary, count, replace=False)) for _ in requests]
         found, *_ = run_case(engine, requests, sequences, case.prompts, own)
         (alone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1], own[:1])
-        for logits, whole, ids in ((alone, every[0], own[0]), *zip(found, every, own, strict=True)):
+        for logits, whole, ids in ((alone, lone, own[0]), *zip(found, every, own, strict=True)):
             expected = np.full_like(whole, -np.inf)
             expected[:, ids] = whole[:, ids]
             finite = np.isfinite(expected)
