@@ -384,8 +384,8 @@ def _add_shortlist(
 
 
 def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, folder: Path) -> Tuning:
-    """What is the fastest here, of what the model has. Quantised, it is measured with weights rounded to nearest, always
-    with caches in float and logits of all ids."""
+    """What is the fastest here, of what the model has: with weights rounded to nearest if quantised, and always with
+    caches in float and logits of all ids."""
     source, gate = understood.source, Gate(understood.source, compiled.inputs)
 
     def asked(manifest: Manifest, forms: Forms) -> Manifest:
