@@ -39,7 +39,7 @@ def cut(ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("batch_size", [32, 2])
-@pytest.mark.parametrize("name", ["marian-sdpa", "gpt2-sdpa"])
+@pytest.mark.parametrize("name", ["marian-eager", "gpt2-sdpa"])
 def test_beams_equal_generate(exported, name, batch_size):
     """All rows at once, and two at a time, which others then join."""
     file = exported(name)
@@ -68,7 +68,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["marian-sdpa", "gpt2-sdpa"])
+@pytest.mark.parametrize("name", ["marian-eager", "gpt2-sdpa"])
 @pytest.mark.parametrize(("ours", "theirs"), RULES)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_rules_equal_generates(exported, name, ours, theirs, beams):

@@ -520,7 +520,7 @@ CASES = [
     Case("by-head-chunk", attention(ByHeadChunk)),
     Case("unflatten-chunk", attention(Unflattened)),
     Case("sliced", attention(Sliced, positions=False)),
-    Case("lucidrains", attention(Lucidrains, layers=2), full=True),
+    Case("lucidrains", attention(Lucidrains, layers=2)),
     Case("palm", attention(PaLM)),
     Case("einops-three", attention(EinopsThree)),
     Case("aladdin", attention(Aladdin)),
@@ -536,7 +536,7 @@ CASES = [
         fails="a table whose rows are equal, over heads and batch merged, heads first",
     ),
     Case("merged-baddbmm", attention(MergedBaddbmm, positions=False)),
-    Case("fairseq", FairseqDecoder, inputs=("prev_output_tokens",), full=True),
+    Case("fairseq", FairseqDecoder, inputs=("prev_output_tokens",)),
     Case("mha-bool", attention(lambda: TorchAttention(bool_mask))),
     Case("mha-float-no-weights", attention(lambda: TorchAttention(float_mask, need_weights=False, is_causal=True))),
     Case("mha-old-mask-time-first", attention(lambda: TorchAttention(old_mask, batch_first=False))),
@@ -544,7 +544,7 @@ CASES = [
         "mha-time-first-no-weights", attention(lambda: TorchAttention(bool_mask, need_weights=False, batch_first=False))
     ),
     Case("mha-weights-per-head", attention(lambda: TorchAttention(bool_mask, average_attn_weights=False))),
-    Case("torch-layers-pre-gelu", lambda: TorchLayers(True, "gelu"), full=True, seed=10),
+    Case("torch-layers-pre-gelu", lambda: TorchLayers(True, "gelu"), seed=10),
     Case("torch-layers-post-relu", lambda: TorchLayers(False, "relu")),
     Case("torch-tutorial-time-first", TimeFirstLayers, inputs=("src",), time_first=True),
     Case(

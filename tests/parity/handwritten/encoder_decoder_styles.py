@@ -674,7 +674,7 @@ CASES = [
             "tgt_mask": (causal("tgt"), lambda src, tgt: subsequent_mask(tgt.size(1))[0]),
         },
     ),
-    Case("bentrevett", Trevett, ("src", "trg"), full=True, seed=3),
+    Case("bentrevett", Trevett, ("src", "trg"), seed=3),
     Case(
         "yu-hsiang",
         YuHsiang,
@@ -684,7 +684,7 @@ CASES = [
         fails="the padding mask is the same for all sources looked at, so the order of heads and batch is not seen",
     ),
     Case("jamil", Jamil, ("encoder_input", "decoder_input")),
-    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, full=True, seed=3),
+    Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, seed=3),
     Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True, seed=6),
     Case("torch-pair-post-relu", lambda: TorchPair(False, "relu"), PAIR),
     Case(

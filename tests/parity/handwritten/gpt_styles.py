@@ -640,7 +640,7 @@ class ComplexLlama(nn.Module):
 
 
 CASES = [
-    Case("gpt.py", GPTLanguageModel, full=True),
+    Case("gpt.py", GPTLanguageModel),
     Case("minGPT", MinGPT),
     Case("nanoGPT", NanoGPT, full=True, last=True),
     Case("nanoGPT-select", NanoGPTSelect, last=True),

@@ -140,4 +140,5 @@ _EAGER = {
     operators.take_positions: _take_positions,
     operators.grouped_query_attention: _grouped_query_attention,
     operators.multi_head_attention: operators.plain_attention,
+    operators.whole_attention: operators.plain_attention,
 }

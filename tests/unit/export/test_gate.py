@@ -158,8 +158,8 @@ def test_a_runtime_that_reads_padding(compiled):
 class Careless(Engine):
     """Gives the rows of a batch each other's context."""
 
-    def start(self, requests, rows, repeat=1, extras=()):
-        return super().start({name: values[::-1] for name, values in requests.items()}, rows, repeat, extras)
+    def start(self, requests, rows, *rest, **options):
+        return super().start({name: values[::-1] for name, values in requests.items()}, rows, *rest, **options)
 
 
 def test_rows_that_are_mixed_up(compiled):
