@@ -1,5 +1,5 @@
 # make demo   export the g2p checkpoint to int8 and pronounce some words
-# make test   the test suite
+# make test   the test suite; make thorough, the models that it leaves out for their minutes
 # make check  lint and types
 # make evaluate   the model card's error rates, from exported files
 # make bench      against other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
@@ -13,7 +13,7 @@ WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/same.txt
 
-.PHONY: demo test check evaluate bench clean
+.PHONY: demo test thorough check evaluate bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+thorough: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto -m thorough
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -76,6 +76,7 @@ def marked(cases: list[Case], raises: type[Exception] = TformerError) -> list:
     return [pytest.param(case, id=case.name, marks=mark(case)) for case in cases]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", marked([case for case in CASES if not case.full and not case.refused]))
 def test_staged_programs(case: Case) -> None:
     """Encode and decode as they are before torch.onnx, whose time this saves."""
