@@ -37,8 +37,8 @@ def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: s
     for p in STANDARD if target == "portable" else PASSES:
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
-        if p is shared:  # which knows the attention by its operator
-            unfused.run(model, ["decode/"] if GIVEN.of(forms) != GIVEN.default else [])
+        if p is shared and GIVEN.of(forms) != GIVEN.default:  # not before: it knows the attention by its operator
+            unfused.run(model, "decode/")
     if target == "cpu":
         changed["scores"] = scores.run(model, longest)
     return changed

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
+
 
 def run(model: ir.Model) -> int:
     fused = 0
@@ -32,9 +34,7 @@ def _fuse(model: ir.Model, graph: ir.Graph, root: ir.Node) -> bool:
             return False
         scale = np.ones(width, np.float32)
     name = f"{last.outputs[0].name}.scale"
-    held = ir.Value(name=name, const_value=ir.tensor(scale, name=name), shape=ir.Shape(scale.shape))
-    held.dtype = ir.DataType.FLOAT
-    model.graph.initializers[name] = held
+    held = constant(model, name, scale)
     made = ir.node("RMSNormalization", [value, held], {"axis": -1, "epsilon": epsilon}, name=f"{last.name}.norm")
     result, norm = last.outputs[0], made.outputs[0]
     norm.shape, norm.type = result.shape, result.type

@@ -28,6 +28,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
+
 
 def run(model: ir.Model, operator: str = "GroupQueryAttention") -> int:
     """The number of attentions whose scale is 1 now. Where the queries are a projection's, nothing is left to compute;
@@ -64,7 +66,7 @@ def _into_projection(model: ir.Model, query: ir.Value, scale: float) -> bool:
         assert held is not None
         assert held.const_value is not None
         numbers = held.const_value.numpy() * np.float32(scale)
-        offset.replace_input_with(at, _constant(model, f"{offset.outputs[0].name}.bias", numbers))
+        offset.replace_input_with(at, constant(model, f"{offset.outputs[0].name}.bias", numbers))
     return True
 
 
@@ -88,20 +90,12 @@ def _scale(value: ir.Value, scale: float) -> None:
 
 
 def _multiply(model: ir.Model, node: ir.Node, scale: float) -> None:
-    constant = _constant(model, f"attention.scale.{scale:.9g}", np.array(scale, np.float32))
+    number = constant(model, f"attention.scale.{scale:.9g}", np.array(scale, np.float32))
     query = node.inputs[0]
     assert query is not None
     assert node.graph is not None
-    product = ir.node("Mul", [query, constant], name=f"{node.name}.scaled")
+    product = ir.node("Mul", [query, number], name=f"{node.name}.scaled")
     made = product.outputs[0]
     made.name, made.shape, made.type = f"{node.outputs[0].name}.scaled", query.shape, query.type
     node.graph.insert_before(node, product)
     node.replace_input_with(0, made)
-
-
-def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    if name not in model.graph.initializers:
-        held = ir.tensor(numbers, name=name)
-        value = ir.Value(name=name, const_value=held, shape=ir.Shape(numbers.shape), type=ir.TensorType(held.dtype))
-        model.graph.initializers[name] = value
-    return model.graph.initializers[name]

@@ -32,6 +32,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
+
 SHORT = 64  # the greatest length of a file that is left as it is
 MOST = 1 << 28  # bytes of scores
 ROWS = 32  # prompts of the greatest length that a file without a branch must have room for
@@ -46,7 +48,7 @@ def run(model: ir.Model, longest: int) -> int:
     conditions: dict[tuple[ir.Graph, int], ir.Value] = {}
     for node in nodes:
         heads = node.attributes["num_heads"].as_int()
-        sink = _constant(model, f"attention.sink.{heads}", np.full(heads, np.finfo(np.float32).min, np.float32))
+        sink = constant(model, f"attention.sink.{heads}", np.full(heads, np.finfo(np.float32).min, np.float32))
         if ROWS * heads * longest**2 * 4 > MOST:
             graph = node.graph
             assert isinstance(graph, ir.Graph)
@@ -63,7 +65,7 @@ def _too_many(model: ir.Model, node: ir.Node, heads: int) -> ir.Value:
     """Whether the scores of a step are more than there is room for, computed before its first attention."""
     query, past = node.inputs[0], node.inputs[PAST]
     assert node.graph is not None
-    most = _constant(model, f"attention.most.{heads}", np.array([MOST // 4 // heads], np.int64))
+    most = constant(model, f"attention.most.{heads}", np.array([MOST // 4 // heads], np.int64))
     sizes = [
         ir.node("Shape", [value], {"start": at, "end": at + 1}) for value, at in ((query, 1), (past, 0), (past, 2))
     ]
@@ -107,13 +109,3 @@ def _branch(node: ir.Node, too_many: ir.Value, sink: ir.Value) -> None:
         before.name = f"{before.name}.before"
         before.replace_all_uses_with(made, replace_graph_outputs=True)
     graph.remove(node, safe=True)
-
-
-def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    if name not in model.graph.initializers:
-        held = ir.tensor(numbers, name=name)
-        value = ir.Value(
-            name=name, const_value=held, shape=ir.Shape(list(numbers.shape)), type=ir.TensorType(held.dtype)
-        )
-        model.graph.initializers[name] = value
-    return model.graph.initializers[name]

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.assemble import CONTEXT
+from tformer_export.constants import constant
 from tformer_export.passes import unused
 
 KEY, VALUE, BIAS = 1, 2, 5  # inputs of MultiHeadAttention
@@ -84,7 +85,8 @@ class _Rewriter:
         wide = _widened(node)
         if wide is not None:
             if wide not in self.wide:
-                one, ones = self._constant("context.one", [1]), self._constant("context.ones", [1, 1])
+                one = constant(self.model, "context.one", np.array([1], np.int64))
+                ones = constant(self.model, "context.ones", np.array([1, 1], np.int64))
                 positions = _before(node, "Shape", [merged], f"{name}.positions", start=1, end=2)
                 shape = _before(node, "Concat", [ones, positions, one], f"{name}.wide", axis=0)
                 self.wide[wide] = _before(node, "Expand", [wide.inputs[0], shape], f"{name}.bias")
@@ -103,18 +105,9 @@ class _Rewriter:
         assert key.shape is not None
         width = int(key.shape[1]) * int(key.shape[3])  # type: ignore[arg-type]
         if width not in self.merged:
-            rest = self._constant(f"context.width.{width}", [-1, width])
+            rest = constant(self.model, f"context.width.{width}", np.array([-1, width], np.int64))
             self.merged[width] = _before(node, "Concat", [self.rows, rest], f"context.merged.{width}", axis=0)
         return self.merged[width]
-
-    def _constant(self, name: str, numbers: list[int]) -> ir.Value:
-        if name not in self.model.graph.initializers:
-            held = ir.tensor(np.array(numbers, np.int64), name=name)
-            value = ir.Value(
-                name=name, const_value=held, shape=ir.Shape([len(numbers)]), type=ir.TensorType(held.dtype)
-            )
-            self.model.graph.initializers[name] = value
-        return self.model.graph.initializers[name]
 
 
 def _before(node: ir.Node, op: str, inputs: list[ir.Value | None], name: str, **attributes: int) -> ir.Value:

@@ -5,22 +5,21 @@ Which is the faster depends on the sizes and on the machine, so it is one of the
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
 from tformer_export.passes.turned import CONTRIB
 
 BIAS = 5  # of the operator's inputs
 
 
-def run(model: ir.Model, stages: Collection[str]) -> int:
-    """stages: by what their nodes' names begin with."""
+def run(model: ir.Model, stage: str) -> int:
+    """stage: what its nodes' names begin with."""
     nodes = [
         node
         for node in model.graph.all_nodes()
-        if node.op_type == "MultiHeadAttention" and (node.name or "").startswith(tuple(stages))
+        if node.op_type == "MultiHeadAttention" and (node.name or "").startswith(stage)
     ]
     for node in nodes:
         _write_out(model, node)
@@ -33,7 +32,10 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
     heads, scale = node.attributes["num_heads"].as_int(), node.attributes["scale"].as_float()
     result = node.outputs[0]
-    apart, joined = _shape(model, [0, 0, heads, -1]), _shape(model, [0, 0, -1])
+    apart, joined = (
+        constant(model, f"shape.{'.'.join(map(str, shape))}", np.array(shape, np.int64))
+        for shape in ((0, 0, heads, -1), (0, 0, -1))
+    )
     turned = {"perm": [0, 2, 1, 3]}
     made = [ir.node("Reshape", [query, apart])]
     made.append(ir.node("Transpose", made[-1].outputs, turned))
@@ -58,12 +60,3 @@ def _write_out(model: ir.Model, node: ir.Node) -> None:
     new.name = name  # which may be the name of a graph's output
     node.graph.remove(node, safe=True)
     model.graph.opset_imports.setdefault(CONTRIB, 1)
-
-
-def _shape(model: ir.Model, numbers: list[int]) -> ir.Value:
-    name = f"shape.{'.'.join(map(str, numbers))}"
-    if name not in model.graph.initializers:
-        held = ir.tensor(np.array(numbers, np.int64), name=name)
-        value = ir.Value(name=name, const_value=held, shape=ir.Shape([len(numbers)]), type=ir.TensorType(held.dtype))
-        model.graph.initializers[name] = value
-    return model.graph.initializers[name]

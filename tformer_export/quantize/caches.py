@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
 from tformer_export.quantize.samples import Sample
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import UnsupportedModelError
@@ -62,7 +63,7 @@ def hold_in_int8(model: ir.Model, manifest: Manifest, before: Engine, samples: S
         )
     partners = {attention.key: attention.partner for attention in kept if attention.partner is not None}
     largest = _largest(before, samples, [i for a in kept for i in (a.key, a.value)], partners)
-    scales = {i: _constant(model, f"cache.{i}.scale", _scale(values)) for i, values in largest.items()}
+    scales = {i: constant(model, f"cache.{i}.scale", _scale(values)) for i, values in largest.items()}
     for attention in kept:
         for node in attention.nodes:
             node.attributes.update({a.name: a for a in _attributes()})
@@ -162,10 +163,3 @@ def _retype(value: ir.Value) -> None:
     elif node.op_type == "Constant":  # of the stage that has no caches
         nothing = node.attributes["value"].as_tensor()
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(nothing.numpy().astype(np.int8)))
-
-
-def _constant(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    held = ir.tensor(numbers, name=name)
-    value = ir.Value(name=name, const_value=held, shape=ir.Shape(list(numbers.shape)), type=ir.TensorType(held.dtype))
-    model.graph.initializers[name] = value
-    return value

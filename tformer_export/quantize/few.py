@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
+
+from tformer_export.constants import constant
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,7 @@ def branch(model: ir.Model, step: str, most: int) -> Branches | None:
     few = many.clone(allow_outer_scope_values=True)
     few.name = f"{many.name}/few"
     size = ir.node("Size", [tokens], name="few.tokens")
-    limit = ir.Value(name="few.most", const_value=ir.tensor(most, ir.DataType.INT64, name="few.most"))
-    limit.shape, limit.dtype = ir.Shape([]), ir.DataType.INT64
-    model.graph.initializers["few.most"] = limit
+    limit = constant(model, "few.most", np.array(most, np.int64))
     flag = ir.node("LessOrEqual", [size.outputs[0], limit], name="few.rows")
     size.outputs[0].name, flag.outputs[0].name = "few.tokens", "few.rows"
     branches = {"then_branch": few, "else_branch": many}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
 from tformer_export.quantize import weights
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
 from tformer_export.quantize.rewrite import GELU, POSITIVE, is_gelu, is_positive
@@ -113,7 +114,7 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str]) -> N
                 continue
             value, name = node.inputs[0], _switch(node.name)
             assert value is not None
-            _constant(model, name, np.zeros((), np.bool_))
+            constant(model, name, np.zeros((), np.bool_))
             exchanged[name] = None
             if (id(graph), value) not in rounded:
                 made = _rounding(model, value)
@@ -130,9 +131,9 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str]) -> N
 def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
     """Each row to 127 steps of its largest number, or 255 behind a Relu, as `rewrite` rounds it."""
     steps = POSITIVE if is_positive(value) else weights.LEVELS
-    axis = _constant(model, "simulate.axis", np.array([-1], np.int64))
-    least = _constant(model, "simulate.least", np.float32(1e-12))
-    step = _constant(model, f"simulate.step.{steps}", np.float32(1 / steps))
+    axis = constant(model, "simulate.axis", np.array([-1], np.int64))
+    least = constant(model, "simulate.least", np.float32(1e-12))
+    step = constant(model, f"simulate.step.{steps}", np.float32(1 / steps))
     made: list[ir.Node] = []
 
     def add(operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
@@ -142,17 +143,8 @@ def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
         return node.outputs[0]
 
     if is_gelu(value):
-        least = _constant(model, "simulate.gelu", np.float32(GELU))
+        least = constant(model, "simulate.gelu", np.float32(GELU))
     most = add("ReduceMax", value if is_gelu(value) else add("Abs", value), axis, keepdims=1)
     scale = add("Mul", add("Max", most, least), step)
     add("Mul", add("Round", add("Div", value, scale)), scale)
     return made
-
-
-def _constant(model: ir.Model, name: str, array: np.ndarray | np.generic) -> ir.Value:
-    if name not in model.graph.initializers:
-        array = np.asarray(array)
-        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-        value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-        model.graph.initializers[name] = value
-    return model.graph.initializers[name]

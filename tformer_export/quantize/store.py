@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.constants import constant
 from tformer_export.quantize import weights
 
 
@@ -219,12 +220,7 @@ class Store:
         return self._made[home, name]
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        if name not in self.model.graph.initializers:
-            array = np.asarray(array)
-            value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-            value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
-            self.model.graph.initializers[name] = value
-        return self.model.graph.initializers[name]
+        return constant(self.model, name, array)
 
 
 def digest(matrix: np.ndarray) -> bytes:
