@@ -48,6 +48,7 @@ class ExportReport:
 
     path: str
     source: str
+    task: str
     target: str
     precision: str
     quantization: str
@@ -111,11 +112,17 @@ class ExportReport:
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._numbers))),
             ("cached", f"{self._caches} a step, {found.get('context', 0)} a request")
             if self.max_length
-            else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
+            else (
+                "decoding",
+                f"none: it is run once for an input ({self.task}); to generate, name the input that grows (--step)",
+            ),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity),
         ]
+        if (raw := self.parity.raw) is not None:
+            compared = f"{raw.texts} texts" + (f", {raw.pairs} pairs" if raw.pairs else "")
+            rows.append(("from raw inputs", f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range), {compared}"))
         if self.max_length:
             rows.append(("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"))
         if found.get("grouped"):
