@@ -17,18 +17,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _MAKERS = (torch.tensor, torch.scalar_tensor, torch.as_tensor)
-_ROUND: dict[str, Callable[..., Any]] = {"rsub": lambda one, other: other - one}
-_ARITHMETIC: dict[Any, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "radd": operator.add,
+    "sub": operator.sub,
+    "rsub": lambda one, other: other - one,
+    "mul": operator.mul,
+    "rmul": operator.mul,
+}
+_ARITHMETIC: dict[Any, Callable[[Any, Any], Any]] = {
     getattr(holder, spelled): compute
-    for name, compute in {
-        "add": operator.add,
-        "sub": operator.sub,
-        "mul": operator.mul,
-        "neg": operator.neg,
-        "radd": operator.add,
-        "rmul": operator.mul,
-        **_ROUND,
-    }.items()
+    for name, compute in _OPERATIONS.items()
     for holder in (torch, torch.Tensor)
     for spelled in (name, f"__{name}__")
     if hasattr(holder, spelled)
@@ -55,7 +54,7 @@ class SizesFollowed(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _MAKERS and args and isinstance(args[0], torch.SymInt):
             self._held[id(result)] = (result, args[0])
-        elif func in _ARITHMETIC and not kwargs and any(map(self._knows, args)):
+        elif func in _ARITHMETIC and len(args) == 2 and not kwargs and any(map(self._knows, args)):
             sizes = [self._size(value) for value in args]
             if all(isinstance(size, (int, torch.SymInt)) for size in sizes) and isinstance(result, torch.Tensor):
                 self._held[id(result)] = (result, _ARITHMETIC[func](*sizes))
