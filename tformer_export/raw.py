@@ -7,7 +7,6 @@ types, where it is cut, which rows are padded, what is made of scores, is proven
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
+from tformer_export.source.pooled import Answer
 from tformer_export.source.tokenizer.check import SAMPLE
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, ParityError
@@ -46,11 +46,14 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
         return None
     model, task = Model(engine), task_of(engine.manifest)
-    answer = source.answer or _through_ids(source, engine, reads[0])
+    assert engine.manifest.encode is not None
+    most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
+    answer = source.answer or _through_ids(source, reads[0])
     samples = [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
     if not samples:
         return None
-    expected = [_final(source, answer(task.value(sample) if source.answer is None else sample)) for sample in samples]
+    given = samples if source.answer is not None else [task.value(sample) for sample in samples]
+    expected = [_final(source, answer(sample, most)) for sample in given]
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
     worst = 0.0
     for together in (len(samples), 1):
@@ -81,17 +84,15 @@ def _readable(model: Model, samples: Any) -> list[Any]:
     return found
 
 
-def _through_ids(source: Source, engine: Engine, name: str) -> Callable[[Any], torch.Tensor]:
+def _through_ids(source: Source, name: str) -> Answer:
     """The way of a source that has no tokenizer of its own kind: the given one, and the module on one row."""
     tokenizer = Tokenizer.from_str(source.tokenizers[name])
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    assert engine.manifest.encode is not None
-    most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == name)
-    if most is not None:
-        tokenizer.enable_truncation(most)
 
-    def answer(sample: Any) -> torch.Tensor:
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        if most is not None:
+            tokenizer.enable_truncation(most)
         read = tokenizer.encode(*((sample,) if isinstance(sample, str) else sample))
         given = {name: torch.tensor([read.ids]).to(source.example[name].dtype)}
         given |= {other: torch.tensor([read.type_ids]) for other in source.types}

@@ -142,7 +142,7 @@ def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch
     options = ["--pool", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
     main()
-    rows = dict(line.split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line)
+    rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
     assert rows["cosine"].startswith("0.99")
     assert rows["from"].startswith("raw inputs  max |Δ| ")
     assert rows["from"].endswith("11 texts, 4 pairs")

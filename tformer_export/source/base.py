@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from tformer_export.source.adapter import Adapter, EncodeDecode
 from tformer_export.source.derived import Mask
-from tformer_export.source.pooled import Pooled
+from tformer_export.source.pooled import Answer, Pooled
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import Outcome, SpecialTokens
 
@@ -28,8 +28,8 @@ class Source:
     types: inputs that the runtime has from the tokenizer beside another's ids, by name.
     step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
-    outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, to its
-    output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes pairs of texts.
+    outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
+    so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes pairs of texts.
     """
 
     module: nn.Module
@@ -47,7 +47,7 @@ class Source:
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
-    answer: Callable[[Any], torch.Tensor] | None = None
+    answer: Answer | None = None
     pairs: bool = True
 
     def __post_init__(self) -> None:

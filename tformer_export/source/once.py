@@ -4,7 +4,7 @@ config, and its own way from a text to them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
+from tformer_export.source.pooled import Answer
 from tformer_export.source.purpose import CLASSIFIES
 from tformer_export.source.tokenizer import read_encoder_tokenizer
 from tformer_runtime.errors import OptionError, SourceError
@@ -87,19 +88,19 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     most = min((n for n in limits if n is not None), default=None)
     module = source.module.module if isinstance(source.module, Adapter) else None
     named = module is not None and not source.module.derived and reads == [IDS]
-    answer = own_answer(module, own, most) if named else None
+    answer = own_answer(module, own) if named else None
     return replace(source, tokenizers={reads[0]: text}, max_length=most, answer=answer)
 
 
-def own_answer(module: Any, tokenizer: Any, most: int | None) -> Callable[[Any], torch.Tensor]:
-    """The model's own way from a text or a pair to its output: its tokenizer, which cuts to `most` tokens, and forward,
-    for one input that is not padded."""
+def own_answer(module: Any, tokenizer: Any) -> Answer:
+    """The model's own way from a text or a pair to its output: its tokenizer, which cuts, and forward, for one input
+    that is not padded."""
     taken = inspect.signature(module.forward).parameters
     constants = {"use_cache": False} if "use_cache" in taken else {}
-    cut = {"truncation": True, "max_length": most} if most is not None else {}
 
-    def answer(sample: Any) -> torch.Tensor:
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
         texts = (sample,) if isinstance(sample, str) else sample
+        cut = {"truncation": True, "max_length": most} if most is not None else {}
         read = tokenizer(*texts, return_tensors="pt", **cut)
         with torch.no_grad():
             return chosen_output(module(**{n: v for n, v in read.items() if n in taken}, **constants))[0].float()

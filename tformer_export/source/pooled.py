@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tformer_export.source.base import Source
 
 Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Answer = Callable[[Any, int | None], torch.Tensor]  # of `Source`
 
 
 def _first(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -120,9 +121,7 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
     return replace(source, module=module, example=example, masks=masks, answer=answer)
 
 
-def _of_whole(
-    answer: Callable[[Any], torch.Tensor], pools: Sequence[str], then: nn.Module | None, normalize: bool
-) -> Callable[[Any], torch.Tensor]:
+def _of_whole(answer: Answer, pools: Sequence[str], then: nn.Module | None, normalize: bool) -> Answer:
     """The source's own answer, pooled, as far as it is one row without padding: no mask is needed, and none is used."""
     plain: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "mean": lambda states: states.mean(0),
@@ -133,8 +132,8 @@ def _of_whole(
         "weightedmean": lambda states: torch.arange(1.0, len(states) + 1) @ states / sum(range(len(states) + 1)),
     }
 
-    def whole(sample: Any) -> torch.Tensor:
-        states = answer(sample)
+    def whole(sample: Any, most: int | None) -> torch.Tensor:
+        states = answer(sample, most)
         with torch.no_grad():
             vector = torch.cat([plain[name](states) for name in pools])
             vector = vector if then is None else then(vector)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, normalizers
 from torch import nn
 
 from tformer_export.source.base import Source
-from tformer_export.source.pooled import POOLS, pooled
+from tformer_export.source.pooled import POOLS, Answer, pooled
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import Outcome
 
@@ -53,10 +53,13 @@ def from_sentence_encoder(module: Any, read: Callable[[Path], Source]) -> Source
         source = read(Path(name))
     source.name = type(module).__name__
 
-    def answer(sample: Any) -> torch.Tensor:
-        if not isinstance(sample, str):
-            raise SourceError("sentence-transformers embeds single texts")
-        vector: torch.Tensor = module.encode(sample, convert_to_tensor=True, show_progress_bar=False)
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        held = module.max_seq_length
+        module.max_seq_length = held if most is None else most
+        try:
+            vector: torch.Tensor = module.encode(sample, convert_to_tensor=True, show_progress_bar=False)
+        finally:
+            module.max_seq_length = held
         return vector.float().cpu()
 
     source.answer, source.pairs = answer, False
@@ -118,7 +121,7 @@ def _in_lower_case(folder: Path, source: Source) -> Source:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         texts[name] = tokenizer.to_str()
     answer = source.answer
-    lower = None if answer is None else lambda sample: answer(_lowered(sample))
+    lower = None if answer is None else lambda sample, most: answer(_lowered(sample), most)
     return replace(source, tokenizers=texts, answer=lower)
 
 
@@ -126,8 +129,8 @@ def _lowered(sample: Any) -> Any:
     return sample.lower() if isinstance(sample, str) else tuple(text.lower() for text in sample)
 
 
-def _prompted(answer: Callable[[Any], torch.Tensor] | None, prompt: str) -> Callable[[Any], torch.Tensor] | None:
-    return None if answer is None else lambda sample: answer(prompt + sample)
+def _prompted(answer: Answer | None, prompt: str) -> Answer | None:
+    return None if answer is None else lambda sample, most: answer(prompt + sample, most)
 
 
 def _pools(folder: Path, path: Path) -> list[str]:
