@@ -29,7 +29,8 @@ class Source:
     step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
     outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
-    so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes pairs of texts.
+    so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
+    pairs of texts.
     """
 
     module: nn.Module
