@@ -11,7 +11,9 @@ import struct
 from typing import TYPE_CHECKING
 
 from tformer_runtime.manifest import LAST, POSITIONS, START, Decode
-from tformer_runtime.modelfile import _message, _tag, _written
+from tformer_runtime.protobuf import message as _message
+from tformer_runtime.protobuf import tag as _tag
+from tformer_runtime.protobuf import varint as _written
 
 if TYPE_CHECKING:
     from tformer_runtime.graphs import Step
