@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from tformer_runtime.errors import InputError, OptionError, TformerError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.memory import Share
 from tformer_runtime.rules import Processor
-from tformer_runtime.sampling import Floats, Guess, Sampler
+from tformer_runtime.sampling import Floats, Guess, Sampler, seed_of
 from tformer_runtime.search import Task
 from tformer_runtime.session import Array
 
@@ -233,8 +232,7 @@ class Drafter:
         self._over = False
         self._sampler: Sampler | None = None
         if task.settings.sampling:
-            seed = task.settings.seed
-            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
+            seed = seed_of(task.settings)
             self._sampler = Sampler.of(task.settings, seed, task.index, 1)  # the row itself is the first sample
 
     @staticmethod

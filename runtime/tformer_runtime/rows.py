@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
-from tformer_runtime.sampling import Floats, Guess, Ints, Sampler, log_normalizer
+from tformer_runtime.sampling import Floats, Guess, Ints, Sampler, log_normalizer, seed_of
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
 
 _UNREAD = np.empty((0, 0), np.float32)
@@ -74,8 +73,7 @@ class RowSearch:
 
     def add(self, tasks: Sequence[Task]) -> None:
         for at, task in enumerate(tasks, self.width):
-            seed = task.settings.seed
-            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
+            seed = seed_of(task.settings)
             self.tasks.append(task)
             self._done[task] = {}
             self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return)]

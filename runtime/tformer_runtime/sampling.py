@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,11 @@ def log_normalizer(logits: Floats) -> Floats:
     np.exp(shifted, out=shifted)
     total: Floats = top + np.log(np.add.reduce(shifted, -1))
     return total
+
+
+def seed_of(settings: Settings) -> int:
+    """The seed that settings name, or another at each call if they name none."""
+    return int.from_bytes(os.urandom(8), "big") if settings.seed is None else settings.seed
 
 
 @dataclass(frozen=True)
