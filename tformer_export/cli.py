@@ -109,7 +109,7 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
     if report is not None:
-        from tformer_export.api import check_writable
+        from tformer_export.place import check_writable
 
         check_writable(report, options["force"])
         if options["quantize"] == "mixed":
@@ -183,7 +183,8 @@ def _export(
     alignments: str | None,
     **options: Any,
 ) -> Any:
-    from tformer_export.api import check_writable, export
+    from tformer_export.api import export
+    from tformer_export.place import check_writable
     from tformer_export.source import load_source
 
     check_writable(output, options["force"])

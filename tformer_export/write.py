@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.protobuf import BYTES, VARINT, message, tag, varint
 
 LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
@@ -28,6 +29,13 @@ ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 # Field numbers of onnx.proto
 _IR_VERSION, _DESCRIPTION, _MODEL_GRAPH = 1, 6, 7  # of ModelProto
 _GRAPH_INITIALIZER, _TENSOR_RAW = 5, 9
+
+
+def save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
+    """Write the model with its manifest."""
+    model.metadata_props[KEY] = manifest.to_json()
+    write(model, path)
+    return path
 
 
 def write(model: ir.Model, path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 from filelock import FileLock
 
-import tformer_export.api as api
+import tformer_export.make as make
 from tformer_export import ExportReport, export
 from tformer_export.pipeline import Understood
 from tformer_export.source import Source
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                     begun = shared.with_suffix(".part")
                     begun.mkdir()
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(api, "understand", _understood(name, repr(extras.get("alignments")), held))
+                        patch.setattr(make, "understand", _understood(name, repr(extras.get("alignments")), held))
                         report = export(family.module, begun / path.name, **given)
                     (begun / "report.pickle").write_bytes(pickle.dumps(report))
                     begun.rename(shared)
@@ -82,7 +82,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
 
 def _understood(name: str, alignments: str, held: dict[tuple[object, ...], Understood]) -> Callable[..., Understood]:
     """A family's graph is captured once, however many files are made of it."""
-    real = api.understand
+    real = make.understand
 
     def understand(
         source: Source, target: str, length: int, stage: Any, wanted: Any, hidden: Any, half: bool

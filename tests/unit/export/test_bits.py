@@ -17,11 +17,11 @@ from tformer_export.quantize.rounding import Rounding
 from tformer_export.quantize.samples import Sample, Samples
 from tformer_export.quantize.simulate import Simulation
 from tformer_export.source.module import from_module
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, SpecialTokens
+from tformer_runtime.manifest import SpecialTokens
 
 SOURCE, TARGET, WIDTH = 40, 37, 32
 LOUD = "decoder.0.feedforward.contract"  # the layer with a weight that no 4 bits can hold beside the others
@@ -58,9 +58,7 @@ class Case:
         ]
 
     def written(self, model, name):
-        model.metadata_props[KEY] = self.manifest.to_json()
-        write(model, self.folder / name)
-        return Engine(self.folder / name, device="cpu", threads=1)
+        return Engine(save(model, self.manifest, self.folder / name), device="cpu", threads=1)
 
     def logits(self, sample):
         with torch.no_grad():

@@ -14,9 +14,11 @@ import torch
 from small_models import EXAMPLE, Mixer, refusal
 
 import tformer_runtime.shortlist as runtime
-from tformer_export import api, export
-from tformer_export.shortlist import check_columns, choose_columns, make_shortlist
+from tformer_export import export
+from tformer_export.shortlist.check import check_columns
+from tformer_export.shortlist.graph import choose_columns
 from tformer_export.shortlist.learn import Line, associate, each_needed
+from tformer_export.shortlist.make import make_shortlist
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import (
     AsyncModel,
@@ -62,7 +64,7 @@ def made(request, tmp_path_factory):
         return check_columns(gate, engine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "check_columns", checked)
+        patch.setattr("tformer_export.shortlist.add.check_columns", checked)
         report = export(
             model, folder / "model.onnx", {"src": ids, "tgt": ids}, "tgt", quantize=quantize, shortlist=lines,
             special={"start": [START], "end": [END], "pad": 0}, defaults={"max_new_tokens": MOST},

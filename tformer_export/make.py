@@ -1,0 +1,119 @@
+"""One file, from a source to its place: compile → tune → verify → round or quantise → shortlist → write."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tformer_export.asked import Asked, no_encoder
+from tformer_export.describe import in_half
+from tformer_export.forms import DEFAULTS
+from tformer_export.passes.half import HALVES
+from tformer_export.passes.half import run as run_half
+from tformer_export.pipeline import Compiled, understand
+from tformer_export.place import folder_beside, publish
+from tformer_export.quantised import Quantised, quantise
+from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
+from tformer_export.report import Clock
+from tformer_export.shortlist import Measured, add_shortlist, set_apart, with_columns
+from tformer_export.soundness import unchanged
+from tformer_export.source import Source
+from tformer_export.tune import Tuning, tune_model
+from tformer_export.verify import ROUNDINGS, TOLERANCE, Gate, ParityReport
+from tformer_export.write import save
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import Manifest
+
+
+@dataclass
+class Made:
+    """A file that stands in its place, and what `ExportReport` says of it."""
+
+    manifest: Manifest
+    found: dict[str, int]
+    parity: ParityReport
+    size: int
+    degradation: Degradation | OutputDegradation | None
+    mixture: Mixture | None
+    products: dict[str, Product]
+    tuning: Tuning | None
+    shortlist: Measured | None
+
+
+def make(source: Source, out: Path, asked: Asked, clock: Clock) -> Made:
+    """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven.
+
+    asked: of this model (`Asked.of_model`). Raises a TformerError; then nothing is written.
+    """
+    with folder_beside(out) as folder:
+        understood = understand(
+            source, asked.target, asked.max_length, clock.stage, asked.alignments, asked.hidden, asked.half is not None
+        )
+        compiled = understood.compile(stage=clock.stage)
+        forms, tuning = DEFAULTS, None
+        if asked.tune:
+            with clock.stage("tune"), unchanged(source.module):
+                tuning = tune_model(understood, compiled, asked, folder)
+                forms = tuning.forms
+                compiled = understood.compile(forms)
+                compiled.manifest = asked.in_forms(compiled.manifest, forms)
+        del understood
+        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
+        if asked.shortlist is not None:
+            if not compiled.manifest.staged:
+                raise no_encoder()
+            if asked.quantize == "none":
+                set_apart(compiled.model)
+                compiled.manifest = with_columns(compiled.model, compiled.manifest)
+        before, parity = _verified(compiled, gate, folder, clock)
+        if asked.half is not None:
+            del before
+            before, parity = _halved(compiled, gate, asked.half, parity, folder, clock)
+        fewer = Quantised(_with_parity(compiled.manifest, parity, None))
+        if asked.fewer_bits:
+            fewer = quantise(compiled, fewer.manifest, gate, before, asked, folder, clock, forms)
+        del before  # its session holds the weights once more
+        manifest, measured = _with_parity(fewer.manifest, parity, fewer.degradation), None
+        if asked.shortlist is not None:
+            with clock.stage("shortlist"):
+                manifest, measured = add_shortlist(compiled.model, manifest, gate, asked.shortlist, folder)
+        with clock.stage("write"):
+            size = publish(save(compiled.model, manifest, folder / "done" / out.name), out)
+    return Made(
+        manifest, compiled.found, parity, size, fewer.degradation, fewer.mixture, fewer.products, tuning, measured
+    )
+
+
+def _verified(compiled: Compiled, gate: Gate, folder: Path, clock: Clock) -> tuple[Engine, ParityReport]:
+    written = save(compiled.model, compiled.manifest, folder / "model.onnx")
+    with clock.stage("verify"), unchanged(gate.source.module):
+        engine = Engine(written, device="cpu")
+        return engine, gate.check(engine)
+
+
+def _halved(
+    compiled: Compiled, gate: Gate, half: str, exact: ParityReport, folder: Path, clock: Clock
+) -> tuple[Engine, ParityReport]:
+    """Round the compiled model to half and compare it again, on a GPU if there is one. exact: parity before."""
+    precision = HALVES[half]
+    with clock.stage("half"):
+        compiled.found["half"] = run_half(compiled.model, precision)
+        compiled.manifest = in_half(compiled.manifest, compiled.model, half)
+        written = save(compiled.model, compiled.manifest, folder / "half.onnx")
+    with clock.stage("verify"), unchanged(gate.source.module):
+        length = compiled.manifest.max_length
+        gate.tolerance = max(TOLERANCE, ROUNDINGS * gate.sensitivity(precision.rounded, length))
+        engine = Engine(written, device="auto")
+        parity = gate.check(engine)
+    parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
+    return engine, parity
+
+
+def _with_parity(
+    manifest: Manifest, parity: ParityReport, degradation: Degradation | OutputDegradation | None
+) -> Manifest:
+    measured = parity.to_dict()
+    if degradation is not None:
+        measured["quantised"] = asdict(degradation)
+        del measured["quantised"]["speed"]  # a time would make every export of a model another file
+    return replace(manifest, parity=measured)
