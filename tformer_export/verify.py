@@ -29,8 +29,9 @@ from tformer_export.locate import Landmarks
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_export.staging.evaluate import run
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError, UnsupportedModelError
+from tformer_runtime.state import State
 
 TOLERANCE = 1e-3
 ROUNDINGS = 6.0  # times what rounding the weights does, that half precision may do: see `Gate.sensitivity`

@@ -22,9 +22,9 @@ from tformer_runtime.device import LOGPROB, NEXT, Chosen
 from tformer_runtime.manifest import LAST, POSITIONS, SELECT, SLOTS, START, TOTAL
 
 if TYPE_CHECKING:
-    from tformer_runtime.engine import State
     from tformer_runtime.manifest import Decode
     from tformer_runtime.session import Array, Session
+    from tformer_runtime.state import State
 
 CAPTURING = 8  # runs at most that onnxruntime makes of a first one
 MOST = 32  # shapes of caches that are kept, and shapes of context for each
@@ -155,7 +155,7 @@ class Step:
 
 
 class Replayed:
-    """A state's steps of one token, through a Step that it has borrowed with its buffers. As `engine._Call`."""
+    """A state's steps of one token, through a Step that it has borrowed with its buffers. As `call.Call`."""
 
     new, want = 1, "last"
 

@@ -240,6 +240,11 @@ class Manifest:
         return self.encode is not None and self.decode is not None
 
     @property
+    def encoded(self) -> tuple[TensorSpec, ...]:
+        """What the encode stage gives beside its extras; nothing where there is none."""
+        return self.encode.outputs if self.encode else ()
+
+    @property
     def extras(self) -> tuple[Extra, ...]:
         """What the file gives beside its results, of both stages."""
         return tuple(extra for stage in (self.encode, self.decode) if stage for extra in stage.extras)

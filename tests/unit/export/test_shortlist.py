@@ -235,9 +235,9 @@ def test_memory_is_counted_and_given_back(made):
     state = engine.start({"src": SOURCES[:1]}, 1, candidates=[np.arange(30)])
     without = engine.start({"src": SOURCES[:1]}, 1)
     assert state.nbytes - without.nbytes == 30 * 32 * (1 if made.exact else 4)
-    held, without = engine.decode.shortlist, engine.need(8, {"time": 5})
+    held, without = engine.decode.shortlist, engine.sizing.need(8, {"time": 5})
     most = min(runtime.most_columns(IDS), held.common + 5 * held.each)
-    assert engine.need(8, {"time": 5}, named=0) - without == most * 32 * (1 if made.exact else 4)
+    assert engine.sizing.need(8, {"time": 5}, named=0) - without == most * 32 * (1 if made.exact else 4)
 
 
 # What options ask for
