@@ -140,19 +140,6 @@ class Understood:
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
 
 
-def compile_source(
-    source: Source,
-    target: str,
-    max_length: int | None = None,
-    stage: Stage = lambda name: nullcontext(),
-    alignments: Wanted | None = None,
-    hidden: Sequence[str] = (),
-    half: bool = False,
-) -> Compiled:
-    """Source → compiled model, in the forms that are the default. Arguments and errors as of `understand`."""
-    return understand(source, target, max_length, stage, alignments, hidden, half).compile(stage=stage)
-
-
 def understand(
     source: Source,
     target: str,

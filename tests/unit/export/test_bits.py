@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tformer_export.budget import Budget
-from tformer_export.pipeline import compile_source
+from tformer_export.pipeline import understand
 from tformer_export.quantize import Planner, quantize
 from tformer_export.quantize.activations import second_moments
 from tformer_export.quantize.products import FLOAT, find_matrices
@@ -44,7 +44,7 @@ class Case:
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
         self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
-        compiled = compile_source(self.source, "cpu")
+        compiled = understand(self.source, "cpu").compile()
         self.model, self.manifest, self.folder = compiled.model, compiled.manifest, folder
         self.engine = self.written(self.model, "model.onnx")
         random = np.random.default_rng(1)

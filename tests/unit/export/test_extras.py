@@ -10,7 +10,7 @@ from torch import nn
 
 from tformer_export.alignments import _wanted_heads, add_alignments
 from tformer_export.attention import recognise
-from tformer_export.pipeline import _capture, compile_source
+from tformer_export.pipeline import _capture, understand
 from tformer_export.source.module import from_module
 from tformer_export.staging.evaluate import run
 from tformer_export.staging.extras import find_extras
@@ -225,7 +225,8 @@ class Shifted(Engine):
 def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
     special = SpecialTokens((1,), (2,), 0)
     source = from_module(seq2seq(1).eval(), BOTH, "tgt", special=special)
-    compiled = compile_source(source, "cpu", alignments=True, hidden=["encoder.0", "decoder.0", "output"])
+    understood = understand(source, "cpu", alignments=True, hidden=["encoder.0", "decoder.0", "output"])
+    compiled = understood.compile()
     engine = Shifted(save(compiled.model, compiled.manifest, tmp_path / "m.onnx"), device="cpu", threads=1)
     gate = Gate(source, compiled.inputs, compiled.landmarks)
     errors = gate.check(engine).extras
