@@ -136,16 +136,13 @@ class Session:
         if device not in DEVICES:
             raise DeviceError(f"there is no device {device!r}: choose one of {', '.join(DEVICES)}")
         if device == "cuda":
-            missing = self._cuda_missing()
+            missing = cuda_missing()
             if missing:
                 raise DeviceError(f"device cuda cannot be had: {missing}")
         elif device == "auto":
             # A file made for the CPU holds operators that CUDA has not, and would run on both by turns.
-            device = "cpu" if self.manifest.target == "cpu" or self._cuda_missing() else "cuda"
+            device = "cpu" if self.manifest.target == "cpu" or cuda_missing() else "cuda"
         return device
-
-    def _cuda_missing(self) -> str | None:
-        return cuda_missing()
 
     def _load(self, apart: bool | None) -> dict[Stage, Any]:
         """Stage → its session, which may be one for both."""
