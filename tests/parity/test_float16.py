@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from families import PAD
-from test_families import PROMPTS, SOURCES, STEPS, draw, start
+from test_families import draw, stepped
 
 from tformer_runtime import Model
 from tformer_runtime.engine import Engine
@@ -34,23 +33,11 @@ def test_no_further_from_float32_than_pytorchs_float16(exported, name):
     assert {cache.dtype for cache in file.engine.decode.caches} == {"float16"}
     assert file.engine.manifest.precision == "fp16"
     half = copy.deepcopy(file.family.module).half()
-    sources, rows = draw(1, SOURCES), draw(2, tuple(n + STEPS for n in PROMPTS))
-    counts = np.array(PROMPTS)
-    tokens = np.full((len(rows), counts.max()), PAD)
-    for i, row in enumerate(rows):
-        tokens[i, : counts[i]] = row[: counts[i]]
-    state = start(file, sources)
-    every = file.engine.step(state, tokens, counts, want="all").copy()
-    found = [[*every[i, : counts[i]]] for i in range(len(rows))]
-    for step in range(STEPS):
-        new = np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)])
-        for i, values in enumerate(file.engine.step(state, new)):
-            found[i].append(values.copy())
     own, theirs = [], []
-    for source, row, values in zip(sources, rows, found, strict=True):
+    for source, row, found in stepped(file):
         expected = logits(file.family, file.family.module, source, row)
-        assert np.stack(values).dtype == np.float32
-        own.append(np.stack(values) - expected)
+        assert found.dtype == np.float32
+        own.append(found - expected)
         theirs.append(logits(file.family, half, source, row) - expected)
     # Root mean squares over some thousand logits: that of two draws of the same errors differs by a few per cent.
     error, yardstick = (float(np.sqrt(np.mean(np.concatenate(each) ** 2))) for each in (own, theirs))
