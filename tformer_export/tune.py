@@ -1,14 +1,17 @@
 """The forms of a file that are fastest on this machine, found by running it (`--tune`).
 
-One choice after the other, its forms are built as whole files, as they would be written and run, and race: each
-decodes the same short requests, in turns, so that whatever else the machine does meets all of them alike. Of a round
-only the ratio to the form held so far counts, so a slow minute counts for nothing. A form takes the place of the
-default if it is faster by more than 3 % beyond the spread of its ratios. At the end, what was kept races once against
-the defaults, and they stay if it does not win as a whole.
+One choice after the other, its forms are built as whole files and race: each decodes the same short requests, in turns,
+so that whatever else the machine does meets all of them alike. Of a round only the ratio to the form held so far
+counts, so a slow minute counts for nothing. A form takes the place of the default if it is faster by more than 3 %
+beyond the spread of its ratios. At the end, what was kept races once against the defaults, and they stay if it does not
+win as a whole.
+
+What races is not quite the file that will be written: its caches are in float, its logits are of all ids, and its
+weights are rounded to nearest, in 8 bits where they are to be mixed.
 
 Cost: some ten files are built, each as large as the result, on disk one at a time and up to five at a time in memory;
-and for each, at most seven rounds of a request of 32 tokens and eight steps at one batch size, or three. For 60 M
-weights that is a minute, growing with the weights; a model with rotary positions is translated once more (seconds).
+and for each, at most seven rounds, and one that does not count, of a request of 32 tokens and eight steps at one batch
+size, or at three or four. It grows with the weights; a model with rotary positions is translated once more (seconds).
 """
 
 from __future__ import annotations
