@@ -136,7 +136,7 @@ class Understood:
             for program in (encode, decode):
                 if program is not None:
                     found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
-                models.append(to_onnx(program, target.opset, min(limits, default=None)) if program else None)
+                models.append(to_onnx(program, min(limits, default=None)) if program else None)
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
 
 
