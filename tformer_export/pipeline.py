@@ -356,8 +356,9 @@ def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
 def _check_output(captured: Captured, source: Source) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
-    timed = [size for size in shape if expression(size) == captured.time]
-    well = len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int)
+    first = [expression(size) for size in shape[:2]]
+    well = len(shape) == 3 and isinstance(shape[2], int)
+    well = well and any(size == captured.time for size in first) and any(size in captured.batch for size in first)
     assert captured.step_name is not None
     ids = vocabulary(captured, captured.step_name)
     if well and ids in (None, shape[2]):
