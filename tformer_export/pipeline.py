@@ -237,13 +237,13 @@ def _stage(
         ) from error
     refuse_mixed_rows(captured, values, other_row)
     lengths = wanted, source.max_length
-    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+    tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     biased: set[Node] = (
         set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
     )
     if biased:
         plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
-        tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+        tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     turning = [attention for attention in plan.fused.values() if target.turns(attention)]
