@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
+from side_by_side import side_by_side
 from toy_models import Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
@@ -163,23 +163,14 @@ def test_a_row_is_the_same_alone_and_in_company(made):
 
 def test_threads_share_an_engine(made):
     toy, engine = made
-    failures = []
 
     def work(seed: int) -> None:
-        try:
-            rows = Rows(toy, engine, rows=2, seed=seed)
-            rows.feed([5, 3])
-            for _ in range(20):
-                rows.feed([1, 1])
-        except Exception as error:
-            failures.append(error)
+        rows = Rows(toy, engine, rows=2, seed=seed)
+        rows.feed([5, 3])
+        for _ in range(20):
+            rows.feed([1, 1])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    side_by_side(work, range(6))
 
 
 def test_the_logits_array_is_reused_from_step_to_step(made):
