@@ -32,7 +32,7 @@ from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array, Session
 from tformer_runtime.shortlist import KEY, Candidates, Shortlist
-from tformer_runtime.sizing import Sizing
+from tformer_runtime.sizing import Sizing, slack
 from tformer_runtime.state import State
 
 _KEPT = 32  # tokens of a call at most, for it to be kept: its logits take memory that nobody counts
@@ -59,7 +59,12 @@ class Engine:
     @functools.cached_property
     def sizing(self) -> Sizing:
         """What requests will take."""
-        return Sizing(self.manifest, self.decode, self.encode)
+        return Sizing(self.manifest, self.decode)
+
+    @functools.cached_property
+    def slack(self) -> int:
+        """Positions of padding that give every row some at the end of every axis of the context, for `join`."""
+        return slack(self.manifest, self.encode)
 
     @functools.cached_property
     def shortlist(self) -> Shortlist | None:
@@ -131,7 +136,7 @@ class Engine:
         lengths: dict[str, Ints] = {}
         chosen = self._candidates(candidates, budget)
         if self.manifest.encode is not None:
-            requests, more = requests or {}, self.sizing.slack if joins else 0
+            requests, more = requests or {}, self.slack if joins else 0
             try:
                 given = self.encode(requests, rows, extras, more, chosen.wanted if chosen else None)
             except BaseException:

@@ -97,7 +97,7 @@ class Starter:
         for task in (*running, *coming):
             slots = max(slots, len(task.prompt) + task.most)
             for axis, size in sizing.sizes(task.sources).items():
-                sizes[axis] = max(sizes.get(axis, 0), size + sizing.slack)  # the padding that joining wants
+                sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
         listed = self._engine.decode.shortlist is not None
         chosen = [task for task in (*running, *coming) if listed and _may_do_with_some(task)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +21,9 @@ _LIMIT = 256  # positions of an input that has no maximum, at which its strides 
 class Sizing:
     """Of one file's requests."""
 
-    def __init__(self, manifest: Manifest, decode: Decode, encode: Callable[..., dict[str, Any]]) -> None:
-        """decode: the manifest's. encode: `Engine.encode`."""
-        self.manifest, self.decode, self.encode = manifest, decode, encode
+    def __init__(self, manifest: Manifest, decode: Decode) -> None:
+        """decode: the manifest's."""
+        self.manifest, self.decode = manifest, decode
 
     def sizes(self, sources: Mapping[str, Array]) -> Sizes:
         """Free axis of the request inputs → how long one request is there."""
@@ -68,32 +67,32 @@ class Sizing:
         tables = sum(spec.role == "ids" for spec in self.manifest.encode.inputs)
         return min(most_columns(vocabulary), held.common + tables * positions * held.each + named) * self.column
 
-    @functools.cached_property
-    def slack(self) -> int:
-        """Positions of padding that give every row some at the end of every axis of the context, for `join`.
 
-        One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
-        how many is seen by encoding: if so many more give two at one length, they give one or more at any.
-        """
-        encode = self.manifest.encode
-        inputs = [spec for spec in encode.inputs if spec.role != "mask"] if encode else []
-        own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
-        outputs = self.manifest.encoded
-        if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
-            return 1
-        limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
+def slack(manifest: Manifest, encode: Callable[..., dict[str, Any]]) -> int:
+    """Positions of padding that give every row some at the end of every axis of the context, for `join`.
 
-        def sizes(length: int) -> Array:
-            given = {}
-            for spec in inputs:
-                first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
-                first = length if isinstance(spec.shape[1], str) else first
-                given[spec.name] = [np.zeros((first, *others), spec.dtype)]
-            found = self.encode(given, 1)
-            axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
-            return np.array([found[name].shape()[at] for name, at in axes])
+    One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
+    how many is seen by encoding: if so many more give two at one length, they give one or more at any.
+    encode: `Engine.encode`.
+    """
+    inputs = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
+    own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
+    outputs = manifest.encoded
+    if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
+        return 1
+    limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
 
-        base, more = limit // 2, 1
-        while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
-            more *= 2
-        return more if base + more < limit else limit
+    def sizes(length: int) -> Array:
+        given = {}
+        for spec in inputs:
+            first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+            first = length if isinstance(spec.shape[1], str) else first
+            given[spec.name] = [np.zeros((first, *others), spec.dtype)]
+        found = encode(given, 1)
+        axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
+        return np.array([found[name].shape()[at] for name, at in axes])
+
+    base, more = limit // 2, 1
+    while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
+        more *= 2
+    return more if base + more < limit else limit

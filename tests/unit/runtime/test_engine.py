@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -171,6 +173,24 @@ def test_threads_share_an_engine(made):
             rows.feed([1, 1])
 
     side_by_side(work, range(6))
+
+
+def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
+    """Its session holds the weights, and whoever has several after one another must not wait for the collector."""
+    toy, engine = made
+    gc.collect()
+    gc.disable()
+    try:
+        own = Engine(engine.session)
+        rows = Rows(toy, own, rows=2)
+        rows.feed([5, 3])
+        rows.feed([1, 1])
+        assert own.sizing.need(8, {"source": 4 + own.slack}) > 0
+        gone = weakref.ref(own)
+        del own, rows
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_logits_array_is_reused_from_step_to_step(made):

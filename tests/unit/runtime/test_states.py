@@ -389,18 +389,18 @@ def test_what_is_needed_is_no_less_than_what_is_held(made):
         world.reorder(group, [0] * rows)
         for _ in range(slots - 1):
             world.feed(group, [[6]] * rows)
-        sizes = {"source": length + engine.sizing.slack} if toy.encoder else {}
+        sizes = {"source": length + engine.slack} if toy.encoder else {}
         need = engine.sizing.need(slots, sizes, rows)
         assert group.state.nbytes <= need
         if toy.stride == 1 and not toy.shares:  # rows that share may come to have a context each
             assert need <= group.state.nbytes * 1.1
-    assert engine.sizing.slack == 1 or toy.stride > 1
+    assert engine.slack == 1 or toy.stride > 1
 
 
 def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
     for stride, least in ((1, 1), (2, 2), (5, 5)):
         engine = Engine(Toy(stride=stride, source_max=200).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-        assert least <= engine.sizing.slack <= 4 * stride
+        assert least <= engine.slack <= 4 * stride
         for length in range(1, 12):
             request = {"src": [np.full(length, 5)]}
             state = engine.start(request, 1, joins=True)
