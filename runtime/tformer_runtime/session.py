@@ -14,13 +14,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
-from tformer_runtime.device import choosing
+from tformer_runtime.device import choosing, heads
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
@@ -31,6 +31,7 @@ from tformer_runtime.stagefile import Stage, cut
 logger = logging.getLogger("tformer")
 
 Array = npt.NDArray[Any]
+Part = Stage | Literal["head"]  # what has a session of its own: `device.heads` too
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
@@ -83,15 +84,15 @@ class Session:
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
         self.pool = Pool(self) if self.captures else None
 
-    def inputs(self, stage: Stage) -> Mapping[str, tuple[int | None, ...]]:
+    def inputs(self, stage: Part) -> Mapping[str, tuple[int | None, ...]]:
         """Name → shape of each graph input of a stage's session, free axes as None."""
         return self._inputs[stage]
 
-    def binding(self, stage: Stage) -> Any:
+    def binding(self, stage: Part) -> Any:
         """A new onnxruntime IOBinding of a stage's session: the buffers that one kind of call reads and writes."""
         return self._sessions[stage].io_binding()
 
-    def run(self, binding: Any, stage: Stage, graph: int | None = None) -> None:
+    def run(self, binding: Any, stage: Part, graph: int | None = None) -> None:
         """Run a stage on what `binding` holds. Any number of threads may be in here at once.
 
         graph: the number of a CUDA graph, which the first run captures and each other replays: on the very same buffers
@@ -147,21 +148,24 @@ class Session:
     def _cuda_missing(self) -> str | None:
         return cuda_missing()
 
-    def _load(self, apart: bool | None) -> dict[Stage, Any]:
-        """Stage → its session, which may be one for both."""
+    def _load(self, apart: bool | None) -> dict[Part, Any]:
+        """Stage → its session, which may be one for both; and what finds heads, if steps leave their logits there."""
         model, folder = mapped(self.path)
         cuda = self.device == "cuda"
         stages: tuple[Stage, ...] = ("encode", "decode")
         if not self.manifest.staged or not (cuda if apart is None else apart):
             chooses = self._chooses and self.manifest.encode is None
             session = self._capturing(model, folder) if chooses else self._open(model, folder)
-            loaded = dict.fromkeys(stages, session)
+            loaded: dict[Part, Any] = dict.fromkeys(stages, session)
         else:
             decode = cut(model, "decode")
             loaded = {
                 "encode": self._open(cut(model, "encode"), folder),
                 "decode": self._capturing(decode, folder) if self._chooses else self._open(decode, folder),
             }
+        if self.captures:
+            assert self.manifest.decode is not None
+            loaded["head"] = self._open(heads(int(self.manifest.decode.logits.shape[-1])), folder)
         for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
             pages.forget(file)
         return loaded
