@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -19,6 +20,7 @@ from tformer_export.alignments import Wanted
 from tformer_export.budget import COSINE, Budget
 from tformer_export.describe import in_half
 from tformer_export.forms import CHOICES, DEFAULTS, ROTARY, Forms, few_rows, session_settings
+from tformer_export.passes import widened
 from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, Understood, understand
@@ -52,13 +54,14 @@ from tformer_export.source.program import from_program
 from tformer_export.target import TARGETS
 from tformer_export.tune import ROWS, Request, Tuning, requests
 from tformer_export.tune import tune as tune_forms
-from tformer_export.verify import ROUNDINGS, TOLERANCE, Gate, ParityReport
+from tformer_export.verify import LOOSEST, ROUNDINGS, TOLERANCE, Gate, ParityReport
 from tformer_export.write import data_file, removed, write
 from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
 from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.session import cuda_missing
 
 DEFAULT_HALF = "fp16"  # of files for CUDA
 
@@ -102,7 +105,8 @@ def export(
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
         "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
     precision: of products and caches, "fp32" or, for the target cuda alone, "fp16", which is its default unless the
-        file is quantised. Logits are float32 in any case.
+        file is quantised, or "bf16", for models that were trained in it and whose values are beyond float16: it has an
+        eighth of its accuracy. Logits are float32 in any case.
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
@@ -424,14 +428,32 @@ def _halved(
     with clock.stage("half"):
         compiled.found["half"] = run_half(compiled.model, precision)
         compiled.manifest = in_half(compiled.manifest, compiled.model, half)
-        written = _save(compiled.model, compiled.manifest, folder / "half.onnx")
+        judged, name = compiled.model, "half.onnx"
+        if half == "bf16" and cuda_missing():
+            judged, name = judged.clone(), "on_cpu.onnx"
+            widened.run(judged)
+        written = _save(judged, compiled.manifest, folder / name)
     with clock.stage("verify"), unchanged(gate.source.module):
-        length = compiled.manifest.max_length
-        gate.tolerance = max(TOLERANCE, ROUNDINGS * gate.sensitivity(precision.rounded, length))
-        engine = Engine(written, device="auto")
-        parity = gate.check(engine)
+        rounded = functools.partial(precision.rounded, random=torch.Generator().manual_seed(0))
+        moved = gate.sensitivity(rounded, compiled.manifest.max_length)
+        gate.tolerance = max(TOLERANCE, ROUNDINGS * moved)
+        if gate.tolerance > LOOSEST:
+            raise ParityError(
+                f"rounding the weights to {half}, and nothing else, moves the source's logits by {moved:.2g} of their "
+                f"range, so that a file in it could be compared with nothing: choose {_other_than(half)}; no file was "
+                "written"
+            )
+        engine = Engine(written, device="auto" if judged is compiled.model else "cpu")
+        try:
+            parity = gate.check(engine)
+        except ParityError as error:
+            raise ParityError(f"computed in {half}, {error}: choose {_other_than(half)}") from error
     parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
     return engine, parity
+
+
+def _other_than(half: str) -> str:
+    return "bf16, which has the range of float32, or fp32" if half == "fp16" else "fp16 or fp32"
 
 
 def _quantise(

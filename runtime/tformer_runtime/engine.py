@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.bits import held_as
 from tformer_runtime.cache import KVCache, bytes_of, slots_for
 from tformer_runtime.context import Context
 from tformer_runtime.device import Chosen
@@ -171,7 +172,8 @@ class Engine:
         widen: int = 0,
         gather: Ints | None = None,
     ) -> dict[str, Any]:
-        """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
+        """Run the encode stage: name of each of its outputs → OrtValue on the session's device (`Session.array` reads
+        any).
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
         extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
@@ -187,7 +189,7 @@ class Engine:
             arrays[GATHER] = gather
         for name in self.session.inputs("encode"):
             read = self.session.tensor(arrays[name]) if name in arrays else self._unread[name]
-            io.bind_ortvalue_input(name, self._one_column.get(name, read))
+            self.session.bind_input(io, name, self._one_column.get(name, read))
         wanted = [output.name for output in (*encode.outputs, *encode.extras)]
         wanted = [name for i, name in enumerate(wanted) if i < len(encode.outputs) or name in extras]
         if gather is not None:
@@ -229,7 +231,7 @@ class Engine:
                 raise
             if chosen is not None and chosen.wanted is not None:
                 chosen.hold(given.pop(GATHERED))
-            arrays = {name: value.numpy() for name, value in given.items()}
+            arrays = {name: self.session.array(value) for name, value in given.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encode.outputs]
             lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
         held = Context(self.session, self._contexts, context, lengths, rows, budget, self.decode.shares_context)
@@ -384,7 +386,7 @@ class Engine:
             shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
             if beside is not None:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
-            context += math.prod(shape) * np.dtype(spec.dtype).itemsize
+            context += math.prod(shape) * held_as(spec.dtype).itemsize
         slots = slots_for(slots, self.manifest.max_length)
         if named is not None:  # while rows join, theirs are held beside those of the rows that they join
             held = beside.candidates.nbytes if beside and beside.candidates else 0
@@ -534,7 +536,7 @@ class Engine:
         inputs = {**self.session.inputs("encode"), **self.session.inputs("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         try:
-            return {name: self.session.tensor(np.zeros(shape, dtypes[name])) for name, shape in shapes.items()}
+            return {name: self.session.tensor(np.zeros(shape, held_as(dtypes[name]))) for name, shape in shapes.items()}
         except KeyError as error:
             raise ModelFileError(
                 f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
@@ -602,10 +604,10 @@ class _Call:
             if self.gathers is not None:
                 bound[GATHER] = session.tensor(self.gathers)
         for name in session.inputs("decode"):
-            io.bind_ortvalue_input(name, bound[name] if name in bound else engine._unread[name])
+            session.bind_input(io, name, bound[name] if name in bound else engine._unread[name])
         io.bind_ortvalue_output(engine.decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(engine.decode.caches, state.cache.present(turn), strict=True):
-            io.bind_ortvalue_output(cache.present, present)
+            session.bind_output(io, cache.present, present)
         for name in (*state.wanted, *([GATHERED] if self.gathers is not None else ())):
             session.give(io, name)
         return io

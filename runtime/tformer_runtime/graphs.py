@@ -118,9 +118,9 @@ class Step:
         self._bound = {name: bound[name] for name in session.inputs("decode")}
         self.binding = session.binding("decode")
         for name, value in self._bound.items():
-            self.binding.bind_ortvalue_input(name, value)
+            session.bind_input(self.binding, name, value)
         for cache, value in zip(decode.caches, caches, strict=True):
-            self.binding.bind_ortvalue_output(cache.present, value)
+            session.bind_output(self.binding, cache.present, value)
         for name, value in {decode.logits.name: self.logits, **self.outputs}.items():
             self.binding.bind_ortvalue_output(name, value)
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
+from tformer_runtime.bits import ONNX_BFLOAT16
 from tformer_runtime.device import choosing, heads
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.graphs import Pool
@@ -82,6 +83,7 @@ class Session:
             self._sessions = self._load(apart)
         logger.info("device: %s", self.device)
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self._bits = frozenset(name for session in self._sessions.values() for name in _in_bfloat16(session))
         self.pool = Pool(self) if self.captures else None
 
     def inputs(self, stage: Part) -> Mapping[str, tuple[int | None, ...]]:
@@ -109,13 +111,38 @@ class Session:
         except Exception as error:
             raise self._translated(error) from error
 
+    def bind_input(self, binding: Any, name: str, tensor: Any) -> None:
+        """Have a run read an input from a tensor. What the graph has in bfloat16 is held as its bits (`bits.py`), and
+        kept alive by the caller."""
+        if name in self._bits:
+            place = tensor.device_name(), 0, ONNX_BFLOAT16, tensor.shape(), tensor.data_ptr()
+            binding.bind_input(name, *place)
+        else:
+            binding.bind_ortvalue_input(name, tensor)
+
+    def bind_output(self, binding: Any, name: str, tensor: Any) -> None:
+        """The same of an output, which a run writes."""
+        if name in self._bits:
+            place = tensor.device_name(), 0, ONNX_BFLOAT16, tensor.shape(), tensor.data_ptr()
+            binding.bind_output(name, *place)
+        else:
+            binding.bind_ortvalue_output(name, tensor)
+
+    def array(self, tensor: Any) -> Array:
+        """What an output that was made anew holds; of bfloat16, a copy of its bits."""
+        if tensor.element_type() != ONNX_BFLOAT16:
+            array: Array = tensor.numpy()
+            return array
+        raw = ctypes.string_at(tensor.data_ptr(), tensor.tensor_size_in_bytes())
+        return np.frombuffer(raw, np.uint16).reshape(tensor.shape())
+
     def tensor(self, array: Array) -> Any:
         """An OrtValue on the session's device. On the CPU it *is* the array's memory, elsewhere a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
 
     def give(self, binding: Any, output: str) -> None:
-        """Have an output made anew by each run, on the session's device."""
-        binding.bind_output(output, self.device)
+        """Have an output made anew by each run, on the session's device; on the host if no other way leads there."""
+        binding.bind_output(output, "cpu" if output in self._bits else self.device)
 
     def write(self, tensor: Any, array: Array) -> None:
         """Put other numbers of the same type and shape into a tensor, where it is."""
@@ -209,6 +236,13 @@ class Session:
                 disabled_optimizers=asked.disabled_optimizers if self.device == "cpu" else (),
             )
         except Exception as error:
+            if self.device == "cpu" and self.manifest.precision == "bf16":
+                missing = self._cuda_missing()
+                raise DeviceError(
+                    f"{self.path} computes in bfloat16, which onnxruntime does on CUDA alone: "
+                    + (f"that cannot be had, as {missing}; " if missing else "run it there, ")
+                    + "or export the model with another precision"
+                ) from error
             if self.device == "cuda" and "CUDA" in str(error) and not settings:
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
@@ -269,6 +303,10 @@ def cuda_missing() -> str | None:
 
 def _shapes(session: Any) -> dict[str, tuple[int | None, ...]]:
     return {i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in session.get_inputs()}
+
+
+def _in_bfloat16(session: Any) -> list[str]:
+    return [v.name for v in (*session.get_inputs(), *session.get_outputs()) if v.type == "tensor(bfloat16)"]
 
 
 def _first_line(error: Exception) -> str:
