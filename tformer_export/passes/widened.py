@@ -2,12 +2,16 @@
 
 Of float16, onnxruntime does this by itself: where the CPU has no kernel, a node computes in float32, between casts. Of
 bfloat16 it does not, and refuses the file. So every node that reads or gives bfloat16 is put between casts here, and
-what it gives is rounded as a kernel of CUDA rounds it. Inputs, outputs and weights stay what they are.
+what it gives is rounded as a kernel of CUDA rounds it. Inputs and outputs stay what they are, and weights are the same
+numbers in float32.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
+
+from tformer_export.passes import unused
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _GIVEN = ("Cast", "Constant", "ConstantOfShape", "Shape", "Size", "If")  # the CPU has them for any type
@@ -17,6 +21,7 @@ def run(model: ir.Model) -> int:
     """Rewrite a model of `half` in place; returns how many nodes compute in float32 now. Cost: one pass over them."""
     widening = _Widening(model)
     widening.nodes(model.graph)
+    unused.run(model)
     return widening.count
 
 
@@ -44,9 +49,11 @@ class _Widening:
         self.count += bool(given or made)
 
     def _widened(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
-        """In float32: cast once in each graph; a weight once for all, where it is computed as it is loaded."""
+        """In float32: cast once in each graph; a weight is held so."""
         home = self.home if value.const_value is not None else graph
-        if (value, home) not in self._wide:
+        if (value, home) not in self._wide and value.const_value is not None:
+            self._wide[value, home] = self._constant(value)
+        elif (value, home) not in self._wide:
             cast = _cast(value, _FLOAT, f"{home.name}/{value.name}.widened")
             producer = value.producer()
             if producer is not None and producer.graph is home:
@@ -55,6 +62,15 @@ class _Widening:
                 home.insert_before(home[0], cast)
             self._wide[value, home] = cast.outputs[0]
         return self._wide[value, home]
+
+    def _constant(self, value: ir.Value) -> ir.Value:
+        held = value.const_value
+        assert held is not None
+        shape = ir.Shape([size for size in held.shape if isinstance(size, int)])  # all of them are
+        wide = ir.LazyTensor(lambda: ir.tensor(held.numpy().astype(np.float32)), _FLOAT, shape)
+        made = ir.Value(name=f"{value.name}.widened", shape=value.shape, type=ir.TensorType(_FLOAT), const_value=wide)
+        self.home.initializers[str(made.name)] = made
+        return made
 
     def _round(self, graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
         """Have a node give a value in float32, and a cast after it what it gave before."""

@@ -19,7 +19,7 @@ from tformer_export.passes.half import HALVES
 from tformer_export.target import TARGETS
 
 MICROSOFT = "com.microsoft"
-# What an operator reads: F a number of the type that is asked for, f float32, l int64, i int32, b bool, u uint8, - none.
+# What an operator reads: F numbers of the type that is asked for, f float32, l int64, i int32, b bool, u uint8, - none.
 TYPES = {
     "f": TensorProto.FLOAT, "l": TensorProto.INT64, "i": TensorProto.INT32, "b": TensorProto.BOOL,
     "u": TensorProto.UINT8,

@@ -27,6 +27,7 @@ TOYS = {
     "decoder-only": Toy(seed=4, encoder=False, layers=2, end=()),
     "plain": Toy(seed=5, attention="scatter"),
     "shared": Toy(seed=6, shares=True),
+    "bfloat16": Toy(seed=8, layers=2, half=True),
 }
 toys = pytest.mark.parametrize("name", TOYS)
 
