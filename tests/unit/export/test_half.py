@@ -112,14 +112,14 @@ def test_a_product_without_a_kernel_is_computed_in_float32():
 
 @halves
 def test_weights_that_are_exact_in_half_are_put_off_as_much_as_others(half):
-    """By a rounding: between nothing and the roundoff of each number, evenly."""
+    """By a rounding: up to the roundoff of each number, evenly."""
     precision, random = HALVES[half], torch.Generator().manual_seed(0)
     assert precision.roundoff == ROUNDOFF[half] == torch.finfo(precision.rounding).eps / 2
-    generic = torch.randn(200, 200, generator=random)
+    generic = torch.exp2(6 * torch.rand(200, 200, generator=random) - 3)
     for weight in (generic, generic.to(precision.rounding).float()):
         error = ((precision.rounded(weight, random) - weight) / weight).abs()
         assert error.max() <= ROUNDOFF[half] * 1.02
-        # Of a mantissa m in 1 … 2 that is spread as 1 / m, the mean error is roundoff / 2 · E[1 / m] = roundoff / 4 ln 2.
+        # Mantissas m from 1 to 2 are spread as 1 / m here, so the mean is roundoff / 2 · E[1 / m] = roundoff / 4 ln 2.
         assert error.mean() == pytest.approx(ROUNDOFF[half] / (4 * np.log(2)), rel=0.03)
 
 
