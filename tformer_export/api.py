@@ -67,7 +67,8 @@ def export(
     quantize: "none", "int8", "int4" or "mixed": the fewest bits, 4, 8 or float by matrix, that max_degradation allows,
         "1.01x" unless it is given. target: "cpu", "cuda" or "portable" (standard operators only).
     precision: of products and caches, "fp32" or, for the target cuda alone, "fp16", which is its default unless the
-        file is quantised. Logits are float32 in any case.
+        file is quantised, or "bf16", for models that were trained in it and whose values are beyond float16: it has an
+        eighth of its accuracy. Logits are float32 in any case.
     optimize_for: "throughput" has one kernel for each quantised product, and a row's result is the same alone and in
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large

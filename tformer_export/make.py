@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
 
 from tformer_export.asked import Asked, no_encoder
 from tformer_export.describe import in_half
 from tformer_export.forms import DEFAULTS
+from tformer_export.passes import widened
 from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, understand
@@ -19,10 +23,12 @@ from tformer_export.shortlist import Measured, add_shortlist, set_apart, with_co
 from tformer_export.soundness import unchanged
 from tformer_export.source import Source
 from tformer_export.tune import Tuning, tune_model
-from tformer_export.verify import ROUNDINGS, TOLERANCE, Gate, ParityReport
+from tformer_export.verify import LOOSEST, ROUNDINGS, TOLERANCE, Gate, ParityReport
 from tformer_export.write import save
 from tformer_runtime.engine import Engine
+from tformer_runtime.errors import ParityError
 from tformer_runtime.manifest import Manifest
+from tformer_runtime.session import cuda_missing
 
 
 @dataclass
@@ -99,14 +105,32 @@ def _halved(
     with clock.stage("half"):
         compiled.found["half"] = run_half(compiled.model, precision)
         compiled.manifest = in_half(compiled.manifest, compiled.model, half)
-        written = save(compiled.model, compiled.manifest, folder / "half.onnx")
+        judged, name = compiled.model, "half.onnx"
+        if half == "bf16" and cuda_missing():
+            judged, name = judged.clone(), "on_cpu.onnx"
+            widened.run(judged)
+        written = save(judged, compiled.manifest, folder / name)
     with clock.stage("verify"), unchanged(gate.source.module):
-        length = compiled.manifest.max_length
-        gate.tolerance = max(TOLERANCE, ROUNDINGS * gate.sensitivity(precision.rounded, length))
-        engine = Engine(written, device="auto")
-        parity = gate.check(engine)
+        rounded = functools.partial(precision.rounded, random=torch.Generator().manual_seed(0))
+        moved = gate.sensitivity(rounded, compiled.manifest.max_length)
+        gate.tolerance = max(TOLERANCE, ROUNDINGS * moved)
+        if gate.tolerance > LOOSEST:
+            raise ParityError(
+                f"rounding the weights to {half}, and nothing else, moves the source's logits by {moved:.2g} of their "
+                f"range, so that a file in it could be compared with nothing: choose {_other_than(half)}; no file was "
+                "written"
+            )
+        engine = Engine(written, device="auto" if judged is compiled.model else "cpu")
+        try:
+            parity = gate.check(engine)
+        except ParityError as error:
+            raise ParityError(f"computed in {half}, {error}: choose {_other_than(half)}") from error
     parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
     return engine, parity
+
+
+def _other_than(half: str) -> str:
+    return "bf16, which has the range of float32, or fp32" if half == "fp16" else "fp16 or fp32"
 
 
 def _with_parity(

@@ -78,10 +78,10 @@ class Call:
             if self.gathers is not None:
                 bound[GATHER] = session.tensor(self.gathers)
         for name in session.inputs("decode"):
-            io.bind_ortvalue_input(name, bound[name] if name in bound else feeds.unread[name])
+            session.bind_input(io, name, bound[name] if name in bound else feeds.unread[name])
         io.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(decode.caches, state.cache.present(turn), strict=True):
-            io.bind_ortvalue_output(cache.present, present)
+            session.bind_output(io, cache.present, present)
         for name in (*state.wanted, *([GATHERED] if self.gathers is not None else ())):
             session.give(io, name)
         return io

@@ -87,7 +87,8 @@ class Engine:
         widen: int = 0,
         gather: Ints | None = None,
     ) -> dict[str, Any]:
-        """Run the encode stage: name of each of its outputs → OrtValue on the session's device.
+        """Run the encode stage: name of each of its outputs → OrtValue on the session's device (`Session.array` reads
+        any).
 
         requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
         extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
@@ -103,7 +104,7 @@ class Engine:
             arrays[GATHER] = gather
         for name in self.session.inputs("encode"):
             read = self.session.tensor(arrays[name]) if name in arrays else self._feeds.unread[name]
-            io.bind_ortvalue_input(name, self._feeds.one_column.get(name, read))
+            self.session.bind_input(io, name, self._feeds.one_column.get(name, read))
         wanted = [output.name for output in (*encode.outputs, *encode.extras)]
         wanted = [name for i, name in enumerate(wanted) if i < len(encode.outputs) or name in extras]
         if gather is not None:
@@ -145,7 +146,7 @@ class Engine:
                 raise
             if chosen is not None and chosen.wanted is not None:
                 chosen.hold(given.pop(GATHERED))
-            arrays = {name: value.numpy() for name, value in given.items()}
+            arrays = {name: self.session.array(value) for name, value in given.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encoded]
             lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
         held = Context(self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context)

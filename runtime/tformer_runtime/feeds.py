@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.bits import held_as
 from tformer_runtime.errors import ModelFileError
 from tformer_runtime.manifest import COLUMNS, GATHER, LAST, STAGE, TOTAL, WEIGHT
 from tformer_runtime.sampling import Ints
@@ -58,7 +59,7 @@ class Feeds:
         inputs = {**self.session.inputs("encode"), **self.session.inputs("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         try:
-            return {name: self.session.tensor(np.zeros(shape, dtypes[name])) for name, shape in shapes.items()}
+            return {name: self.session.tensor(np.zeros(shape, held_as(dtypes[name]))) for name, shape in shapes.items()}
         except KeyError as error:
             raise ModelFileError(
                 f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "

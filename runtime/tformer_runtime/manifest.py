@@ -204,7 +204,7 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `precision` is what products and caches are in: "fp32" or "fp16".
+    `precision` is what products and caches are in: "fp32", "fp16" or "bf16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
     `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.bits import held_as
 from tformer_runtime.cache import bytes_of, slots_for
 from tformer_runtime.manifest import BATCH, Decode, Manifest
 from tformer_runtime.requests import Sizes, own_sizes
@@ -46,7 +47,7 @@ class Sizing:
             shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
             if beside is not None:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
-            context += math.prod(shape) * np.dtype(spec.dtype).itemsize
+            context += math.prod(shape) * held_as(spec.dtype).itemsize
         slots = slots_for(slots, self.manifest.max_length)
         if named is not None:  # while rows join, theirs are held beside those of the rows that they join
             held = beside.candidates.nbytes if beside and beside.candidates else 0

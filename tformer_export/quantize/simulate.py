@@ -27,8 +27,7 @@ from tformer_export.quantize.rewrite import GELU, POSITIVE, is_gelu, is_positive
 from tformer_export.write import save
 from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import Manifest
-from tformer_runtime.session import Array, Session
-from tformer_runtime.stagefile import Stage
+from tformer_runtime.session import Array, Part, Session
 
 Dequantised = Callable[[Matrix, int], np.ndarray]  # (K, N) float32 of a matrix in so many bits
 Bits = Mapping[str, int]  # name of a matrix → bits
@@ -84,7 +83,7 @@ class _Exchanging(Session):
         super().__init__(path, "cpu")
         self.exchanged: dict[str, Any] = {}
 
-    def binding(self, stage: Stage) -> Any:
+    def binding(self, stage: Part) -> Any:
         io = super().binding(stage)
         for name, value in self.exchanged.items():
             io.bind_ortvalue_input(name, value)
