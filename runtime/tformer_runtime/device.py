@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tformer_runtime.manifest import LAST, POSITIONS, START, Decode
-from tformer_runtime.protobuf import message as _message
-from tformer_runtime.protobuf import tag as _tag
-from tformer_runtime.protobuf import varint as _written
+from tformer_runtime.protobuf import VARINT, message, tag, varint
 from tformer_runtime.sampling import HEAD, Floats, Head
 
 if TYPE_CHECKING:
@@ -129,14 +127,14 @@ def choosing(model: bytes, decode: Decode) -> bytes:
             _node("Add", [LAST, "next/ones.last"], NEXT + LAST),
             _output(NEXT + LAST, _INT32),
         ]
-    return model + _message(_MODEL_GRAPH, b"".join(parts))
+    return model + message(_MODEL_GRAPH, b"".join(parts))
 
 
 def heads(vocabulary: int) -> bytes:
     """The model that `Heads` runs: (rows, 1, vocabulary) logits and (rows, 1, 1) temperatures → their HEAD greatest,
     which tokens these are, and Σ exp((logit - greatest) / temperature)."""
     graph = [
-        _message(_GRAPH_NAME, b"heads"),
+        message(_GRAPH_NAME, b"heads"),
         _tensor("axis", _INT64, (1,), struct.pack("<q", -1)),
         _tensor("count", _INT64, (1,), struct.pack("<q", min(HEAD, vocabulary))),
         _node("TopK", [_LOGITS, "count"], _VALUES, _TOKENS, axis=-1),
@@ -151,8 +149,8 @@ def heads(vocabulary: int) -> bytes:
         _output(_TOKENS, _INT64),
         _output(_WEIGHT, _FLOAT),
     ]
-    versions = _number(_MODEL_IR, _IR) + _message(_MODEL_OPSET, _number(_OPSET_VERSION, _OPSET))
-    return versions + _message(_MODEL_GRAPH, b"".join(graph))
+    versions = _number(_MODEL_IR, _IR) + message(_MODEL_OPSET, _number(_OPSET_VERSION, _OPSET))
+    return versions + message(_MODEL_GRAPH, b"".join(graph))
 
 
 # The parts of a GraphProto: node 1, initializer 5, input 11, output 12; of NodeProto: input 1, output 2, op_type 4,
@@ -161,30 +159,30 @@ def heads(vocabulary: int) -> bytes:
 
 
 def _node(op: str, inputs: list[str], *outputs: str, **attributes: int) -> bytes:
-    content = b"".join(_message(1, name.encode()) for name in inputs)
-    content += b"".join(_message(2, name.encode()) for name in outputs) + _message(4, op.encode())
+    content = b"".join(message(1, name.encode()) for name in inputs)
+    content += b"".join(message(2, name.encode()) for name in outputs) + message(4, op.encode())
     for name, value in attributes.items():
-        content += _message(5, _message(1, name.encode()) + _number(3, value % 2**64) + _number(20, 2))
-    return _message(1, content)
+        content += message(5, message(1, name.encode()) + _number(3, value % 2**64) + _number(20, 2))
+    return message(1, content)
 
 
 def _tensor(name: str, kind: int, shape: tuple[int, ...], raw: bytes) -> bytes:
     dims = b"".join(_number(1, size) for size in shape)
-    return _message(5, dims + _number(2, kind) + _message(8, name.encode()) + _message(9, raw))
+    return message(5, dims + _number(2, kind) + message(8, name.encode()) + message(9, raw))
 
 
 def _input(name: str, kind: int) -> bytes:
-    return _message(11, _value(name, kind))
+    return message(11, _value(name, kind))
 
 
 def _output(name: str, kind: int) -> bytes:
-    return _message(12, _value(name, kind))
+    return message(12, _value(name, kind))
 
 
 def _value(name: str, kind: int) -> bytes:
-    tensor = _message(1, _number(1, kind))  # TypeProto.tensor_type, of any shape
-    return _message(1, name.encode()) + _message(2, tensor)
+    tensor = message(1, _number(1, kind))  # TypeProto.tensor_type, of any shape
+    return message(1, name.encode()) + message(2, tensor)
 
 
 def _number(field: int, value: int) -> bytes:
-    return _tag(field, 0) + _written(value)
+    return tag(field, VARINT) + varint(value)
