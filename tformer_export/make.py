@@ -10,13 +10,13 @@ import torch
 
 from tformer_export.asked import Asked, no_encoder
 from tformer_export.describe import in_half
+from tformer_export.fewer_bits import FewerBits, in_fewer_bits
 from tformer_export.forms import DEFAULTS
 from tformer_export.passes import widened
 from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, understand
 from tformer_export.place import folder_beside, publish
-from tformer_export.quantised import Quantised, quantise
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.report import Clock
 from tformer_export.shortlist import Measured, add_shortlist, set_apart, with_columns
@@ -75,9 +75,9 @@ def make(source: Source, out: Path, asked: Asked, clock: Clock) -> Made:
         if asked.half is not None:
             del before
             before, parity = _halved(compiled, gate, asked.half, parity, folder, clock)
-        fewer = Quantised(_with_parity(compiled.manifest, parity, None))
+        fewer = FewerBits(_with_parity(compiled.manifest, parity, None))
         if asked.fewer_bits:
-            fewer = quantise(compiled, fewer.manifest, gate, before, asked, folder, clock, forms)
+            fewer = in_fewer_bits(compiled, fewer.manifest, gate, before, asked, folder, clock, forms)
         del before  # its session holds the weights once more
         manifest, measured = _with_parity(fewer.manifest, parity, fewer.degradation), None
         if asked.shortlist is not None:

@@ -38,7 +38,7 @@ from tformer_runtime.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class Quantised:
+class FewerBits:
     """manifest: of the model, quantised or not. What that cost, and the rest, as `ExportReport` has it."""
 
     manifest: Manifest
@@ -47,7 +47,7 @@ class Quantised:
     products: dict[str, Product] = field(default_factory=dict)
 
 
-def quantise(
+def in_fewer_bits(
     compiled: Compiled,
     manifest: Manifest,
     gate: Gate,
@@ -56,7 +56,7 @@ def quantise(
     folder: Path,
     clock: Clock,
     forms: Forms,
-) -> Quantised:
+) -> FewerBits:
     """Quantise the compiled model, in place; a mixture with more bits for as long as it is beyond the budget.
 
     manifest, before: of the model as it is. folder: where files to be measured are written. forms: the model's.
@@ -94,7 +94,7 @@ def quantise(
             f"the quantised file is {degradation.speed:.2f} times as fast as the unquantised one, for one row, and "
             f"{asked.min_speed:g} is asked for; no file was written: small models gain size by quantisation, not speed"
         )
-    return Quantised(manifest, degradation, plan.mixture, products)
+    return FewerBits(manifest, degradation, plan.mixture, products)
 
 
 def _calibrated(
