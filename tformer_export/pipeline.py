@@ -323,8 +323,8 @@ def _wide_output(captured: Captured, source: Source, ids: int) -> str | int | No
     assert captured.step_name is not None
     with torch.no_grad(), unchanged(module):
         outputs = all_outputs(module.returned(*captured.example.values()))
-    length = captured.example[captured.step_name].shape[1]
-    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and length in v.shape[:2]]
+    rows = sorted(captured.example[captured.step_name].shape[:2])
+    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and sorted(v.shape[:2]) == rows]
     return wide[0] if wide else None
 
 
