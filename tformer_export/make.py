@@ -106,7 +106,7 @@ def _halved(
         compiled.found["half"] = run_half(compiled.model, precision)
         compiled.manifest = in_half(compiled.manifest, compiled.model, half)
         judged, name = compiled.model, "half.onnx"
-        if half == "bf16" and cuda_missing():
+        if cuda_missing():
             judged, name = judged.clone(), "on_cpu.onnx"
             widened.run(judged)
         written = save(judged, compiled.manifest, folder / name)

@@ -1,23 +1,20 @@
 """Files for CUDA in half precision, on the CPU: as near to the float32 source as PyTorch that computes it in half.
 
-The CPU runs float16 as it is, and bfloat16 with casts around each operator, as the gate does (`passes/widened.py`).
+The CPU runs float16 as it is, and bfloat16 with casts around each operator, as the gate does with both
+(`passes/widened.py`).
 """
 
 from __future__ import annotations
 
 import copy
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 import torch
-from families import BY_NAME
-from onnx import numpy_helper
 from test_families import draw, stepped
 
-from tformer_export import export
-from tformer_runtime import DeviceError, Model, ParityError
+from tformer_runtime import DeviceError, Model
 from tformer_runtime.engine import Engine
 from tformer_runtime.session import Session, cuda_missing
 
@@ -124,36 +121,6 @@ def test_bfloat16_on_a_cpu_is_refused_in_a_sentence(file_of):
             DeviceError, match=r"model\.onnx computes in bfloat16, which onnxruntime does on CUDA alone: "
         ):
             Engine(path, device)
-
-
-def test_a_model_that_was_trained_in_bfloat16_keeps_its_weights(tmp_path):
-    """They are exact in it, so that rounding them does nothing; what is computed with them is rounded all the same."""
-    module = copy.deepcopy(BY_NAME["llama-sdpa"].module).bfloat16()
-    report = export(module, tmp_path / "model.onnx", target="cuda", precision="bf16", max_length=64)
-    assert report.parity.exact_error < 1e-5 < report.parity.relative_error <= report.parity.tolerance < 0.2
-    held = [numpy_helper.to_array(t) for t in onnx.load(tmp_path / "model.onnx").graph.initializer if len(t.dims) == 2]
-    head = module.lm_head.weight.detach().float().numpy()
-    assert any(
-        array.dtype == ml_dtypes.bfloat16 and array.shape == head.T.shape and (array.astype(np.float32) == head.T).all()
-        for array in held
-    )
-
-
-def test_what_is_beyond_float16_is_refused_there_and_computed_in_bfloat16(tmp_path):
-    """A stream of some 10⁵, which each norm takes back to 1."""
-    module = copy.deepcopy(BY_NAME["llama-sdpa"].module)
-    with torch.no_grad():
-        module.model.embed_tokens.weight *= 3e6
-        for layer in module.model.layers:
-            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                product.weight *= 1e4
-    with pytest.raises(
-        ParityError, match=r"^computed in fp16, .*: choose bf16, which has the range of float32, or fp32$"
-    ):
-        export(module, tmp_path / "model.onnx", target="cuda", max_length=64)
-    assert not (tmp_path / "model.onnx").exists()
-    report = export(module, tmp_path / "model.onnx", target="cuda", precision="bf16", max_length=64)
-    assert report.parity.relative_error <= report.parity.tolerance < 0.2
 
 
 @pytest.mark.cuda

@@ -75,8 +75,10 @@ class Precision:
     def rounded(self, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
         """Numbers off by as much as rounding puts any off, by what it does to numbers next to them: those of a model
         that was trained in this precision are exact in it, and what is computed with them is not."""
-        noise = torch.rand(value.shape, generator=random, dtype=value.dtype)
-        near = value * (1 + self.roundoff * (2 * noise - 1))
+        noise = torch.rand(value.shape, generator=random, dtype=value.dtype) - 0.5
+        near = value + torch.ldexp(
+            self.roundoff * noise, torch.frexp(value).exponent
+        )  # from a half step below to above
         return value + (near.to(self.rounding).to(value.dtype) - near)
 
 
@@ -198,7 +200,7 @@ class _Halving:
                 if value not in self.kinds and not self._fits(value):
                     raise UnsupportedModelError(
                         f"the weight {value.name} holds numbers beyond {self.precision.largest:g}, the greatest that "
-                        "this precision has: choose fp32"
+                        "this precision has: choose bf16 or fp32"
                     )
             return Kind.EXACT if Kind.EXACT in computed else Kind.HALF
         if node.op_type in _SUMS:

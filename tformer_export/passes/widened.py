@@ -1,9 +1,10 @@
-"""A model in bfloat16 as onnxruntime's CPU can run it, for the proof where there is no GPU.
+"""A model in half precision as the CPU can run it, for the proof where there is no GPU.
 
-Of float16, onnxruntime does this by itself: where the CPU has no kernel, a node computes in float32, between casts. Of
-bfloat16 it does not, and refuses the file. So every node that reads or gives bfloat16 is put between casts here, and
-what it gives is rounded as a kernel of CUDA rounds it. Inputs and outputs stay what they are, and weights are the same
-numbers in float32.
+Every node that reads or gives numbers in half computes in float32 between casts, so that what it gives is rounded as a
+kernel of CUDA rounds it, or becomes infinite as it does there. onnxruntime would refuse a file in bfloat16; of float16
+it puts such casts around nodes itself, but drops those between two nodes, so that no number is rounded, nor too large,
+from one to the next. (Casts that stand in the file it keeps.) Inputs and outputs stay what they are, and weights are
+the same numbers in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import onnx_ir as ir
 
 from tformer_export.passes import unused
 
-_FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+_FLOAT, _HALVES = ir.DataType.FLOAT, (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _GIVEN = ("Cast", "Constant", "ConstantOfShape", "Shape", "Size", "If")  # the CPU has them for any type
 
 
@@ -40,8 +41,8 @@ class _Widening:
                 self._node(graph, node)
 
     def _node(self, graph: ir.Graph, node: ir.Node) -> None:
-        given = [(i, v) for i, v in enumerate(node.inputs) if v is not None and v.dtype == _BFLOAT16]
-        made = [v for v in node.outputs if v.dtype == _BFLOAT16]
+        given = [(i, v) for i, v in enumerate(node.inputs) if v is not None and v.dtype in _HALVES]
+        made = [v for v in node.outputs if v.dtype in _HALVES]
         for i, value in given:
             node.replace_input_with(i, self._widened(graph, value))
         for value in made:
@@ -74,9 +75,10 @@ class _Widening:
 
     def _round(self, graph: ir.Graph, node: ir.Node, value: ir.Value) -> None:
         """Have a node give a value in float32, and a cast after it what it gave before."""
-        name = str(value.name)
+        name, half = str(value.name), value.dtype
+        assert half is not None
         value.name, value.type = f"{name}.wide", ir.TensorType(_FLOAT)
-        cast = _cast(value, _BFLOAT16, name)
+        cast = _cast(value, half, name)
         made = cast.outputs[0]
         value.replace_all_uses_with(made, replace_graph_outputs=True)
         cast.replace_input_with(0, value)

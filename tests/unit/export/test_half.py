@@ -1,10 +1,11 @@
 """What is computed in half precision, and what is not, on graphs of a few nodes; and what cannot be asked for.
 
-Of bfloat16 the CPU runs what `passes/widened.py` makes of a model.
+The CPU runs what `passes/widened.py` makes of a model.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -65,19 +66,21 @@ def test_products_are_in_half_and_outputs_in_float32(half):
     assert (found != exact).any()  # each product is rounded
 
 
-def test_what_cpus_compute_of_bfloat16_is_what_pytorch_does():
+@halves
+def test_what_the_cpu_computes_of_half_is_what_pytorch_does(half):
     """Each operator's result is rounded, once."""
+    kind = HALVES[half].rounding
     random = np.random.default_rng(3)
     x, weight, bias = (random.standard_normal(size).astype(np.float32) for size in ((5, 4), (4, 4), (4,)))
     model = halved(
         [("MatMul", ["x", "w"], "h", {}), ("Add", ["h", "b"], "s", {}), ("Relu", ["s"], "y", {})],
         {"x": (np.float32, ("n", 4))},
         {"w": weight, "b": bias},
-        "bf16",
+        half,
     )
-    x, weight, bias = (torch.from_numpy(array).bfloat16() for array in (x, weight, bias))
-    product = (x.double() @ weight.double()).bfloat16()
-    expected = torch.relu((product.double() + bias.double()).bfloat16())
+    x, weight, bias = (torch.from_numpy(array).to(kind) for array in (x, weight, bias))
+    product = (x.double() @ weight.double()).to(kind)
+    expected = torch.relu((product.double() + bias.double()).to(kind))
     np.testing.assert_array_equal(computed(model, x=x.float().numpy()), expected.float().numpy())
     assert {node.op_type for node in model.graph} == {"Cast", "MatMul", "Add", "Relu"}
 
@@ -186,7 +189,7 @@ def test_positions_stay_exact(half):
 
 def test_a_weight_beyond_half_is_refused():
     weight = np.full((4, 4), 1e5, np.float32)
-    with pytest.raises(UnsupportedModelError, match=r"weight w holds numbers beyond 65504.*choose fp32"):
+    with pytest.raises(UnsupportedModelError, match=r"weight w holds numbers beyond 65504.*choose bf16 or fp32"):
         halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight})
 
 
@@ -211,8 +214,8 @@ class Cancelling(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.one = nn.Linear(8, 8)
-        self.other = nn.Linear(8, 8)
+        self.one = nn.Linear(8, 8, bias=False)
+        self.other = nn.Linear(8, 8, bias=False)
         with torch.no_grad():
             self.other.weight.copy_(self.one.weight + 1e-3 * torch.randn(8, 8))
 
@@ -226,3 +229,45 @@ def test_a_model_that_rounding_would_make_another_is_refused(tmp_path):
     ):
         export(Cancelling(), tmp_path / "m.onnx", {"x": torch.randn(2, 3, 8)}, target="cuda", precision="bf16")
     assert not (tmp_path / "m.onnx").exists()
+
+
+class Loud(nn.Module):
+    """Values of some 10⁵, which a norm takes back to 1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.norm, self.out = nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 5)
+        with torch.no_grad():
+            self.one.weight *= 4e5
+
+    def forward(self, x):
+        return self.out(self.norm(self.one(x)))
+
+
+def test_what_is_beyond_float16_is_refused_there_and_computed_in_bfloat16(tmp_path):
+    call = {"example": {"x": torch.randn(2, 3, 64)}, "target": "cuda"}
+    with pytest.raises(
+        ParityError, match=r"^computed in fp16, .*: choose bf16, which has the range of float32, or fp32$"
+    ):
+        export(Loud(), tmp_path / "m.onnx", **call)
+    assert not (tmp_path / "m.onnx").exists()
+    parity = export(Loud(), tmp_path / "m.onnx", precision="bf16", **call).parity
+    assert 1e-4 < parity.relative_error <= parity.tolerance < 0.1
+
+
+def test_a_model_that_was_trained_in_bfloat16_keeps_its_weights(tmp_path):
+    """They are exact in it, so that rounding them does nothing; what is computed with them is rounded all the same."""
+    module = Loud().bfloat16()
+    call = {"example": {"x": torch.randn(2, 3, 64).bfloat16()}, "target": "cuda", "precision": "bf16"}
+    parity = export(module, tmp_path / "m.onnx", **call).parity
+    assert parity.exact_error < 1e-5 < 1e-4 < parity.relative_error <= parity.tolerance < 0.1
+    held = [numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer]
+    for weight in (module.one.weight, module.out.weight):
+        own = weight.detach().float().numpy()
+        assert any(
+            array.dtype == ml_dtypes.bfloat16
+            and array.shape == own.T.shape
+            and (array.astype(np.float32) == own.T).all()
+            for array in held
+        )
