@@ -236,9 +236,9 @@ class Session:
             if self.device == "cpu" and self.manifest.precision == "bf16":
                 missing = cuda_missing()
                 raise DeviceError(
-                    f"{self.path} computes in bfloat16, which onnxruntime does on CUDA alone: "
-                    + (f"that cannot be had, as {missing}; " if missing else "run it there, ")
-                    + "or export the model with another precision"
+                    f"{self.path} computes in bfloat16, which onnxruntime does on CUDA alone"
+                    + (f", and {missing}; export the model" if missing else ": run it there, or export the model")
+                    + " with another precision"
                 ) from error
             if self.device == "cuda" and "CUDA" in str(error) and not settings:
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
