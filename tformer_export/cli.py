@@ -57,8 +57,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "fp16"]),
-    help="Of products and caches; fp16 for CUDA, where it is the default of a file that is not quantised.",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    help="Of products and caches. fp16 and bf16 are for CUDA: fp16 is the default of a file that is not quantised, and "
+    "bf16 is for values beyond fp16's range.",
 )
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
 @click.option(
@@ -124,7 +125,7 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
     if report is not None:
-        from tformer_export.api import check_writable
+        from tformer_export.place import check_writable
 
         check_writable(report, options["force"])
         if options["quantize"] == "mixed":
@@ -199,7 +200,8 @@ def _export(
     alignments: str | None,
     **options: Any,
 ) -> Any:
-    from tformer_export.api import check_writable, export
+    from tformer_export.api import export
+    from tformer_export.place import check_writable
     from tformer_export.source import load_source
 
     check_writable(output, options["force"])

@@ -19,9 +19,10 @@ from tformer_runtime.errors import UnsupportedModelError
 
 SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
 IR_VERSION = 10
+OPSET = 24  # the first with TensorScatter
 
 
-def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
+def to_onnx(program: Program, limit: int | None = None) -> ir.Model:
     """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
 
     limit: no request input may be longer than this. Raises UnsupportedModelError for what torch.onnx cannot translate.
@@ -44,7 +45,7 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
             example,
             dynamo=True,
             dynamic_shapes=dynamic,
-            opset_version=opset,
+            opset_version=OPSET,
             input_names=[p.name for p in program.inputs],
             output_names=[p.name for p in program.outputs],
             optimize=True,

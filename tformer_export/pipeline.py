@@ -136,21 +136,8 @@ class Understood:
             for program in (encode, decode):
                 if program is not None:
                     found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
-                models.append(to_onnx(program, target.opset, min(limits, default=None)) if program else None)
+                models.append(to_onnx(program, min(limits, default=None)) if program else None)
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
-
-
-def compile_source(
-    source: Source,
-    target: str,
-    max_length: int | None = None,
-    stage: Stage = lambda name: nullcontext(),
-    alignments: Wanted | None = None,
-    hidden: Sequence[str] = (),
-    half: bool = False,
-) -> Compiled:
-    """Source → compiled model, in the forms that are the default. Arguments and errors as of `understand`."""
-    return understand(source, target, max_length, stage, alignments, hidden, half).compile(stage=stage)
 
 
 def understand(
@@ -250,13 +237,13 @@ def _stage(
         ) from error
     refuse_mixed_rows(captured, values, other_row)
     lengths = wanted, source.max_length
-    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+    tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     biased: set[Node] = (
         set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
     )
     if biased:
         plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
-        tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+        tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     turning = [attention for attention in plan.fused.values() if target.turns(attention)]
@@ -336,8 +323,8 @@ def _wide_output(captured: Captured, source: Source, ids: int) -> str | int | No
     assert captured.step_name is not None
     with torch.no_grad(), unchanged(module):
         outputs = all_outputs(module.returned(*captured.example.values()))
-    length = captured.example[captured.step_name].shape[1]
-    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and length in v.shape[:2]]
+    rows = sorted(captured.example[captured.step_name].shape[:2])
+    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and sorted(v.shape[:2]) == rows]
     return wide[0] if wide else None
 
 
@@ -369,8 +356,9 @@ def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
 def _check_output(captured: Captured, source: Source) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
-    timed = [size for size in shape if expression(size) == captured.time]
-    well = len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int)
+    first = [expression(size) for size in shape[:2]]
+    well = len(shape) == 3 and isinstance(shape[2], int)
+    well = well and any(size == captured.time for size in first) and any(size in captured.batch for size in first)
     assert captured.step_name is not None
     ids = vocabulary(captured, captured.step_name)
     if well and ids in (None, shape[2]):

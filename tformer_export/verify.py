@@ -30,10 +30,13 @@ from tformer_export.raw import RawParity
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_export.staging.evaluate import run
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.bits import numbers
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError, UnsupportedModelError
+from tformer_runtime.state import State
 
 TOLERANCE = 1e-3
+LOOSEST = 0.5  # of the logits' range: beyond, a comparison of half precision would tell nothing
 ROUNDINGS = 6.0  # times what rounding the weights does, that half precision may do: see `Gate.sensitivity`
 STEPS = 5
 GREEDY_STEPS = 12
@@ -195,7 +198,7 @@ class Gate:
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
                 positions, expected = self.reference.logits_at(request, tokens)
-                where = functools.partial(self._where, state, row, request, tokens)
+                where = functools.partial(self._where, engine, state, row, request, tokens)
                 at = found[row] if len(positions) == len(tokens) else found[row][positions]
                 found_error = self._compare(case.name, row, case.prompts[row], at, expected, report, where, positions)
                 error = max(error, found_error)
@@ -205,8 +208,8 @@ class Gate:
         return report
 
     def sensitivity(self, rounded: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
-        """How far the source's own logits move, as a share of their range, when its weights are rounded, and nothing
-        else: what half precision must cost this model.
+        """How far the source's own logits move, as a share of their range, when its parameters are rounded, and nothing
+        else: what half precision must cost this model. rounded: puts numbers off by as much as rounding does.
 
         A product rounds its weights, its input and its output, and so do the few operators around it, each
         independently, so that their errors add up as the root of their number (Higham and Mary 2019, "A New Approach to
@@ -326,13 +329,18 @@ class Gate:
             )
         return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
 
-    def _where(self, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray) -> str:
+    def _where(
+        self, engine: Engine, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray
+    ) -> str:
         """The layer at which a row begins to differ, for the message."""
         if self.landmarks is None:
             return ""
         inputs = self.reference.inputs(request, tokens)
-        contexts = [value[row] for value in state.context]
-        caches = [value.numpy()[row] for value in state.cache.past(state.cache.turn)]
+        encode, decode = engine.manifest.encode, engine.decode
+        held = encode.outputs if encode else ()
+        contexts = [numbers(value[row], spec.dtype) for value, spec in zip(state.context, held, strict=True)]
+        pasts = state.cache.past(state.cache.turn)
+        caches = [numbers(value.numpy()[row], c.dtype) for value, c in zip(pasts, decode.caches, strict=True)]
         return f"; {self.landmarks.first_difference(inputs, contexts, caches)}"
 
     def _greedy(self, engine: Engine, report: ParityReport) -> None:
@@ -397,8 +405,9 @@ class Gate:
 
 @contextmanager
 def _rounded(module: torch.nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The module with other weights, for a while."""
-    held = {w: w.detach().clone() for w in (*module.parameters(), *module.buffers()) if w.is_floating_point()}
+    """The module with other parameters, for a while. Not with other buffers: what positions are multiplied with, and
+    tables of positions are made of, stays float32 in the file."""
+    held = {w: w.detach().clone() for w in module.parameters() if w.is_floating_point()}
     try:
         with torch.no_grad():
             for weight in held:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.bits import held_as
 from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.modelfile import read_manifest, read_metadata
 
@@ -18,7 +19,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Plain values, fit for JSON. cache_bytes_per_token: of one row."""
     m, data = manifest, path.with_name(path.name + ".data")
     caches = m.decode.caches if m.decode else ()
-    slot = [np.dtype(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
+    slot = [held_as(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
     inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
     return {
         "file": os.fspath(path),

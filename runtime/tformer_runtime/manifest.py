@@ -243,7 +243,7 @@ class Manifest:
     the special tokens that it may name, such as bos_token, and their texts.
     `outcome` says what the results of a model that is run once stand for, `preparation` how an input of that name is
     made of what a user has.
-    `precision` is what products and caches are in: "fp32" or "fp16".
+    `precision` is what products and caches are in: "fp32", "fp16" or "bf16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
     `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were
@@ -279,6 +279,11 @@ class Manifest:
     def staged(self) -> bool:
         """Whether the graph holds both stages, in one `If`."""
         return self.encode is not None and self.decode is not None
+
+    @property
+    def encoded(self) -> tuple[TensorSpec, ...]:
+        """What the encode stage gives beside its extras; nothing where there is none."""
+        return self.encode.outputs if self.encode else ()
 
     @property
     def extras(self) -> tuple[Extra, ...]:

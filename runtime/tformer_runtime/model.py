@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.guesses import check_draft
@@ -24,6 +24,7 @@ from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.session import Array, Session
+from tformer_runtime.state import State
 from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
 from tformer_runtime.tasks.once import run_once
 
@@ -351,7 +352,7 @@ class Model:
     def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
         """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
         share = self._budget.share()
-        share.ask(self._engine.need(length, self._engine.sizes(sources)))
+        share.ask(self._engine.sizing.need(length, self._engine.sizing.sizes(sources)))
         state: State | None = None
         try:
             state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)

@@ -14,7 +14,7 @@ import transformers
 from sentence_transformers.sentence_transformer import modules
 from transformers import BertTokenizer
 
-from tformer_export import api, export
+from tformer_export import export, make
 from tformer_export.source import load_source
 from tformer_runtime import Model, SourceError
 
@@ -47,7 +47,7 @@ def mini():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """The weights are captured once, however they are quantised."""
-    held, real = {}, api.understand
+    held, real = {}, make.understand
 
     def understood(source, *rest):
         if source.name not in held:
@@ -55,7 +55,7 @@ def _compiled_once():
         return held[source.name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "understand", understood)
+        patch.setattr(make, "understand", understood)
         yield
 
 

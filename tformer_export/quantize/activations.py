@@ -17,9 +17,9 @@ from tformer_export.assemble import nothing
 from tformer_export.quantize.gptq import Hessian
 from tformer_export.quantize.products import Matrix, find_matrices
 from tformer_export.quantize.samples import Sample, of_one_length
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import BATCH, HIDDEN, KEY, Extra, Manifest
+from tformer_runtime.manifest import BATCH, HIDDEN, Extra, Manifest
 
 AT_ONCE = 1 << 30  # bytes of the matrices that are summed in one pass over the data
 
@@ -42,9 +42,7 @@ def second_moments(
         if names:
             readers.setdefault(names, []).append(matrix)
     manifest = _with_extras(manifest, list(given.values()))
-    copy.metadata_props[KEY] = manifest.to_json()
-    write(copy, path)
-    engine = Engine(path, device="cpu")
+    engine = Engine(save(copy, manifest, path), device="cpu")
     for together in _packed(readers):
         means = _means(engine, samples, together)
         for names in together:

@@ -28,7 +28,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.model import Model
 from tformer_runtime.requests import request_arrays
 
-HELD_OUT = 4  # every so manyth line is measured on and not fitted to
+HELD_OUT = 4  # one line in so many is measured on and not fitted to
 FEWEST = 8  # lines
 MOST = 65536  # positions that are fitted to
 MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB

@@ -175,15 +175,11 @@ class DecodeEmitter(Emitter):
         self.selected = True
 
     def _logits(self) -> Extra:
+        """The output, (batch, time, vocabulary) or with the first two exchanged."""
         node = self.captured.output
-        times, batch = self.views.time_axes(node), self.views.batch_axis(node)
-        shape = meta(node).shape
-        if batch is None or len(shape) != 3 or len(times) != 1:
-            raise UnsupportedModelError(
-                f"the model's first output has the shape {tuple(shape)}; decoding needs logits of shape "
-                "(batch, time, vocabulary)"
-            )
-        return Extra("logits", node, (batch, times[0]), (manifest.BATCH, manifest.WANTED, int(shape[-1])))
+        (time,), batch = self.views.time_axes(node), self.views.batch_axis(node)
+        assert batch is not None
+        return Extra("logits", node, (batch, time), (manifest.BATCH, manifest.WANTED, int(meta(node).shape[-1])))
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
