@@ -83,6 +83,7 @@ def export(
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    series: Mapping[str, Any] | None = None,
     max_degradation: float | str | Budget | None = None,
     calibration: str | os.PathLike[str] | None = None,
     min_speed: float | None = None,
@@ -116,6 +117,9 @@ def export(
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
+    series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
+        normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
+        in its own units.
     max_degradation: the largest share of tokens that quantisation may change, 0.01 or "1%", or how many times it may
         multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit. Of a model that is run once:
         the share of rows whose class may change, if its output is of classes (see `quantize.outputs`), else what may be
@@ -179,7 +183,7 @@ def export(
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
-    source = _source(model, example, step, call, tokenizer, task, special, defaults)
+    source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
     if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
         raise _no_encoder()
     if lines is not None and target == "cuda":
@@ -315,7 +319,7 @@ def _make(
                     session=session_settings(forms),
                 )
         del understood
-        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
+        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last, series=compiled.series)
         if lines is not None and not compiled.manifest.staged:
             raise _no_encoder()
         if lines is not None and wanted.kind == "none":
@@ -553,6 +557,7 @@ def _source(
     task: str | None,
     special: SpecialTokens | Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
+    series: Mapping[str, Any] | None,
 ) -> Source:
     """`call`: how forward is called, as `from_module` takes it."""
     if isinstance(special, Mapping):
@@ -567,7 +572,7 @@ def _source(
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
-        source, unread = from_module(model, example, step, **call), []
+        source, unread = from_module(model, example, step, series=series, **call), []
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     names = [n for n in source.example if n not in source.masks]
@@ -576,6 +581,7 @@ def _source(
         "task": task,
         "special": special,
         "defaults": defaults,
+        "series": series,
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)

@@ -152,6 +152,8 @@ class Shortlist:
 class Decode:
     """The stage that runs once a step.
 
+    `step` is (batch, new) ids, or (batch, new, features) numbers in a model that continues a series, whose outputs are
+    called `logits` all the same.
     `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
     may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
     tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
@@ -169,6 +171,11 @@ class Decode:
     extras: tuple[Extra, ...] = ()
     shares_context: bool = False
     shortlist: Shortlist | None = None
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """What the step input holds at each position: nothing where it is an id, (F,) where it is F numbers."""
+        return tuple(int(size) for size in self.step.shape[2:])
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,8 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
+    `preparation` tells, by an input's name, what is made of what users have before the model reads it: `kind` and the
+    numbers of that kind, such as a series' columns, their means and scales (`series.py`).
     `precision` is what products and caches are in: "fp32" or "fp16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
@@ -232,6 +241,7 @@ class Manifest:
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
+    preparation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     version: int = VERSION
 
     @property

@@ -24,7 +24,8 @@ class Source:
 
     masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
     in `example` too.
-    step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
+    step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `tformer_export.series`
+    reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
     """
 
@@ -41,6 +42,7 @@ class Source:
     max_length: int | None = None
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
+    series: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:

@@ -1,0 +1,1 @@
+"""What models are for, beside generating text: a file for each task."""
