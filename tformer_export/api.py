@@ -37,6 +37,7 @@ from tformer_export.quantize import (
     hold_in_int8,
     measure,
     measure_outputs,
+    measure_series,
 )
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
@@ -453,7 +454,7 @@ def _quantise(
 
     columns: the output projection is to be of gathered columns, too, and is not yet.
     """
-    budget, once = wanted.budget, gate.source.step is None
+    budget, once = wanted.budget, gate.source.step is None or gate.series is not None
     if wanted.kind == "mixed" and budget.tokens is None and budget.perplexity is None:
         budget = MIXED_ONCE if once else MIXED_BUDGET
     with clock.stage("calibrate"):
@@ -501,7 +502,9 @@ def _quantise(
         with clock.stage("measure"):
             after = Engine(written, device="cpu")
             degradation: Degradation | OutputDegradation
-            if isinstance(yardstick, OutputYardstick):
+            if isinstance(yardstick, OutputYardstick) and gate.source.step is not None:
+                degradation = measure_series(gate, before, after, yardstick, exact=wanted.exact)
+            elif isinstance(yardstick, OutputYardstick):
                 degradation = measure_outputs(gate, before, after, yardstick)
             else:
                 degradation = measure(gate, before, after, measured_on, exact=wanted.exact)

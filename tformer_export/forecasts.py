@@ -53,9 +53,9 @@ def check_forecasts(gate: Gate, engine: Engine, report: ParityReport) -> None:
             allowed += FACTOR * np.abs(moved - expected).max(1) / DRAWS
         targets = list(series.targets)
         units = expected * scale[targets] + mean[targets]
+        allowed += ROUNDING * (np.abs(units) / scale[targets]).max(1)
         for found, how in ((together[row], "in a batch"), (alone, "alone")):
-            rounding = ROUNDING * (np.abs(units) / scale[targets])
-            differs = (np.abs(found - units) / scale[targets] - rounding).clip(0).max(1)
+            differs = (np.abs(found - units) / scale[targets]).max(1)
             report.forecast = max(report.forecast or 0.0, float(differs.max() / span))
             report.forecast_allowed = max(report.forecast_allowed or 0.0, float(allowed.max() / span))
             if not (differs <= allowed).all():
@@ -102,8 +102,9 @@ def reference_forecast(
     values = ((history - mean) / scale).astype(np.float32)
     feedback, targets = list(series.feedback), list(series.targets)
     if series.at_once:
-        given = reference.logits({series.input: values}, None)
-        return given.reshape(len(given), -1)[:steps, feedback]
+        given: np.ndarray = reference.logits({series.input: values}, None)
+        forecast: np.ndarray = given.reshape(len(given), -1)[:steps, feedback]
+        return forecast
     requests = {} if series.input == reference.source.step else {series.input: values}
     tokens = values
     if requests:
@@ -129,6 +130,23 @@ def feed_back(
         tokens = engine.step(state, tokens)[:, None, list(series.feedback)]
         found.append(tokens)
     return list(np.concatenate(found, 1))
+
+
+def forecast_difference(gate: Gate, before: Engine, after: Engine) -> float:
+    """What whole forecasts of two files differ by, over the deviation of the first's: root mean squares of the
+    normalised forecasts of some random walks."""
+    series = gate.series
+    assert series is not None
+    forecasters = [Forecaster(engine) for engine in (before, after)]
+    steps = _steps(forecasters[0])
+    histories = draw_histories(gate, steps, LENGTHS * 4)
+    targets = list(series.targets)
+    turned = [[part[targets] for part in _normalisation(series, history)] for history in histories]
+    one, two = (
+        np.array([(y - mean) / scale for y, (mean, scale) in zip(f.every(histories, steps), turned, strict=True)])
+        for f in forecasters
+    )
+    return float(np.sqrt(np.mean((two - one) ** 2)) / (one.std() or 1.0))
 
 
 def _steps(forecaster: Forecaster) -> int:

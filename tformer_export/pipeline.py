@@ -378,13 +378,13 @@ def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
     given = captured.example[captured.step_name]
     if given.is_floating_point() and given.dim() != 3:
         raise UnsupportedModelError(
-            f"the step input {captured.step_name!r} holds numbers in {given.dim()} axes: let forward take (batch, time, "
-            "features), with one feature where there is one, or export it without a step input (step=None)"
+            f"the step input {captured.step_name!r} holds numbers in {given.dim()} axes: let forward take (batch, "
+            "time, features), with one feature where there is one, or export it without a step input (step=None)"
         )
     if inputs[captured.step_name].ids is None and not given.is_floating_point():
         raise UnsupportedModelError(
-            f"the step input {captured.step_name!r} holds {given.dtype}, neither token ids nor numbers: let forward take "
-            "the ids (int64) and look them up itself, or export it without a step input (step=None)"
+            f"the step input {captured.step_name!r} holds {given.dtype}, neither token ids nor numbers: let forward "
+            "take the ids (int64) and look them up itself, or export it without a step input (step=None)"
         )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from tformer_export.capture import Captured, expression, meta
@@ -120,8 +120,8 @@ def _outputs(captured: Captured, given: Mapping[str, Any]) -> tuple[int, int | N
         return (int(shape[2]) if len(shape) == 3 and isinstance(shape[2], int) else 0), wanted
     if len(shape) not in (2, 3) or not all(isinstance(size, int) for size in shape[1:]):
         raise UnsupportedModelError(
-            "a forecast that is given at once is (batch, horizon, features) or, of one column, (batch, horizon), of one "
-            "size: let forward return that, or export it without series to have its outputs as they are"
+            "a forecast that is given at once is (batch, horizon, features) or, of one column, (batch, horizon), and "
+            "of one size: let forward return that, or export it without series to have its outputs as they are"
         )
     most = int(shape[1])
     if wanted is not None and wanted > most:
@@ -148,7 +148,7 @@ def _targets(
     for target in given["targets"]:
         if isinstance(target, str) and target in columns:
             targets.append(columns.index(target))
-        elif isinstance(target, Integral) and 0 <= target < features:
+        elif isinstance(target, int) and 0 <= target < features:
             targets.append(int(target))
         else:
             known = ", ".join(columns) or f"0 to {features - 1}"
@@ -172,7 +172,7 @@ def _feedback(given: Mapping[str, Any], outputs: int, targets: int) -> tuple[int
                 "series={'feedback': […]}; what is known ahead is not supported"
             )
         return tuple(range(targets))
-    if len(feedback) != targets or not all(isinstance(i, Integral) and 0 <= i < outputs for i in feedback):
+    if len(feedback) != targets or not all(isinstance(i, int) and 0 <= i < outputs for i in feedback):
         raise OptionError(
             f"feedback is the number of an output, 0 to {outputs - 1}, for each of {targets} targets, not {feedback!r}"
         )
@@ -185,7 +185,7 @@ def _begin(given: Mapping[str, Any], captured: Captured, name: str, targets: int
             raise OptionError("begin is for a decoder beside an encoder, which has nothing of its own to begin with")
         return 0
     begin = given.get("begin", 1)
-    if isinstance(begin, Integral) and begin >= 1:
+    if isinstance(begin, int) and begin >= 1:
         return int(begin)
     rows = [list(row) if isinstance(row, Sequence) else [row] for row in begin] if isinstance(begin, Sequence) else []
     if not rows or not all(len(row) == targets and all(map(_is_number, row)) for row in rows):
@@ -217,6 +217,6 @@ def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
     value = given.get(name)
     if value is None:
         return default
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise OptionError(f"{name} of a series is a whole number of 1 or more, not {value!r}")
     return int(value)

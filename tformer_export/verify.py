@@ -57,9 +57,10 @@ class Case:
 class ParityReport:
     """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
 
-    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range, and
-    forecast_allowed, what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on. tolerance: of relative_error.
-    exact_error: relative_error before the model was rounded to half precision, of such a file.
+    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range;
+    forecast_allowed: what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on.
+    tolerance: of relative_error. exact_error: relative_error before the model was rounded to half precision,
+    of such a file.
     """
 
     errors: dict[str, float] = field(default_factory=dict)

@@ -189,6 +189,18 @@ class SpecialTokens:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """How a raw input becomes a request input that is neither ids nor what follows from them.
+
+    kind: of what it is made of, such as an image, sound or a series. numbers: sizes, means, rates, by that kind's
+    names.
+    """
+
+    kind: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SessionSettings:
     """How onnxruntime runs the file, unless the one who opens it says otherwise.
 
@@ -211,8 +223,7 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `preparation` tells, by an input's name, what is made of what users have before the model reads it: `kind` and the
-    numbers of that kind, such as a series' columns, their means and scales (`series.py`).
+    `preparation` says how an input of that name is made of what a user has.
     `precision` is what products and caches are in: "fp32" or "fp16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
@@ -241,7 +252,7 @@ class Manifest:
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
-    preparation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    preparation: Mapping[str, Preparation] = field(default_factory=dict)
     version: int = VERSION
 
     @property
@@ -304,6 +315,7 @@ class Manifest:
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
                 "session": _session(data.get("session", {})),
+                "preparation": {name: Preparation(**how) for name, how in data.get("preparation", {}).items()},
             }
         )
 

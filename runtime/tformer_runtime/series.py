@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError, ModelFileError, OptionError
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.manifest import Manifest, Preparation
 
 KIND = "series"  # of a preparation
 TASK = "time-series-forecasting"
@@ -144,20 +144,20 @@ class Series:
             return values.mean(0), np.sqrt(values.var(0) + EPSILON)
         return np.zeros(self.features), np.ones(self.features)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For `Manifest.preparation`."""
+    @property
+    def preparation(self) -> Preparation:
+        """All but the input's name, as the manifest holds it."""
         held = asdict(self)
         del held["input"]
-        return {"kind": KIND, **held}
+        return Preparation(KIND, held)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Series | None:
         """What the file's preparations say of a series; None if none does. ModelFileError if they are damaged."""
         for name, held in manifest.preparation.items():
-            if held.get("kind") == KIND:
-                given = {key: _tuples(value) for key, value in held.items() if key != "kind"}
+            if held.kind == KIND:
                 try:
-                    return cls(input=name, **given)
+                    return cls(input=name, **{key: _tuples(value) for key, value in held.numbers.items()})
                 except TypeError as error:
                     raise ModelFileError(
                         f"what the file says of its series is damaged ({error}): export the model again"

@@ -52,7 +52,7 @@ def from_module(
         inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
     adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
     decoding = "text2text-generation" if len(example) > 1 else "text-generation"
-    if series is not None or (step in example and example[step].is_floating_point()):
+    if series is not None or (step is not None and step in example and example[step].is_floating_point()):
         decoding = TASK
     return Source(
         module=adapter,
@@ -73,6 +73,26 @@ def from_module(
 def ids_for(module: nn.Module) -> dict[str, torch.Tensor]:
     """An example for a module of which nothing is known: what forward requires is token ids, (batch, time) each."""
     return {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in required(module)}
+
+
+def has_one_length(series: Mapping[str, Any]) -> bool:
+    """Whether all histories have as many rows."""
+    return "longest" in series and series["longest"] == series.get("shortest")
+
+
+def numbers_for(module: nn.Module, series: Mapping[str, Any], step: str | None) -> dict[str, torch.Tensor]:
+    """The same for a model that forecasts, of which the columns are known: the history has all, the step input of a
+    decoder beside an encoder those that are forecast."""
+    columns = len(series.get("columns", ())) or 1
+    targets = len(series.get("targets", ())) or columns
+    names = required(module)
+    beside = len(names) > 1
+    rows = series["longest"] if has_one_length(series) else 3
+    return {
+        name: torch.linspace(-1, 1, 2 * rows * n).reshape(2, rows, n)
+        for name in names
+        for n in [targets if beside and name == step else columns]
+    }
 
 
 def _check_arguments(
