@@ -106,7 +106,7 @@ def reference_forecast(
         forecast: np.ndarray = given.reshape(len(given), -1)[:steps, feedback]
         return forecast
     requests = {} if series.input == reference.source.step else {series.input: values}
-    tokens = values
+    tokens: np.ndarray = values
     if requests:
         begin = series.begin
         tokens = values[-begin:, targets] if isinstance(begin, int) else np.array(begin, np.float32)
