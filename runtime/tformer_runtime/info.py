@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.modelfile import read_manifest, read_metadata
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -22,6 +24,8 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "file": os.fspath(path),
         "bytes": path.stat().st_size + (data.stat().st_size if data.exists() else 0),
         "task": m.task,
+        "labels": list(m.outcome.labels),
+        "problem": m.outcome.problem,
         "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
         "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
         "max_length": m.max_length,
@@ -41,6 +45,12 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "source_digest": m.source_digest,
         "parity": dict(m.parity),
     }
+
+
+def identity(path: Path) -> str:
+    """What tells a file from others: its size, and a digest of its manifest, which has that of the weights."""
+    digest = hashlib.sha256(read_metadata(path)[KEY].encode()).hexdigest()
+    return f"{file_info(path, read_manifest(path))['bytes']} bytes, {digest[:16]}"
 
 
 def info_lines(info: Mapping[str, Any], indent: str = "") -> Iterator[str]:

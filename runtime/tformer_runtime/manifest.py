@@ -48,7 +48,7 @@ from typing import Any
 from tformer_runtime.errors import ModelFileError
 
 KEY = "tformer.manifest"
-VERSION = 1
+VERSION = 2
 
 STAGE = "stage.decode"
 POSITIONS = "decode.positions"
@@ -84,9 +84,10 @@ class TensorSpec:
 class RequestInput(TensorSpec):
     """An input of the encode stage.
 
-    role: "ids" (token ids, padded with `pad`), "mask" (derived: `keep` where the input `of` is valid, else the other
-    value; integer masks use 1 and 0) or "data" (features that the caller supplies). `vocabulary`: how many ids there
-    are.
+    role: "ids" (token ids, padded with `pad`), "types" (the types that the tokenizer gives the tokens of the input
+    `of`: which of a pair of texts each belongs to; 0 for ids that come without a text), "mask" (derived: `keep` where
+    the input `of` is valid, else the other value; integer masks use 1 and 0) or "data" (features that the caller
+    supplies). `vocabulary`: how many ids there are.
     """
 
     role: str = "ids"
@@ -126,11 +127,16 @@ class Extra(TensorSpec):
 
 @dataclass(frozen=True)
 class Encode:
-    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model."""
+    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model.
+
+    ragged: whether rows of different lengths may be run together, of a model that is run once; else padding would
+    change them, and only rows of one size are.
+    """
 
     inputs: tuple[RequestInput, ...]
     outputs: tuple[TensorSpec, ...]
     extras: tuple[Extra, ...] = ()
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,12 +194,31 @@ class SpecialTokens:
     pad: int | None = None
 
 
+SINGLE_LABEL = "single_label"  # problems of `Outcome`
+MULTI_LABEL = "multi_label"
+REGRESSION = "regression"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the outputs of a model that is run once stand for, which its task makes results of.
+
+    labels: what an output's numbers are the scores of, in their order. problem: SINGLE_LABEL (softmax: one of them
+    holds), MULTI_LABEL (sigmoid: each may hold) or REGRESSION (the numbers themselves). settings: what else the task
+    needs, by its own names.
+    """
+
+    labels: tuple[str, ...] = ()
+    problem: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """How a raw input becomes a request input that is neither ids nor what follows from them.
 
-    kind: of what it is made of, such as an image, sound or a series. numbers: sizes, means, rates, by that kind's
-    names.
+    kind: of what it is made of, such as an image, sound or a series. numbers: sizes, means, rates, by their names in
+    that kind.
     """
 
     kind: str
@@ -223,7 +248,8 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `preparation` says how an input of that name is made of what a user has.
+    `outcome` says what the results of a model that is run once stand for, `preparation` how an input of that name is
+    made of what a user has.
     `precision` is what products and caches are in: "fp32" or "fp16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
@@ -252,6 +278,7 @@ class Manifest:
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
+    outcome: Outcome = Outcome()
     preparation: Mapping[str, Preparation] = field(default_factory=dict)
     version: int = VERSION
 
@@ -296,6 +323,7 @@ class Manifest:
                     tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
                     tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
                     _extras(encode),
+                    bool(encode.get("ragged", False)),
                 ),
                 "decode": decode
                 and Decode(
@@ -315,13 +343,19 @@ class Manifest:
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
                 "session": _session(data.get("session", {})),
+                "outcome": _outcome(data.get("outcome", {})),
                 "preparation": {name: Preparation(**how) for name, how in data.get("preparation", {}).items()},
+                "version": VERSION,
             }
         )
 
 
 def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
     return tuple(Extra(**_shaped(extra)) for extra in stage.get("extras", ()))
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    return Outcome(**{**data, "labels": tuple(data.get("labels", ()))})
 
 
 def _session(data: dict[str, Any]) -> SessionSettings:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
+from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
+from tformer_runtime.tasks.once import run_once
 from tformer_runtime.tasks.forecast import Forecaster
 
 _CHUNK = 128  # positions that score() computes at once
@@ -224,6 +226,60 @@ class Model:
         values = self._besides(sources, ids, tuple(extras))
         return {extras[name].module: value for name, value in values.items()}
 
+    def predict(
+        self,
+        inputs: Iterable[Input],
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+        first: int = 0,
+        **settings: Any,
+    ) -> Iterator[Any]:
+        """What a model that is run once gives for any number of inputs, in their order: of each a `Classification`, an
+        array of features, or what else the file's task makes of the outputs.
+
+        An input is a text, a pair of texts, ids or, by name, what else the model reads. Inputs are read as they are
+        needed, and `batch_size` of like length are run together. An InputError names the input, counted from 1.
+
+        workers: batches run side by side; most results a second with as many as there are cores and a model that was
+            loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
+            InputError. first: how many inputs came before these. settings: of the results, such as top_k.
+        Raises UnsupportedCallError for a model that decodes.
+        """
+        task, made = self._task("predict"), self._inputs.once
+        settings = task.settings(settings)
+        requests = (partial(made, task.value(input), truncate) for input in inputs)
+        found = run_once(self._engine, requests, batch_size, workers, first)
+        return (task.result(outputs, settings) for outputs in found)
+
+    def embed(
+        self, inputs: Iterable[Input], batch_size: int = 32, workers: int = 1, truncate: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """(n, d): a vector for each input. Arguments as of `predict`.
+
+        Raises UnsupportedCallError for a model of another task, or whose vectors are not pooled.
+        """
+        task = self._task("embed", Features)
+        assert isinstance(task, Features)
+        width = task.must_pool("embed()")
+        vectors = list(self.predict(_several(inputs), batch_size, workers, truncate))
+        return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
+
+    def classify(
+        self,
+        inputs: Iterable[Input],
+        top_k: int = 1,
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+    ) -> list[Classification]:
+        """The labels of each input and their probabilities. Arguments as of `predict`; top_k: how many `top` has.
+
+        Raises UnsupportedCallError for a model of another task.
+        """
+        self._task("classify", Classifier)
+        return list(self.predict(_several(inputs), batch_size, workers, truncate, top_k=top_k))
+
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
@@ -273,19 +329,36 @@ class Model:
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
-    @functools.cached_property
+    @cached_property
     def _forecaster(self) -> Forecaster:
         return Forecaster(self._engine, self._budget)
 
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)
         if self.manifest.decode is None:
-            raise UnsupportedCallError(f"this model ({self.manifest.task}) is run once for an input: it cannot {call}")
+            offers = task_of(self.manifest).call
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+            )
+
+    def _task(self, call: str, kind: type[Task] = Task) -> Task:
+        """The file's task. UnsupportedCallError if it has none, or none of that kind."""
+        self._must_not_forecast(call)
+        if self.manifest.decode is not None:
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
+            )
+        task = task_of(self.manifest)
+        if not isinstance(task, kind):
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
+            )
+        return task
 
     def _must_not_forecast(self, call: str) -> None:
         if Series.of(self.manifest) is not None:
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}, but forecast"
+                f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
             )
 
     def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
@@ -330,6 +403,13 @@ class Model:
             if state is not None:
                 state.release()
             share.end()
+
+
+def _several(inputs: Iterable[Input]) -> Iterable[Input]:
+    """InputError for one text, of which each character would be taken for an input."""
+    if isinstance(inputs, (str, Mapping)):
+        raise InputError("give a list of inputs, of one too")
+    return inputs
 
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:

@@ -8,7 +8,7 @@ next input: one that reads the history itself (decoder-only) is fed the history 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -161,7 +161,8 @@ def _in_order(
     A window that cannot be read raises in its turn, after the results of those before it.
     """
     failed: Exception | None = None
-    with ThreadPoolExecutor(workers, "tformer-forecast") as pool:
+    pool = ThreadPoolExecutor(workers, "tformer-forecast") if workers > 1 else None
+    try:
         while failed is None:
             some: list[Window] = []
             try:
@@ -170,15 +171,18 @@ def _in_order(
                 failed = error
             if not some:
                 break
-            running: list[tuple[list[int], Future[list[Forecast]]]] = [
-                (batch, pool.submit(run, [some[i] for i in batch])) for batch in _alike(some, ragged, batch_size)
-            ]
+            batches = list(_alike(some, ragged, batch_size))
+            inputs = [[some[i] for i in batch] for batch in batches]
+            results = pool.map(run, inputs) if pool is not None else map(run, inputs)
             found: dict[int, Forecast] = {}
-            for batch, results in running:
-                found |= zip(batch, results.result(), strict=True)
+            for batch, forecasts in zip(batches, results, strict=True):
+                found.update(zip(batch, forecasts, strict=True))
             yield from (found[i] for i in range(len(some)))
-    if failed is not None:
-        raise failed
+        if failed is not None:
+            raise failed
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 def _alike(windows: Sequence[Window], ragged: bool, batch_size: int) -> Iterator[list[int]]:
