@@ -42,6 +42,7 @@ from tformer_export.quantize import (
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
+from tformer_export.quantize.series import read_windows
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
 from tformer_export.soundness import unchanged
@@ -458,7 +459,8 @@ def _quantise(
     if wanted.kind == "mixed" and budget.tokens is None and budget.perplexity is None:
         budget = MIXED_ONCE if once else MIXED_BUDGET
     with clock.stage("calibrate"):
-        samples = read_samples(wanted.calibration, before) if wanted.calibration is not None else None
+        read = read_samples if gate.series is None else read_windows
+        samples = read(wanted.calibration, before) if wanted.calibration is not None else None
         if wanted.cache == "int8":
             seen = (samples or draw_samples(gate, before)).seen
             manifest = hold_in_int8(compiled.model, manifest, before, [*seen, draw_long(gate, before)])

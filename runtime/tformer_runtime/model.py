@@ -26,8 +26,8 @@ from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
 from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
-from tformer_runtime.tasks.once import run_once
 from tformer_runtime.tasks.forecast import Forecaster
+from tformer_runtime.tasks.once import run_once
 
 _CHUNK = 128  # positions that score() computes at once
 

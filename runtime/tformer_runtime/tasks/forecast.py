@@ -51,7 +51,7 @@ class Forecaster:
 
     def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> Window:
         """A history as the model reads it. InputError for what it cannot read, or not together with so many steps."""
-        return self.series.window(history, self._room(steps), truncate)
+        return self.series.window(history, self.room(steps), truncate)
 
     def batch(self, windows: Sequence[Window], steps: int) -> list[Forecast]:
         """(steps, targets) for each, in units. Where `Series.ragged` is false, all are of one length.
@@ -95,8 +95,8 @@ class Forecaster:
         begin = self.series.begin
         return (begin if isinstance(begin, int) else len(begin)) + steps - 1
 
-    def _room(self, steps: int) -> int | None:
-        """Rows of history that the model can read."""
+    def room(self, steps: int) -> int | None:
+        """Rows of history that the model can read beside so many steps; None if there is no limit."""
         if self._reads_itself:
             return self.engine.manifest.max_length - self._fed(steps)
         encode = self.engine.manifest.encode
