@@ -149,25 +149,18 @@ def test_other_calls_say_what_the_file_can_do(by_itself, at_once):
         by_itself.model.forecast(walks([3], 2)[0], 65)
     with pytest.raises(InputError, match="the model reads at most 15: give the last of them"):
         by_itself.model.forecast(walks([16], 2)[0], 50)
-    with pytest.raises(InputError, match="^input 2: row 2 of column 'wind' is nan: fill gaps"):
+    with pytest.raises(InputError, match=r"^input 2: row 2 of column 'wind' is nan: fill gaps"):
         list(by_itself.model.forecast_batch([np.zeros((4, 2)), [[1, 2], [1, np.nan]]]))
 
 
-def test_a_file_that_feeds_back_or_turns_back_otherwise_is_refused(by_itself, beside):
-    """The gate holds the file against the module, whatever the file says of itself."""
-    series = by_itself.model._forecaster.series
-    about = {"x": About(None, None, 0, False, None)}
+@pytest.mark.parametrize("said", [{"normalize": "none"}, {"feedback": (1, 0)}], ids=["units", "feedback"])
+def test_a_file_that_says_otherwise_of_its_series_is_refused(by_itself, monkeypatch, said):
+    series, engine = by_itself.model._forecaster.series, by_itself.model._engine
     source = from_module(by_itself.module, {"x": torch.zeros(2, 3, 2)}, "x")
-    with pytest.raises(ParityError, match=r"forecast differs from its source's: history 0 in a batch, step 1"):
-        gate = Gate(source, about, series=replace(series, normalize="none"), tolerance=0.05)
-        check_forecasts(gate, by_itself.model._engine, ParityReport())
-    engine = by_itself.model._engine
-    gate = Gate(source, about, series=replace(series, feedback=(1, 0)), tolerance=0.05)
-    engine_says = engine.manifest
-    try:
-        engine.manifest = replace(engine_says, preparation={"x": gate.series.preparation})
-        gate.series = series
-        with pytest.raises(ParityError, match="differs from its source's"):
-            check_forecasts(gate, engine, ParityReport())
-    finally:
-        engine.manifest = engine_says
+    gate = Gate(source, {"x": About(None, None, 0, False, None)}, series=series, tolerance=0.05)
+    check_forecasts(gate, engine, ParityReport())
+    monkeypatch.setattr(
+        engine, "manifest", replace(engine.manifest, preparation={"x": replace(series, **said).preparation})
+    )
+    with pytest.raises(ParityError, match="forecast differs from its source's: history 0 in a batch, step 1"):
+        check_forecasts(gate, engine, ParityReport())
