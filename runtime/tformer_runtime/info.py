@@ -12,6 +12,7 @@ import numpy as np
 
 from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.modelfile import read_manifest, read_metadata
+from tformer_runtime.series import KIND
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:

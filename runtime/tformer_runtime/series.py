@@ -80,8 +80,8 @@ class Series:
         values = values[cut:]
         if len(values) > longest:
             raise InputError(
-                f"the history has {len(values)} rows and the model reads at most {longest}: give the last of them "
-                "(truncate=True does)"
+                f"the history has {len(values)} rows and the model reads at most {longest}: give the last of them, or "
+                "have it cut with --truncate (truncate=True)"
             )
         if len(values) < self.shortest:
             raise InputError(f"the history has {len(values)} rows and the model reads {self.shortest} at least")
@@ -115,7 +115,7 @@ class Series:
         """How many steps to forecast. OptionError for what cannot be."""
         wanted = self.horizon if horizon is None else horizon
         if wanted is None:
-            raise OptionError("the file names no horizon: say how many steps to forecast (horizon)")
+            raise OptionError("say how many steps to forecast, for the file does not (horizon)")
         if wanted < 1:
             raise OptionError(f"horizon must be at least 1, not {wanted}")
         if self.at_once and self.horizon is not None and wanted > self.horizon:

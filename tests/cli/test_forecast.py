@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_json_and_arrays_hold_the_same(path, history, tmp_path):
 
 
 def test_a_history_may_come_from_standard_input(path, history):
-    text = (open(history)).read()
+    text = Path(history).read_text()
     assert run(path, "-", stdin=text).stdout == run(path, history).stdout
 
 
@@ -103,7 +104,8 @@ def test_what_is_too_long_is_cut_if_asked(path, history):
     np.save("long.npy", np.concatenate([HISTORY, HISTORY]))
     said = failed(run(path, "long.npy"))
     assert said == (
-        "input 1: the history has 24 rows and the model reads at most 20: give the last of them (--truncate does)"
+        "input 1: the history has 24 rows and the model reads at most 20: give the last of them, or have it cut "
+        "with --truncate (truncate=True)"
     )
     np.save("last.npy", np.concatenate([HISTORY, HISTORY])[-20:])
     assert run(path, "long.npy", "--truncate").stdout == run(path, "last.npy").stdout
@@ -150,7 +152,7 @@ def test_a_run_that_was_stopped_goes_on(path, history, monkeypatch):
         file.write("history.csv\nother.npy\nhistory.csv\n")
     result = run(*arguments, "--resume")
     assert result.exit_code == 0, result.output
-    assert open("out.csv").read() == whole
+    assert Path("out.csv").read_text() == whole
 
 
 def test_the_files_facts(path):
