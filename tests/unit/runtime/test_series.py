@@ -12,6 +12,7 @@ from tformer_runtime import InputError, ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest, Preparation
 from tformer_runtime.series import Series
 from tformer_runtime.tables import read_series
+from tformer_runtime.tasks.forecast import _in_order
 
 RNG = np.random.default_rng(0)
 HISTORY = 50 + 3 * RNG.standard_normal((9, 3))
@@ -170,3 +171,33 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path):
     ):
         with pytest.raises(InputError, match=sentence):
             read_series(str(path), [], 2)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragged, workers):
+    lengths = [5, 2, 9, 2, 5, 5, 7, 2]
+    batches = []
+
+    def run(windows):
+        batches.append([len(window.values) for window in windows])
+        return [window.values[:1, :1] for window in windows]
+
+    windows = [series().window(np.full((n, 3), i, float)) for i, n in enumerate(lengths)]
+    found = list(_in_order(iter(windows), run, ragged, batch_size=3, workers=workers))
+    assert [value.item() for value in found] == list(range(8))
+    assert sorted(n for batch in batches for n in batch) == sorted(lengths)
+    assert max(map(len, batches)) == 3
+    assert ragged or all(len(set(batch)) == 1 for batch in batches)
+    assert len(batches) == (3 if ragged else 5)
+
+
+def test_a_history_that_cannot_be_read_is_told_after_the_results_before_it():
+    def windows():
+        yield series().window(HISTORY)
+        raise InputError("input 2: it is not one")
+
+    found = _in_order(windows(), lambda some: [w.values for w in some], True, 4, 1)
+    np.testing.assert_allclose(next(found), HISTORY.astype(np.float32))
+    with pytest.raises(InputError, match="input 2"):
+        next(found)
