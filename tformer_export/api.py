@@ -43,14 +43,20 @@ from tformer_export.quantize import quantize as quantize_weights  # `quantize` i
 from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
 from tformer_export.quantize.series import read_windows
+from tformer_export.raw import check_raw
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
 from tformer_export.soundness import unchanged
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
-from tformer_export.source.hugging_face import from_transformers, is_transformers_model
+from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
 from tformer_export.source.module import from_module
+from tformer_export.source.once import classes, with_tokenizer
+from tformer_export.source.pooled import CHOICES as POOL_CHOICES
+from tformer_export.source.pooled import pooled
 from tformer_export.source.program import from_program
+from tformer_export.source.purpose import CLASSIFIES
+from tformer_export.source.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.target import TARGETS
 from tformer_export.tune import ROWS, Request, Tuning, requests
 from tformer_export.tune import tune as tune_forms
@@ -59,7 +65,7 @@ from tformer_export.write import data_file, removed, write
 from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
-from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
+from tformer_runtime.manifest import KEY, MULTI_LABEL, REGRESSION, SINGLE_LABEL, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
 
 DEFAULT_HALF = "fp16"  # of files for CUDA
@@ -81,11 +87,15 @@ def export(
     dynamic: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
     output: str | int | None = None,
-    tokenizer: str | Mapping[str, str] | None = None,
+    tokenizer: str | Mapping[str, str] | Callable[..., Any] | None = None,
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     series: Mapping[str, Any] | None = None,
+    labels: Sequence[str] | None = None,
+    problem: str | None = None,
+    pool: str | None = None,
+    normalize: bool = False,
     max_degradation: float | str | Budget | None = None,
     calibration: str | os.PathLike[str] | None = None,
     min_speed: float | None = None,
@@ -98,7 +108,8 @@ def export(
 ) -> ExportReport:
     """Export a model to one ONNX file that decodes incrementally, verified against the model, and report on it.
 
-    model: any module, a transformers model or a program of torch.export (which need no example), or a Source. A module
+    model: any module, a transformers model, a SentenceTransformer or a program of torch.export (which need no example),
+    or a Source. A module
     without forward is taken as decode(memory, …) after encode(…), bound by their parameters' names.
     example: name → tensor (batch, time, …); the names are forward's parameters, in any order.
     step: the autoregressive input, stepped over with a cache; None for a model that is run once.
@@ -118,10 +129,15 @@ def export(
     dynamic: the batch and time axis of an input, where they are not (0, 1). The logits are in the step input's layout.
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
-    tokenizer: text in tokenizers' JSON format, for all inputs or by name. special: start, end and pad ids.
+    tokenizer: text in tokenizers' JSON format, for all inputs or by name; or, for a model that is run once, a tokenizer
+    of transformers. special: start, end and pad ids.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
         in its own units.
+    task: what the model does, by transformers' names, such as "text-classification". labels: of classes, in the order
+    of the output's numbers. problem: "single_label" (softmax, the default), "multi_label" (sigmoid) or "regression".
+    pool: one vector for each row of a model that is run once and gives one for each position: "mean", "first", "max" or
+    "last" of the row's own positions. normalize: to length 1.
     max_degradation: the largest share of tokens that quantisation may change, 0.01 or "1%", or how many times it may
         multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit. Of a model that is run once:
         the share of rows whose class may change, if its output is of classes (see `quantize.outputs`), else what may be
@@ -186,6 +202,9 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
     source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
+    source = _for_its_task(source, labels, problem, pool, normalize)
+    if source.step is None and max_length is not None:
+        source = replace(source, max_length=min(max_length, source.max_length or max_length))
     if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
         raise _no_encoder()
     if lines is not None and target == "cuda":
@@ -198,6 +217,7 @@ def export(
     return ExportReport(
         path=str(out),
         source=source.name,
+        task=source.task,
         target=target,
         precision=manifest.precision,
         quantization=quantize,
@@ -337,6 +357,11 @@ def _make(
         if half is not None:
             del before
             before, parity = _halved(compiled, gate, half, parity, folder, clock)
+        if not parity.ragged and compiled.manifest.encode is not None:
+            encode = replace(compiled.manifest.encode, ragged=False)
+            before.manifest = compiled.manifest = replace(compiled.manifest, encode=encode)
+        with clock.stage("verify"), unchanged(source.module):
+            parity.raw = check_raw(source, before, gate.tolerance)
         manifest = _with_parity(compiled.manifest, parity, None)
         if wanted.any:
             manifest, degradation, mixture, products = _quantise(
@@ -558,7 +583,7 @@ def _source(
     example: Mapping[str, torch.Tensor] | None,
     step: str | None,
     call: Mapping[str, Any],
-    tokenizer: str | Mapping[str, str] | None,
+    tokenizer: str | Mapping[str, str] | Callable[..., Any] | None,
     task: str | None,
     special: SpecialTokens | Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
@@ -572,6 +597,8 @@ def _source(
         source = model
     elif isinstance(model, torch.export.ExportedProgram):
         source, unread = from_program(model, step, example=example, **call), []
+    elif example is None and is_sentence_encoder(model):
+        source = from_sentence_encoder(model, from_folder)
     elif example is None and is_transformers_model(model):
         source = from_transformers(model)
     elif example is None:
@@ -580,7 +607,11 @@ def _source(
         source, unread = from_module(model, example, step, series=series, **call), []
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
-    names = [n for n in source.example if n not in source.masks]
+    names = [n for n in source.example if n not in source.masks and n not in source.types]
+    if callable(tokenizer):
+        source, tokenizer = with_tokenizer(source, tokenizer), None
+    elif tokenizer is not None:
+        source = replace(source, answer=None)
     given: dict[str, Any] = {
         "tokenizers": dict.fromkeys(names, tokenizer) if isinstance(tokenizer, str) else tokenizer,
         "task": task,
@@ -590,6 +621,28 @@ def _source(
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)
+    return source
+
+
+def _for_its_task(
+    source: Source, labels: Sequence[str] | None, problem: str | None, pool: str | None, normalize: bool
+) -> Source:
+    """The source with what its results stand for. OptionError for what does not go together."""
+    if (labels is not None or problem is not None) and (source.step is not None or source.task != CLASSIFIES):
+        raise OptionError(
+            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}), and this model's is {source.task}"
+        )
+    if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
+        raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
+    if normalize and pool is None:
+        raise OptionError("normalize is of pooled vectors: choose a pool too")
+    if pool is not None:
+        if pool not in POOL_CHOICES:
+            raise OptionError(f"pool is one of {', '.join(POOL_CHOICES)}, not {pool!r}")
+        source = pooled(source, [pool], normalize=normalize)
+    if source.task == CLASSIFIES and source.step is None:
+        given = tuple(source.outcome.labels if labels is None else map(str, labels))
+        source = replace(source, outcome=classes(source, given, problem or source.outcome.problem or SINGLE_LABEL))
     return source
 
 

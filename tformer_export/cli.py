@@ -74,7 +74,23 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
-@click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
+@click.option(
+    "--task",
+    help="What the model does, such as text-classification; by default what SOURCE says. Hugging Face folders are loaded "
+    "for it.",
+)
+@click.option("--labels", metavar="A,B,…", help="The labels of a classifier, in the order of its scores.")
+@click.option(
+    "--problem",
+    type=click.Choice(["single_label", "multi_label", "regression"]),
+    help="What a classifier's scores are: of one label that holds, of several that may, or numbers themselves.",
+)
+@click.option(
+    "--pool",
+    type=click.Choice(["mean", "first", "max", "last"]),
+    help="One vector for each input of a model that gives one for each position.",
+)
+@click.option("--normalize", is_flag=True, help="Pooled vectors have length 1.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
 @click.option("--start", metavar="ID", type=_ID, multiple=True, help="What decoding starts from; repeatable.")
 @click.option("--end", metavar="ID", type=_ID, multiple=True, help="What ends a sequence; repeatable.")
@@ -177,6 +193,7 @@ def _export(
     step: str | None,
     trust_pickle: bool,
     task: str | None,
+    labels: str | None,
     start: tuple[int, ...],
     end: tuple[int, ...],
     pad: int | None,
@@ -190,8 +207,15 @@ def _export(
     options["alignments"] = _layers(alignments) if alignments is not None else None
     text = _read(tokenizer) if tokenizer is not None else None
     loaded = load_source(
-        source, step=step, factory=factory, config=config, trust_pickle=trust_pickle, tokenizer=tokenizer is None
+        source,
+        step=step,
+        factory=factory,
+        config=config,
+        trust_pickle=trust_pickle,
+        tokenizer=tokenizer is None,
+        task=task or ("feature-extraction" if options["pool"] else None),
     )
+    options["labels"] = [label.strip() for label in labels.split(",")] if labels is not None else None
     if start or end or pad is not None:
         held = loaded.special
         options["special"] = replace(

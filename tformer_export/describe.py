@@ -43,6 +43,7 @@ def describe(
     texts = list(dict.fromkeys(source.tokenizers.values()))
     return Manifest(
         task=source.task,
+        outcome=source.outcome,
         max_length=max_length,
         encode=_encode(source, encode, inputs) if encode else None,
         decode=_decode(decode, inputs, shares_context) if decode else None,
@@ -77,12 +78,15 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
     for port in program.inputs:
         mask, about = source.masks.get(port.name), inputs[port.name]
         role: dict[str, Any] = {"role": "ids" if about.ids else "data", "pad": about.pad}
+        if port.name in source.types:
+            role = {"role": "types", "of": source.types[port.name]}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}
         described.append(RequestInput(**_spec(port), **role))
     outputs = tuple(TensorSpec(**_spec(port)) for port in program.outputs if port.name not in program.extras)
-    return Encode(tuple(described), outputs, _extras(program))
+    padded = [inputs[spec.name].masked for spec in described if spec.role != "mask"]
+    return Encode(tuple(described), outputs, _extras(program), ragged=all(padded))
 
 
 def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool) -> Decode:

@@ -48,6 +48,7 @@ class ExportReport:
 
     path: str
     source: str
+    task: str
     target: str
     precision: str
     quantization: str
@@ -80,7 +81,7 @@ class ExportReport:
     def _once(self) -> str:
         if self.parity.forecast is not None:
             return "none: all steps are forecast at once"
-        return "none: it is run once for an input; name the input that grows (--step) to generate"
+        return f"none: it is run once for an input ({self.task}); to generate, name the input that grows (--step)"
 
     @property
     def _fed_back(self) -> str:
@@ -127,6 +128,9 @@ class ExportReport:
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity),
         ]
+        if (raw := self.parity.raw) is not None:
+            compared = f"{raw.texts} texts" + (f", {raw.pairs} pairs" if raw.pairs else "")
+            rows.append(("from raw inputs", f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range), {compared}"))
         if self.parity.forecast is not None:
             rows.append(("forecast", f"max |Δ| {self.parity.forecast:.1e} of the range, {self._fed_back}"))
         elif self.max_length:

@@ -4,7 +4,7 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, whatever is in it, or JSON of its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or JSON of its inputs, numbers where they are no ids.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class _Reader:
         self.option = option
         self.inputs, self.manifest = Inputs(manifest), manifest
         self.step = manifest.decode.step.name if manifest.decode else None
-        sources = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
+        derived = ("mask", "types")
+        sources = [spec for spec in manifest.encode.inputs if spec.role not in derived] if manifest.encode else []
         steps = [self.step] if self.step is not None else []
         names = [spec.name for spec in sources] or steps
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
@@ -204,7 +205,10 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
-        if self.plain and (self.manifest.encode is None or self.step is None):
+        if self.plain and self.step is None:
+            first, *second = line.split("\t")
+            return (first, second[0]) if len(second) == 1 else line, None
+        if self.plain and self.manifest.encode is None:
             return line, None
         if self.plain:
             source, *target = line.split("\t")
