@@ -142,8 +142,9 @@ def export(
         multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit. Of a model that is run once:
         the share of rows whose class may change, if its output is of classes (see `quantize.outputs`), else what may be
         missing to a mean cosine of 1 with the unquantised outputs; by default of mixed 1%.
-    calibration: a text file, lines as `quantize.samples` has them, that integers are fitted to by GPTQ; every fourth
-        line is measured on instead. Without it, what the model makes of random ids is.
+    calibration: a text file, lines as `quantize.samples` has them, or a series (`quantize.series`), that
+        integers are fitted to by GPTQ; every fourth line, or window, is measured on instead. Without it, what the model
+        makes of random ids is.
     min_speed: how many times as fast as the unquantised file the quantised one must be, for one row; ParityError below.
     alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
         heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
@@ -342,7 +343,7 @@ def _make(
                 )
         del understood
         gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last, series=compiled.series)
-        if lines is not None and not compiled.manifest.staged:
+        if lines is not None and (not compiled.manifest.staged or compiled.series is not None):
             raise _no_encoder()
         if lines is not None and wanted.kind == "none":
             set_apart(compiled.model)
@@ -417,7 +418,7 @@ def _add_shortlist(
 def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, folder: Path) -> Tuning:
     """What is the fastest here, of what the model has: with weights rounded to nearest if quantised, and always with
     caches in float and logits of all ids."""
-    source, gate = understood.source, Gate(understood.source, compiled.inputs)
+    source, gate = understood.source, Gate(understood.source, compiled.inputs, series=understood.series)
 
     def asked(manifest: Manifest, forms: Forms) -> Manifest:
         return replace(

@@ -36,8 +36,9 @@ def check_forecasts(gate: Gate, engine: Engine, report: ParityReport) -> None:
     series = gate.series
     assert series is not None
     forecaster = Forecaster(engine)
+    forecaster.steps(series.horizon or 1)  # OptionError for a horizon that the model has no room for
     steps = _steps(forecaster)
-    histories = draw_histories(gate, steps, LENGTHS)
+    histories = draw_histories(gate, forecaster.room(steps), LENGTHS)
     if not series.at_once:
         _check_steps(gate, engine, steps)
     together = list(forecaster.every(histories, steps))
@@ -67,14 +68,14 @@ def check_forecasts(gate: Gate, engine: Engine, report: ParityReport) -> None:
                 )
 
 
-def draw_histories(gate: Gate, steps: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    """Random walks, (time, columns) float64 each in units, as long as that or as the model can read beside `steps`."""
+def draw_histories(gate: Gate, room: int | None, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    """Random walks, (time, columns) float64 each in units, as long as that or as there is room for."""
     series = gate.series
     assert series is not None
     about = gate.inputs[series.input]
     histories = []
     for length in lengths:
-        most = [n for n in (series.longest, about.max_length) if n is not None]
+        most = [n for n in (series.longest, about.max_length, room) if n is not None]
         size = max(series.shortest, min([length, *most]))
         walk = gate.random.standard_normal((size, series.features)).cumsum(0)
         walk = (walk - walk.mean(0)) / max(1.0, float(walk.std()))
@@ -139,7 +140,7 @@ def forecast_difference(gate: Gate, before: Engine, after: Engine) -> float:
     assert series is not None
     forecasters = [Forecaster(engine) for engine in (before, after)]
     steps = _steps(forecasters[0])
-    histories = draw_histories(gate, steps, LENGTHS * 4)
+    histories = draw_histories(gate, forecasters[0].room(steps), LENGTHS * 4)
     targets = list(series.targets)
     turned = [[part[targets] for part in _normalisation(series, history)] for history in histories]
     one, two = (
@@ -150,13 +151,9 @@ def forecast_difference(gate: Gate, before: Engine, after: Engine) -> float:
 
 
 def _steps(forecaster: Forecaster) -> int:
-    """As many as the file says, within what the model holds beside a short history."""
-    series, manifest = forecaster.series, forecaster.engine.manifest
-    wanted = min(series.horizon or MOST_STEPS, MOST_STEPS)
-    if manifest.decode is None:
-        return wanted
-    taken = max(series.shortest, min(LENGTHS)) if manifest.encode is None else series.shortest
-    return max(1, min(wanted, manifest.max_length - taken))
+    """As many as the file says, within half of what there is room for: a model may read the history in the rest."""
+    wanted = min(forecaster.series.horizon or MOST_STEPS, MOST_STEPS)
+    return wanted if forecaster.most is None else max(1, min(wanted, forecaster.most // 2))
 
 
 def _check_steps(gate: Gate, engine: Engine, steps: int) -> None:

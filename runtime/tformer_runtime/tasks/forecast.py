@@ -42,12 +42,18 @@ class Forecaster:
 
     def steps(self, horizon: int | None) -> int:
         """How many steps are forecast. OptionError for more than the model can."""
-        steps = self.series.steps(horizon)
-        held = self.engine.manifest.max_length
-        most = held - self._fed(0) - (self.series.shortest if self._reads_itself else 0)
-        if self.engine.manifest.decode is not None and steps > most:
+        steps, most = self.series.steps(horizon), self.most
+        if most is not None and steps > most:
+            held = self.engine.manifest.max_length
             raise OptionError(f"horizon must be at most {most}, for the model holds {held} steps, not {steps}")
         return steps
+
+    @property
+    def most(self) -> int | None:
+        """Steps that a decoder has room for, beside the shortest history if it reads that itself; None without one."""
+        if self.engine.manifest.decode is None:
+            return None
+        return self.engine.manifest.max_length - self._fed(0) - (self.series.shortest if self._reads_itself else 0)
 
     def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> Window:
         """A history as the model reads it. InputError for what it cannot read, or not together with so many steps."""
