@@ -30,6 +30,7 @@ from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
 from tformer_export.explain import explain_trace, is_branch, is_users, own_name, sizes_watched, users_line
 from tformer_export.quiet import quiet
+from tformer_export.sizes import sizes_followed
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
@@ -130,6 +131,8 @@ def capture(
         raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
+    if undecided is None and any(node.target is aten.item.default for node in program.graph.nodes):
+        program = _trace_sizes(module, sized, shapes) or program
     signature = program.graph_signature
     constants: dict[str, torch.Tensor] = {}
     for spec in signature.input_specs:
@@ -221,6 +224,17 @@ def _trace(
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
         traced: torch.export.ExportedProgram = program.run_decompositions({})
         return traced
+
+
+def _trace_sizes(
+    module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
+) -> torch.export.ExportedProgram | None:
+    """A trace in which numbers that are taken out of tensors are sizes where they can be; None if it fails."""
+    try:
+        with sizes_followed(module):
+            return _trace(module, example, shapes)
+    except Exception:  # torch.export raises many types; the trace without them stands
+        return None
 
 
 @contextmanager

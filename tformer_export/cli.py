@@ -76,8 +76,7 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option(
     "--task",
-    help="What the model does, such as text-classification; by default what SOURCE says. Hugging Face folders are "
-    "loaded for it.",
+    help="What the model does, such as text-classification; by default what SOURCE says. A folder is loaded for it.",
 )
 @click.option("--labels", metavar="A,B,…", help="The labels of a classifier, in the order of its scores.")
 @click.option(

@@ -75,7 +75,7 @@ def _job(model: Path, given: Mapping[str, Any], asked: Asked) -> Job:
     flags = {name: flag for flags in kind.every_flag().values() for name, flag in flags.items()}
     others = [option.flag for name, option in _every_flag().items() if name in given and name not in flags]
     if others:
-        raise OptionError(f"{model.name} {kind.does} ({manifest.task}): {', '.join(others)} is not for such a file")
+        raise OptionError(f"{model.name} {kind.does} ({manifest.task}): it takes no {', '.join(others)}")
     if isinstance(kind, Generation):
         return kind.job(given, asked)
     return kind.job({name: value_of(flags[name], value) for name, value in given.items()}, asked)

@@ -1,6 +1,6 @@
 """Decoding on a GPU at batch 1: ours, transformers with a static cache and torch.compile, and what the memory allows.
 
-    python tests/benchmarks/cuda.py [--size 1.1B|60M] [--out results.json] [--model FILE.onnx]
+    python tests/benchmarks/gpu.py [--size 1.1B|60M] [--out results.json] [--model FILE.onnx]
 
 The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
 weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
@@ -150,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     missing = cuda_missing()
     if missing:
-        sys.exit(f"cuda.py: there is nothing to measure on: {missing}")
+        sys.exit(f"gpu.py: there is nothing to measure on: {missing}")
     copied = bandwidth()
     floor = read_by_a_step(options.size, 2) / copied
     with tempfile.TemporaryDirectory() as folder:
