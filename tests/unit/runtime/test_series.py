@@ -189,7 +189,7 @@ def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragg
     assert sorted(n for batch in batches for n in batch) == sorted(lengths)
     assert max(map(len, batches)) == 3
     assert ragged or all(len(set(batch)) == 1 for batch in batches)
-    assert len(batches) == (3 if ragged else 5)
+    assert len(batches) == (3 if ragged else 4)
 
 
 def test_a_history_that_cannot_be_read_is_told_after_the_results_before_it():
