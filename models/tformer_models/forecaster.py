@@ -125,8 +125,16 @@ class Forecaster(nn.Module):
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         """src (B, S, F), tgt (B, T, F) → (B, T, F)"""
+        return self.decode(tgt, self.encode(src))
+
+    def encode(self, src: Tensor) -> Tensor:
+        """src (B, S, F) → memory (B, S, D)"""
+        return self.transformer.encoder(self.source(src))
+
+    def decode(self, tgt: Tensor, memory: Tensor) -> Tensor:
+        """tgt (B, T, F), memory (B, S, D) → (B, T, F)"""
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1], device=tgt.device)
-        decoded = self.transformer(self.source(src), self.target(tgt), tgt_mask=mask, tgt_is_causal=True)
+        decoded = self.transformer.decoder(self.target(tgt), memory, tgt_mask=mask, tgt_is_causal=True)
         return tgt + self.output(decoded)
 
     def one_step(self, window: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -135,8 +143,8 @@ class Forecaster(nn.Module):
         return self(window[:, :context], window[:, context - 1 : -1]), window[:, context:]
 
     def forecast(self, history: Tensor, horizon: int) -> Tensor:
-        """history (B, S, F) → (B, horizon, F), fed back; the whole of forward runs anew for each step."""
-        tgt = history[:, -1:]
+        """history (B, S, F) → (B, horizon, F), fed back; the whole of the decoder runs anew for each step."""
+        memory, tgt = self.encode(history), history[:, -1:]
         for _ in range(horizon):
-            tgt = torch.cat([tgt, self(history, tgt)[:, -1:]], dim=1)
+            tgt = torch.cat([tgt, self.decode(tgt, memory)[:, -1:]], dim=1)
         return tgt[:, 1:]

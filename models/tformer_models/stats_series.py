@@ -151,7 +151,7 @@ def autoregression(history: np.ndarray, period: int, horizon: int) -> np.ndarray
     """Linear, of the order of the least AIC up to two seasons, with a constant."""
     from statsmodels.tsa.ar_model import ar_select_order
 
-    chosen = ar_select_order(history, maxlag=2 * period, ic="aic", old_names=False)
+    chosen = ar_select_order(history, maxlag=2 * period, ic="aic")
     return np.asarray(chosen.model.fit().predict(len(history), len(history) + horizon - 1))
 
 

@@ -101,10 +101,10 @@ def curve(output):
 
 
 def test_it_learns_and_the_checkpoint_says_all(tmp_path):
-    path = train(recipe(steps=120, validate_every=40), tmp_path / "run")
+    path = train(recipe(steps=150, validate_every=50, average=0.9, rollout=0.3), tmp_path / "run")
     found = [float(row["forecast_error"]) for row in curve(tmp_path / "run")]
-    assert found[-1] < 0.5 * found[0]
-    assert found[-1] < 0.4  # of a deviation of 0.7
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.5  # of a deviation of 0.7, which is what a forecast of no change is off by and more
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     held = load_checkpoint(path)
     assert held.step == "x"
