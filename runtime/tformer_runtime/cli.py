@@ -108,7 +108,7 @@ def _run(
         if sys.stdin.isatty():
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
-    job = _job(model, given, Asked(ids, as_json, output_file, resume, force, bool(inputs)))
+    job = _job(model, given, Asked(ids, as_json, output_file, resume, force))
     file: ResultFile | None = None
     if output_file:
         asked = {"MODEL.onnx": identity(model), **job.asked}

@@ -145,8 +145,8 @@ def test_version_and_help():
         (["--resume"], "--resume goes on with an output file: give --output-file too"),
     ],
 )
-def test_wrong_usage(arguments, message):
-    assert misused(run("x.onnx", "a", *arguments)).startswith(message)
+def test_wrong_usage(path, arguments, message):
+    assert misused(run(path, "a", *arguments)).startswith(message)
 
 
 def test_no_usage():

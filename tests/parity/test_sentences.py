@@ -59,36 +59,39 @@ def _compiled_once():
         yield
 
 
-@pytest.mark.parametrize(("quantize", "least"), [("none", 0.99999), ("int8", 0.995)])
-def test_the_vectors_of_real_weights(mini, tmp_path, quantize, least):
+@pytest.mark.parametrize(("quantize", "mean", "least"), [("none", 0.99999, 0.99999), ("int8", 0.995, 0.98)])
+def test_the_vectors_of_real_weights(mini, tmp_path, quantize, mean, least):
+    """With 8 bits the least is that of the empty text, of which the model reads two special tokens alone."""
     folder, expected = mini
     report = export(load_source(folder), tmp_path / "mini.onnx", quantize=quantize)
     model = Model.load(tmp_path / "mini.onnx", "cpu")
     for batch_size in (1, 4):
         found = model.embed(SENTENCES, batch_size=batch_size, truncate=True)
         assert found.shape == (len(SENTENCES), 384)
-        assert cosines(found, expected).min() > least
+        near = cosines(found, expected)
+        assert near.mean() > mean
+        assert near.min() > least
     assert report.parity.raw.relative < 1e-5
     assert report.parity.raw.pairs == 0
     assert model.manifest.encode.inputs[0].max_length == 256
     if quantize == "int8":
-        assert report.degradation.quality.cosine > least
+        assert report.degradation.quality.cosine > mean
 
 
-def small(*more, **options):
-    """A sentence encoder with seeded weights."""
+def small():
+    """An encoder with seeded weights, and its tokenizer."""
     torch.manual_seed(2)
     vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
     config = transformers.BertConfig(
         vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=32, initializer_range=0.3,
     )  # fmt: skip
-    module, tokenizer = transformers.BertModel(config), BertTokenizer(vocab=vocabulary)
-    return module, tokenizer, more, options
+    return transformers.BertModel(config), BertTokenizer(vocab=vocabulary)
 
 
 def saved(folder, *more, **options):
-    module, tokenizer, more, options = small(*more, **options)
+    """A model with these modules behind its transformer, and the folder that it saves itself into."""
+    module, tokenizer = small()
     module.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     first = modules.Transformer(str(folder / "base"), max_seq_length=20)
@@ -101,8 +104,8 @@ EVERY = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoke
 TEXTS = ["the film was good", "we", "a very old model reads the new file and it is not bad", "", "the old film " * 20]
 
 
-@pytest.mark.parametrize("way", ["folder", "memory"])
-def test_poolings_dense_layers_and_prompts(tmp_path, way):
+def test_poolings_dense_layers_and_prompts(tmp_path):
+    """A model in memory, which is read as the folder that it is saved into."""
     torch.manual_seed(1)
     made, folder = saved(
         tmp_path,
@@ -113,10 +116,13 @@ def test_poolings_dense_layers_and_prompts(tmp_path, way):
         prompts={"ask": "is it "}, default_prompt_name="ask",
     )  # fmt: skip
     expected = made.encode(TEXTS)
-    report = export(made if way == "memory" else load_source(folder), tmp_path / "x.onnx")
+    report = export(made, tmp_path / "x.onnx")
     found = Model.load(tmp_path / "x.onnx", "cpu").embed(TEXTS, truncate=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert report.parity.raw.relative < 1e-4
+    with torch.no_grad():
+        answers = torch.stack([load_source(folder).answer(text) for text in TEXTS])
+    np.testing.assert_allclose(answers.numpy(), expected, atol=1e-5)
 
 
 def test_modules_that_are_not_taken(tmp_path):

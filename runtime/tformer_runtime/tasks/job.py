@@ -19,17 +19,13 @@ Write = Callable[[Any], Any]  # of text, or bytes where a file is written
 
 @dataclass(frozen=True)
 class Asked:
-    """What can be asked of any file. ids: inputs and results are ids. output: the file that results go to.
-
-    alone: whether the inputs were given as arguments, not in a file.
-    """
+    """What can be asked of any file. ids: inputs and results are ids. output: the file that results go to."""
 
     ids: bool = False
     as_json: bool = False
     output: Path | None = None
     resume: bool = False
     force: bool = False
-    alone: bool = False
 
 
 class Job:

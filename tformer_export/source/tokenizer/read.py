@@ -113,10 +113,10 @@ def _agreeing(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of converters, on what the check decides
         for number, form in enumerate(forms(original)):
+            form.tokenizer.no_padding()  # which a backend may have been left with, or its file
+            form.tokenizer.no_truncation()
             found = difference(original, form, reads, writes, pairs)
             if found is None:
-                form.tokenizer.no_padding()
-                form.tokenizer.no_truncation()
                 return form, ""
             differs = found if number == 0 else differs
     return None, differs
