@@ -1,7 +1,8 @@
 """Forecasters of continuous series, in plain PyTorch: numbers go in through a linear layer, in the place of embeddings.
 
-Both are trained to say the next step, and forecast by reading what they have said: the output at a step is the input of
-the next. Shapes are written with B = batch, S = history time, T = target time, F = features, D = width.
+Two are trained to say the next step, and forecast by reading what they have said: the output at a step is the input of
+the next. The third gives all steps at once. Shapes are written with B = batch, S = history time, T = target time,
+F = features, D = width.
 """
 
 # Calling a module gives Any.
@@ -148,3 +149,52 @@ class Forecaster(nn.Module):
         for _ in range(horizon):
             tgt = torch.cat([tgt, self.decode(tgt, memory)[:, -1:]], dim=1)
         return tgt[:, 1:]
+
+
+class EncoderForecaster(nn.Module):
+    """An encoder alone, which gives the whole horizon at once: what it makes of each step of the history is added to
+    that, and one linear map over time, the same for all features, makes the forecast of it.
+
+    Where the encoder adds nothing, this is a linear forecast, which Zeng et al. (2023, "Are Transformers Effective for
+    Time Series Forecasting?") ask any to be compared with. All histories have `context` steps.
+    """
+
+    step = None
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        context: int,
+        horizon: int,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        feedforward: int = 128,
+        dropout: float = 0.1,
+        positions: str = "sinusoidal",
+    ) -> None:
+        super().__init__()
+        self.steps = Steps(features, width, context, positions, dropout)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, feedforward, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.output = nn.Linear(width, features)
+        self.over_time = nn.Linear(context, horizon)
+        nn.init.normal_(self.output.weight, std=0.02)
+        for weight in (self.output.bias, self.over_time.weight, self.over_time.bias):
+            nn.init.zeros_(weight)
+
+    def forward(self, history: Tensor) -> Tensor:
+        """history (B, S, F) → (B, horizon, F)"""
+        refined = history + self.output(self.layers(self.steps(history)))
+        return self.over_time(refined.transpose(1, 2)).transpose(1, 2)
+
+    def one_step(self, window: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """The forecast that follows `context` steps of a window (B, T, F), and what is true: all is one step."""
+        return self(window[:, :context]), window[:, context:]
+
+    def forecast(self, history: Tensor, horizon: int) -> Tensor:
+        """history (B, S, F) → (B, horizon, F)"""
+        return self(history)[:, :horizon]
