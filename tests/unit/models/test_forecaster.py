@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tformer_export.checkpoint import OptionError, load_checkpoint
+from tformer_export.source.checkpoint import from_checkpoint
 from tformer_models import stats_series
-from tformer_models.forecaster import DecoderForecaster, Forecaster
+from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
 from tformer_models.recipe import Part, Recipe, Training
 from tformer_models.training import train
 from tformer_models.windows import SeriesDataset, Windows
@@ -64,6 +66,31 @@ def test_a_forecast_feeds_its_steps_back(model):
     assert forecast.shape == (3, 4, 2)
     said, _ = model.one_step(torch.cat([history, forecast], 1), 5)
     torch.testing.assert_close(said[:, -4:], forecast)
+
+
+@torch.inference_mode()
+def test_a_horizon_at_once_is_a_linear_forecast_and_what_the_encoder_adds():
+    torch.manual_seed(0)
+    model = EncoderForecaster(2, context=8, horizon=3, width=16, heads=2, layers=1, feedforward=32).eval()
+    torch.nn.init.normal_(model.over_time.weight)
+    history = torch.randn(4, 8, 2)
+    torch.nn.init.zeros_(model.output.weight)
+    expected = torch.einsum("hs,bsf->bhf", model.over_time.weight, history)
+    torch.testing.assert_close(model(history), expected)
+    torch.nn.init.normal_(model.output.weight)
+    assert not torch.allclose(model(history), expected)
+    torch.testing.assert_close(model.forecast(history, 2), model(history)[:, :2])
+
+
+def test_a_checkpoint_of_one_length_is_exported_at_that_length(tmp_path):
+    arguments = {"context": 12, "horizon": 6, "width": 16, "heads": 2, "layers": 1, "feedforward": 32}
+    of = replace(recipe(steps=4, rollout=0.0), model=Part("tformer_models.forecaster:EncoderForecaster", arguments))
+    path = train(of, tmp_path / "run")
+    assert load_checkpoint(path).series == {"columns": ["one", "two"], "horizon": 6, "longest": 12, "shortest": 12}
+    source = from_checkpoint(path)
+    assert source.step is None
+    assert source.example["history"].shape == (2, 12, 2)
+    assert source.dynamic == {"history": (0,)}
 
 
 def test_unknown_positions_are_refused():
