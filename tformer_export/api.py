@@ -51,11 +51,9 @@ from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
 from tformer_export.source.module import from_module
-from tformer_export.source.once import classes, with_tokenizer
-from tformer_export.source.pooled import CHOICES as POOL_CHOICES
-from tformer_export.source.pooled import pooled
+from tformer_export.source.once import with_tokenizer
 from tformer_export.source.program import from_program
-from tformer_export.source.purpose import CLASSIFIES
+from tformer_export.source.results import for_its_task
 from tformer_export.source.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.target import TARGETS
 from tformer_export.tune import ROWS, Request, Tuning, requests
@@ -65,7 +63,7 @@ from tformer_export.write import data_file, removed, write
 from tformer_runtime import shortlist as candidates
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, OutputError, ParityError, SourceError
-from tformer_runtime.manifest import KEY, MULTI_LABEL, REGRESSION, SINGLE_LABEL, Manifest, SpecialTokens
+from tformer_runtime.manifest import KEY, Manifest, SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
 
 DEFAULT_HALF = "fp16"  # of files for CUDA
@@ -203,7 +201,7 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
     source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
-    source = _for_its_task(source, labels, problem, pool, normalize)
+    source = for_its_task(source, labels, problem, pool, normalize)
     if source.step is None and max_length is not None:
         source = replace(source, max_length=min(max_length, source.max_length or max_length))
     if lines is not None and (source.step is None or not set(source.example) - {source.step, *source.masks}):
@@ -622,28 +620,6 @@ def _source(
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)
-    return source
-
-
-def _for_its_task(
-    source: Source, labels: Sequence[str] | None, problem: str | None, pool: str | None, normalize: bool
-) -> Source:
-    """The source with what its results stand for. OptionError for what does not go together."""
-    if (labels is not None or problem is not None) and (source.step is not None or source.task != CLASSIFIES):
-        raise OptionError(
-            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}), and this model's is {source.task}"
-        )
-    if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
-        raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
-    if normalize and pool is None:
-        raise OptionError("normalize is of pooled vectors: choose a pool too")
-    if pool is not None:
-        if pool not in POOL_CHOICES:
-            raise OptionError(f"pool is one of {', '.join(POOL_CHOICES)}, not {pool!r}")
-        source = pooled(source, [pool], normalize=normalize)
-    if source.task == CLASSIFIES and source.step is None:
-        given = tuple(source.outcome.labels if labels is None else map(str, labels))
-        source = replace(source, outcome=classes(source, given, problem or source.outcome.problem or SINGLE_LABEL))
     return source
 
 

@@ -53,8 +53,8 @@ def from_folder(
         module, found = _load(folder, task)
         source = from_transformers(module, name=folder.resolve().name, task=found)
         if step not in (None, source.step):
-            stepped = f"is stepped over {source.step!r}" if source.step else f"is run once ({source.task})"
-            raise SourceError(f"{folder} {stepped}, not over {step!r}: leave --step (step=) out")
+            stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
+            raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
         if source.step is None:
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):

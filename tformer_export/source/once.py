@@ -74,24 +74,6 @@ def outcome_of(config: Any) -> Outcome:
     return Outcome(labels, problem)
 
 
-def classes(source: Source, labels: tuple[str, ...], problem: str) -> Outcome:
-    """What a classifier's output stands for; labels: none for those that transformers would make up. OptionError if
-    there are more or fewer than the output has numbers, SourceError for an output that is not one row of scores."""
-    with source.ready(), torch.no_grad():
-        shape = tuple(source.module(*source.example.values()).shape)
-    if len(shape) != 2:
-        raise SourceError(
-            f"a classifier gives scores of its labels for each row, (batch, labels), and this model gives {shape}: let "
-            "forward return those, or name them with output="
-        )
-    labels = labels or tuple(f"LABEL_{i}" for i in range(shape[1]))
-    if len(labels) != shape[1] or len(set(labels)) != len(labels):
-        raise OptionError(f"{len(labels)} labels are given for {shape[1]} scores: give as many, each once")
-    if problem == SINGLE_LABEL and shape[1] == 1:
-        problem = MULTI_LABEL  # one label alone holds or not
-    return Outcome(labels, problem)
-
-
 def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     """The source with a transformers tokenizer in memory, in tokenizers' JSON format, and its own way through that."""
     reads = [name for name in source.example if name not in source.masks and name not in source.types]
