@@ -122,7 +122,7 @@ def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training)
 def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:
     """What the checkpoint says that follows from the data."""
     if isinstance(dataset, SeriesDataset):
-        one_length = {"shortest": dataset.context} if model.step is None else {}
+        one_length: dict[str, Any] = {"shortest": dataset.context} if model.step is None else {}
         return {"series": {**dataset.series, **one_length}, "step": model.step}
     return {"tokenizer": dataset.tokenizers, "special": dataset.special}
 
