@@ -51,6 +51,7 @@ def export(
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    series: Mapping[str, Any] | None = None,
     labels: Sequence[str] | None = None,
     problem: str | None = None,
     pool: str | None = None,
@@ -91,6 +92,9 @@ def export(
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or, for a model that is run once, a tokenizer
     of transformers. special: start, end and pad ids.
+    series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
+        normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
+        in its own units.
     task: what the model does, by transformers' names, such as "text-classification". labels: of classes, in the order
     of the output's numbers. problem: "single_label" (softmax, the default), "multi_label" (sigmoid) or "regression".
     pool: one vector for each row of a model that is run once and gives one for each position: "mean", "first", "max" or
@@ -99,8 +103,9 @@ def export(
         multiply the perplexity, "1.02x"; ParityError beyond it, which says what would fit. Of a model that is run once:
         the share of rows whose class may change, if its output is of classes (see `quantize.outputs`), else what may be
         missing to a mean cosine of 1 with the unquantised outputs; by default of mixed 1%.
-    calibration: a text file, lines as `quantize.samples` has them, that integers are fitted to by GPTQ; every fourth
-        line is measured on instead. Without it, what the model makes of random ids is.
+    calibration: a text file, lines as `quantize.samples` has them, or a series (`quantize.series`), that
+        integers are fitted to by GPTQ; every fourth line, or window, is measured on instead. Without it, what the model
+        makes of random ids is.
     min_speed: how many times as fast as the unquantised file the quantised one must be, for one row; ParityError below.
     alignments: the file can tell how much each step attends to each position of the request: True for the mean of all
         heads of all cross-attentions, "last" for the last one's, or which: layers, or pairs (layer, head), counted from
@@ -134,7 +139,7 @@ def export(
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
-    source = _source(model, example, step, call, tokenizer, task, special, defaults)
+    source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
     source = for_its_task(source, labels, problem, pool, normalize)
     if source.step is None and max_length is not None:
         source = replace(source, max_length=min(max_length, source.max_length or max_length))
@@ -175,6 +180,7 @@ def _source(
     task: str | None,
     special: SpecialTokens | Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
+    series: Mapping[str, Any] | None,
 ) -> Source:
     """`call`: how forward is called, as `from_module` takes it."""
     if isinstance(special, Mapping):
@@ -191,7 +197,7 @@ def _source(
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
-        source, unread = from_module(model, example, step, **call), []
+        source, unread = from_module(model, example, step, series=series, **call), []
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     names = [n for n in source.example if n not in source.masks and n not in source.types]
@@ -204,6 +210,7 @@ def _source(
         "task": task,
         "special": special,
         "defaults": defaults,
+        "series": series,
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)

@@ -25,6 +25,7 @@ from tformer_runtime.manifest import (
     RequestInput,
     TensorSpec,
 )
+from tformer_runtime.series import Series
 
 
 def describe(
@@ -36,6 +37,7 @@ def describe(
     max_length: int,
     target: str,
     shares_context: bool = False,
+    series: Series | None = None,
 ) -> Manifest:
     """Everything but quantisation and parity, which are known later."""
     texts = list(dict.fromkeys(source.tokenizers.values()))
@@ -51,6 +53,7 @@ def describe(
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
         chat_tokens=dict(source.chat_tokens),
+        preparation={series.input: series.preparation} if series is not None else {},
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},

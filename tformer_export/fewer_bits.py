@@ -23,11 +23,13 @@ from tformer_export.quantize import (
     hold_in_int8,
     measure,
     measure_outputs,
+    measure_series,
     quantize,
 )
 from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
+from tformer_export.quantize.series import read_windows
 from tformer_export.report import Clock
 from tformer_export.shortlist import set_apart, with_columns
 from tformer_export.verify import Gate
@@ -65,7 +67,7 @@ def in_fewer_bits(
     with clock.stage("calibrate"):
         planner, manifest = _calibrated(compiled, manifest, gate, before, asked, folder)
     with clock.stage("search"):
-        yardstick = planner.yardstick if gate.source.step is None else None
+        yardstick = planner.yardstick if gate.source.step is None or gate.series is not None else None
         budget = _budget(asked, yardstick)
         plans = _plans(planner, asked, budget)
     mixed = asked.quantize == "mixed"
@@ -77,7 +79,9 @@ def in_fewer_bits(
         with clock.stage("measure"):
             after = Engine(written, device="cpu")
             degradation: Degradation | OutputDegradation
-            if isinstance(yardstick, OutputYardstick):
+            if isinstance(yardstick, OutputYardstick) and gate.source.step is not None:
+                degradation = measure_series(gate, before, after, yardstick, exact=asked.exact)
+            elif isinstance(yardstick, OutputYardstick):
                 degradation = measure_outputs(gate, before, after, yardstick)
             else:
                 degradation = measure(gate, before, after, measured_on, exact=asked.exact)
@@ -102,7 +106,8 @@ def _calibrated(
 ) -> tuple[Planner, Manifest]:
     """Caches in what they are to be held in, integers for weights where there are data to fit them to; and the manifest
     as which the runtime opens what is measured."""
-    samples = read_samples(asked.calibration, before) if asked.calibration is not None else None
+    read = read_samples if gate.series is None else read_windows
+    samples = read(asked.calibration, before) if asked.calibration is not None else None
     if asked.cache == "int8":
         seen = (samples or draw_samples(gate, before)).seen
         manifest = hold_in_int8(compiled.model, manifest, before, [*seen, draw_long(gate, before)])

@@ -65,9 +65,9 @@ def make(source: Source, out: Path, asked: Asked, clock: Clock) -> Made:
                 compiled = understood.compile(forms)
                 compiled.manifest = asked.in_forms(compiled.manifest, forms)
         del understood
-        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last)
+        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last, series=compiled.series)
         if asked.shortlist is not None:
-            if not compiled.manifest.staged:
+            if not compiled.manifest.staged or compiled.series is not None:
                 raise no_encoder()
             if asked.quantize == "none":
                 set_apart(compiled.model)

@@ -103,7 +103,7 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
 
     compiled: in the default forms. folder: where candidates are written.
     """
-    source, gate = understood.source, Gate(understood.source, compiled.inputs)
+    source, gate = understood.source, Gate(understood.source, compiled.inputs, series=understood.series)
 
     def build(forms: Forms) -> Request:
         made = understood.compile(forms)
@@ -191,7 +191,7 @@ def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_
     What is read counts once, and the steps as if there were more of them: a request of READ tokens that decodes
     STANDS_FOR. A model that is run once is run.
     """
-    drawing = Gate(gate.source, gate.inputs, seed=1)
+    drawing = Gate(gate.source, gate.inputs, seed=1, series=gate.series)
     longest = engine.manifest.max_length
     given = drawing.draw_request(READ)
     if engine.manifest.decode is None:
@@ -202,7 +202,7 @@ def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_
     steps = min(STEPS, longest - len(start))
 
     def request(rows: int) -> float:
-        tokens = np.tile(start, (rows, 1))
+        tokens = np.repeat(start[None], rows, axis=0)
         begun = clock()
         state = engine.start({n: [v] * rows for n, v in given.items()} or None, rows)
         engine.step(state, tokens)

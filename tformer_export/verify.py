@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from tformer_export.explain import line_of_error, said
+from tformer_export.forecasts import check_forecasts
 from tformer_export.hidden import find_modules, watched
 from tformer_export.inputs import About
 from tformer_export.locate import Landmarks
@@ -33,6 +34,7 @@ from tformer_export.staging.evaluate import run
 from tformer_runtime.bits import numbers
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError, UnsupportedModelError
+from tformer_runtime.series import Series
 from tformer_runtime.state import State
 
 TOLERANCE = 1e-3
@@ -61,10 +63,11 @@ class Case:
 class ParityReport:
     """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
 
-    extras: what the file gives beside logits → max |Δ|. device: what the file ran on. tolerance: of relative_error.
-    exact_error: relative_error before the model was rounded to half precision, of such a file. raw: from texts to final
-    results, of a model that is run once. ragged: whether its rows are the same beside longer ones, where it looked as
-    if they were.
+    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range;
+    forecast_allowed: what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on.
+    tolerance: of relative_error. exact_error: relative_error before the model was rounded to half precision, of such a
+    file. raw: from texts to final results, of a model that is run once. ragged: whether its rows are the same beside
+    longer ones, where it looked as if they were.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -75,6 +78,8 @@ class ParityReport:
     device: str = "cpu"
     tolerance: float = TOLERANCE
     exact_error: float | None = None
+    forecast: float | None = None
+    forecast_allowed: float | None = None
     raw: RawParity | None = None
     ragged: bool = True
 
@@ -180,8 +185,10 @@ class Gate:
         seed: int = 0,
         gives_last: bool = False,
         tolerance: float = TOLERANCE,
+        series: Series | None = None,
     ) -> None:
         self.source, self.inputs, self.landmarks, self.tolerance = source, inputs, landmarks, tolerance
+        self.series = series
         self.reference = Reference(source, gives_last)
         self.random = np.random.default_rng(seed)
 
@@ -190,9 +197,11 @@ class Gate:
         report = ParityReport()
         if self.source.step is None:
             self._run_once(engine, report)
+            if self.series is not None:
+                check_forecasts(self, engine, report)
             return report
         for case in cases(engine.manifest.max_length):
-            requests = [self.draw_request(n) for n in case.sources]
+            requests = self.draw_requests(case.sources)
             sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
             found, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
@@ -204,7 +213,10 @@ class Gate:
                 error = max(error, found_error)
                 self._compare_extras(case.name, row, extras[row], request, tokens, report)
             report.errors[case.name] = error
-        self._greedy(engine, report)
+        if self.series is not None:
+            check_forecasts(self, engine, report)
+        else:
+            self._greedy(engine, report)
         return report
 
     def sensitivity(self, rounded: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
@@ -219,7 +231,7 @@ class Gate:
         """
         drawn: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
         for case in cases(max_length) if self.source.step is not None else ():
-            requests = [self.draw_request(n) for n in case.sources]
+            requests = self.draw_requests(case.sources)
             drawn += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
         if self.source.step is None:
             drawn = [(self.draw_request(length), None) for length in (4, 11)]
@@ -366,6 +378,8 @@ class Gate:
     def hidden(self) -> list[int]:
         """Ids that the model takes for padding: after one of them it would not see what it decoded."""
         about = self.inputs[self.source.step or ""]
+        if about.ids is None:
+            return []
         return [about.pad] if about.masked and about.pad not in self.source.special.start else []
 
     def start(self, max_length: int) -> np.ndarray:
@@ -375,18 +389,27 @@ class Gate:
         return self.draw(self.source.step, min(3, max_length - 1))
 
     def draw_sequence(self, length: int) -> np.ndarray:
-        """Ids of the step input, beginning as decoding does."""
+        """Ids of the step input, beginning as decoding does; or steps of a series."""
         drawn = self.draw(self.source.step, length)
         start = self.source.special.start[:length]
-        drawn[: len(start)] = start
+        if start:
+            drawn[: len(start)] = start
         return drawn
 
     def draw(self, name: str | None, length: int) -> np.ndarray:
-        """Random ids of an input, none of them padding."""
-        about = self.inputs[name or ""]
+        """Random ids of an input, none of them padding; or normal numbers, (length, features), of a series."""
+        about, held = self.inputs[name or ""], self.source.example[name or ""]
+        if about.ids is None:
+            return self.random.standard_normal((length, *held.shape[2:])).astype(held.numpy().dtype)
         ids = np.arange(about.ids or 0)
         ids = ids[ids != about.pad] if name not in self.source.types else ids
-        return self.random.choice(ids, length).astype(self.source.example[name or ""].numpy().dtype)
+        return self.random.choice(ids, length).astype(held.numpy().dtype)
+
+    def draw_requests(self, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """A row of so many positions each; of one length where a series' histories are only read so together."""
+        if self.series is not None and not self.series.ragged:
+            lengths = [lengths[0]] * len(lengths)
+        return [self.draw_request(length) for length in lengths]
 
     def draw_request(self, length: int) -> dict[str, np.ndarray]:
         """One row of each request input, without its batch axis, as long as that or as the input may be."""
@@ -396,6 +419,8 @@ class Gate:
                 continue
             about, axes = self.inputs[name], self.source.dynamic.get(name, (0, 1))
             size = min(length, about.max_length or length) if 1 in axes else value.shape[1]
+            if self.series is not None and name == self.series.input:
+                size = max(self.series.shortest, min(size, self.series.longest or size))
             if about.ids is not None:
                 drawn[name] = self.draw(name, size)
             else:
@@ -439,9 +464,7 @@ def run_case(
     extra_names = [extra.name for extra in engine.manifest.extras]
     state = engine.start(_by_name(requests), len(sequences), extras=extra_names, candidates=candidates)
     counts = np.array(prompts)
-    tokens = np.zeros((len(sequences), int(counts.max())), np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : counts[row]] = sequence[: counts[row]]
+    tokens = padded([sequence[:count] for sequence, count in zip(sequences, prompts, strict=True)])
     logits = engine.step(state, tokens, counts, want="all")
     steps = len(sequences[0]) - prompts[0]
     rows: list[dict[str, np.ndarray]] = [{} for _ in sequences]
@@ -456,6 +479,16 @@ def run_case(
                 rows[row][name][count + i] = values[row]
     once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
     return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, once, strict=True)]
+
+
+def padded(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of the step input, (rows, longest, …), with zeros at their ends."""
+    first = sequences[0]
+    kind = first.dtype if first.dtype.kind == "f" else np.dtype(np.int64)
+    rows = np.zeros((len(sequences), max(map(len, sequences)), *first.shape[1:]), kind)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return rows
 
 
 def decode_greedily(

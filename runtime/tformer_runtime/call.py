@@ -42,7 +42,7 @@ class Call:
         self.controls = frozenset(decode.controls)
         self.slots, self.last_position = feeds.slots, len(feeds.slots) - 1
         self.selects = SELECT in self.controls
-        self.tokens: Array = np.zeros((rows, new), decode.step.dtype)
+        self.tokens: Array = np.zeros((rows, new, *decode.features), decode.step.dtype)
         self.ahead = np.arange(new)
         # With one new token the positions are the lengths: the graph reads the state's own array.
         self.positions: Ints = state.lengths[:, None] if new == 1 else np.zeros((rows, new), np.int64)
@@ -89,6 +89,8 @@ class Call:
     def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
         new, lengths = self.new, state.lengths
         self.tokens[:] = tokens
+        if counts is not None and new > 1 and self.tokens.ndim > 2:
+            self.tokens[self.ahead >= counts[:, None]] = 0  # attention hides these, but a weight of 0 hides no NaN
         self.total[()] = total
         if new == 1:
             self.last[:] = lengths

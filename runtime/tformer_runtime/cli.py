@@ -70,7 +70,8 @@ def main(context: click.Context, /, model: Path, info: bool, as_json: bool, **as
 def _job(model: Path, given: Mapping[str, Any], asked: Asked) -> Job:
     """What the file does with its inputs. given: options that not every file has. OptionError for those of others."""
     manifest = read_manifest(model)
-    kind = Generation() if manifest.decode is not None else task_of(manifest)
+    generates = manifest.decode is not None and not manifest.decode.features
+    kind = Generation() if generates else task_of(manifest)
     flags = {name: flag for flags in kind.every_flag().values() for name, flag in flags.items()}
     others = [option.flag for name, option in _every_flag().items() if name in given and name not in flags]
     if others:

@@ -158,14 +158,15 @@ class Engine:
     def step(self, state: State, tokens: Array, counts: Array | None = None, want: Want = "last") -> Array:
         """Feed new tokens to every row and return the logits that follow them.
 
-        tokens: (rows, N) int64, right-padded.
+        tokens: (rows, N) int64, right-padded; (rows, N, features) float32 for a model that continues a series, whose
+        outputs are called logits here. What is beyond a row's count does not matter.
         counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
         Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
         want="all"; -inf for ids that are no candidates of a row. The array is not to be written to, and is overwritten
         by the next call, as are the extras that the state then holds.
         InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
         """
-        rows, new = tokens.shape
+        rows, new = tokens.shape[:2]
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
         state.check()
@@ -300,6 +301,8 @@ class Engine:
         held = state.cache.pooled
         if held is None or new > 1 or want != "last" or state.wanted or state.candidates is not None:
             return None
+        if self.decode.features:  # a graph goes on from the likeliest token
+            return None
         state.held.arrange()
         contexts = dict(zip(self._feeds.context, state.context, strict=True))
         key = tuple(array.shape for array in contexts.values())
@@ -322,7 +325,7 @@ class Engine:
         )
 
     def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
-        rows, new = tokens.shape
+        rows, new = tokens.shape[:2]
         counts = np.full(rows, new) if counts is None else np.asarray(counts)
         total = int((state.lengths + counts).max())
         if total > self.manifest.max_length:

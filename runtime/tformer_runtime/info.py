@@ -13,6 +13,7 @@ import numpy as np
 from tformer_runtime.bits import held_as
 from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.modelfile import read_manifest, read_metadata
+from tformer_runtime.series import KIND
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
         "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
         "max_length": m.max_length,
-        "vocabulary": m.decode.logits.shape[-1] if m.decode else None,
+        "vocabulary": m.decode.logits.shape[-1] if m.decode and not m.decode.features else None,
         "caches": len(caches),
         "cache_bytes_per_token": int(sum(slot)),
         "extras": [extra.name for extra in m.extras],
@@ -41,6 +42,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,
+        "series": next((dict(how.numbers) for how in m.preparation.values() if how.kind == KIND), None),
         "defaults": dict(m.defaults),
         "versions": dict(m.producer),
         "source_digest": m.source_digest,

@@ -158,6 +158,8 @@ class Shortlist:
 class Decode:
     """The stage that runs once a step.
 
+    `step` is (batch, new) ids, or (batch, new, features) numbers in a model that continues a series, whose outputs are
+    called `logits` all the same.
     `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
     may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
     tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
@@ -175,6 +177,11 @@ class Decode:
     extras: tuple[Extra, ...] = ()
     shares_context: bool = False
     shortlist: Shortlist | None = None
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """What the step input holds at each position: nothing where it is an id, (F,) where it is F numbers."""
+        return tuple(int(size) for size in self.step.shape[2:])
 
 
 @dataclass(frozen=True)

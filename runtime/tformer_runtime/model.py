@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,11 @@ from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
+from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
 from tformer_runtime.state import State
 from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
+from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
 _CHUNK = 128  # positions that score() computes at once
@@ -163,6 +165,34 @@ class Model:
         ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
         return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
 
+    def forecast(
+        self, history: npt.ArrayLike, horizon: int | None = None, truncate: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """(horizon, targets): the steps that follow a history, (time, columns), both in the data's own units.
+
+        horizon: how many steps; by default as many as the file says. truncate: of a history that is longer than the
+        model can read, take the last rows. Raises InputError, OptionError, MemoryBudgetError, and UnsupportedCallError
+        for a model that does not forecast. Cost: see `Forecaster.batch`.
+        """
+        steps = self._forecaster.steps(horizon)
+        return self._forecaster.batch([self._forecaster.window(history, steps, truncate)], steps)[0]
+
+    def forecast_batch(
+        self,
+        histories: Iterable[npt.ArrayLike],
+        horizon: int | None = None,
+        batch_size: int = 32,
+        workers: int = 1,
+        first: int = 0,
+        truncate: bool = False,
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """`forecast` for any number of histories, of any lengths, in their order, `batch_size` of them at once.
+
+        Histories are read as they are needed. workers: how many batches run side by side. first: how many histories
+        came before these, for errors, which name the history that they come from, counted from 1.
+        """
+        return self._forecaster.every(histories, horizon, batch_size, workers, first, truncate)
+
     def align(self, source: Input, target: Value) -> npt.NDArray[np.float32]:
         """(target tokens, source positions): what the step before each token of `target` attended to.
 
@@ -274,6 +304,7 @@ class Model:
 
     def _extras(self, kind: str) -> dict[str, Extra]:
         """The file's extras of a kind, by name; UnsupportedCallError if it has none."""
+        self._must_not_forecast(f"give {kind}")
         found = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
         if not found:
             what = {
@@ -299,7 +330,12 @@ class Model:
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
+    @cached_property
+    def _forecaster(self) -> Forecaster:
+        return Forecaster(self._engine, self._budget)
+
     def _must_decode(self, call: str) -> None:
+        self._must_not_forecast(call)
         if self.manifest.decode is None:
             offers = task_of(self.manifest).call
             raise UnsupportedCallError(
@@ -308,6 +344,7 @@ class Model:
 
     def _task(self, call: str, kind: type[Task] = Task) -> Task:
         """The file's task. UnsupportedCallError if it has none, or none of that kind."""
+        self._must_not_forecast(call)
         if self.manifest.decode is not None:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
@@ -318,6 +355,12 @@ class Model:
                 f"this model ({self.manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
             )
         return task
+
+    def _must_not_forecast(self, call: str) -> None:
+        if Series.of(self.manifest) is not None:
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
+            )
 
     def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
         """Log-probability of ids[1:], each after those before it."""

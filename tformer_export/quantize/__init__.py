@@ -27,7 +27,7 @@ measure      what the quantised file does differently
 """
 
 from tformer_export.quantize.caches import CACHES, hold_in_int8
-from tformer_export.quantize.measure import Degradation, measure
+from tformer_export.quantize.measure import Degradation, measure, measure_series
 from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick, measure_outputs
 from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
 from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
@@ -47,5 +47,6 @@ __all__ = [
     "hold_in_int8",
     "measure",
     "measure_outputs",
+    "measure_series",
     "quantize",
 ]

@@ -77,6 +77,11 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
     unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
     """
     every = 3 + np.arange(ROWS) % 16
+    if gate.series is not None and gate.source.step is not None:
+        length = min(LENGTH, engine.manifest.max_length)
+        return Samples(
+            (), [Sample(request, gate.draw_sequence(length), 1) for request in gate.draw_requests(every.tolist())]
+        )
     if engine.manifest.decode is None:
         return Samples((), [once(gate.draw_request(int(n))) for n in every])
     longest = engine.manifest.max_length
@@ -96,7 +101,7 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
 def draw_long(gate: Gate, engine: Engine) -> Sample:
     """A sequence of random ids, as long as the gate's longest."""
     tokens = gate.draw_sequence(min(LONGEST_PROMPT, engine.manifest.max_length))
-    return Sample(gate.draw_request(LONG_SOURCE), tokens.astype(np.int64), 1)
+    return Sample(gate.draw_request(LONG_SOURCE), tokens if tokens.ndim > 1 else tokens.astype(np.int64), 1)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:

@@ -26,7 +26,8 @@ class Source:
     masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
     in `example` too.
     types: inputs that the runtime has from the tokenizer beside another's ids, by name.
-    step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
+    step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `tformer_export.series`
+    reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
     outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
     so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
@@ -50,6 +51,7 @@ class Source:
     outcome: Outcome = field(default_factory=Outcome)
     answer: Answer | None = None
     pairs: bool = True
+    series: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:

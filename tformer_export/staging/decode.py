@@ -66,7 +66,8 @@ class DecodeEmitter(Emitter):
         assert captured.step is not None
         assert captured.step_name is not None
         step = captured.step
-        tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW))
+        features = tuple(int(size) for size in meta(step).shape[2:])  # of a series; ids have none
+        tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW, *features))
         self.tokens = tokens
         for symbol in captured.batch:
             self.sizes[symbol] = (tokens, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +28,19 @@ class Arrays(Job):
 
     def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked, width: int) -> None:
         super().__init__(task, settings, asked)
-        self.head = partial(npy_head, width)
+        self.head = lambda rows: npy_head((rows, width))
 
     def written(self, result: Array, index: int) -> bytes:
         return np.ascontiguousarray(result, "<f4").tobytes()
 
 
-def npy_head(width: int, rows: int) -> bytes:
-    """What a .npy file of float32 (rows, width) begins with, in HEAD bytes.
+def npy_head(shape: tuple[int, ...]) -> bytes:
+    """What a .npy file of float32 of this shape begins with, in HEAD bytes.
 
     https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
     """
     held = io.BytesIO()
-    np.lib.format.write_array_header_1_0(held, {"descr": "<f4", "fortran_order": False, "shape": (rows, width)})
+    np.lib.format.write_array_header_1_0(held, {"descr": "<f4", "fortran_order": False, "shape": shape})
     head = held.getvalue()
     size = HEAD - 10  # of the description, after the magic string, the version and this number
     return head[:8] + size.to_bytes(2, "little") + head[10:].rstrip(b"\n ").ljust(size - 1) + b"\n"
