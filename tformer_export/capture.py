@@ -15,7 +15,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import getitem
@@ -34,6 +34,16 @@ from tformer_export.sizes import sizes_followed
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
+WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other names, which torch keeps beside these
+    aten.__and__.Tensor: torch.bitwise_and,
+    aten.__and__.Scalar: torch.bitwise_and,
+    aten.__or__.Tensor: torch.bitwise_or,
+    aten.__or__.Scalar: torch.bitwise_or,
+    aten.__xor__.Tensor: torch.bitwise_xor,
+    aten.__xor__.Scalar: torch.bitwise_xor,
+    aten.min.other: torch.minimum,
+    aten.max.other: torch.maximum,
+}
 
 _LAYERS = os.path.join("torch", "nn", "modules", "")
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
@@ -222,7 +232,7 @@ def _trace(
     ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        traced: torch.export.ExportedProgram = program.run_decompositions({})
+        traced: torch.export.ExportedProgram = program.run_decompositions(WRITTEN_OTHERWISE)
         return traced
 
 

@@ -271,14 +271,14 @@ class DecodeEmitter(Emitter):
         assert rows is not None
         new = rows.split(self.call, self.made[node, views.roles(node)])
         if rows.own_axis != 0:
-            new = self.call(torch.movedim, new, rows.own_axis, 0)
+            new = self.call(operators.moved, new, rows.own_axis, 0)
         cache = self._cache(node, rows, rows.apart(axis))
         slot = cache.shape.index(manifest.SLOT)
         present = self.call(operators.write_slots, cache.input, new, self._control(manifest.START), slot)
         self._extended(cache, present)
         view = self.call(operators.slot_view, present, self._control(manifest.SLOTS), slot)
         if rows.own_axis != 0:
-            view = self.call(torch.movedim, view, 0, rows.own_axis)
+            view = self.call(operators.moved, view, 0, rows.own_axis)
         return rows.merge(self.call, view)
 
     def _fused(self, attention: CachedAttention) -> Node:
