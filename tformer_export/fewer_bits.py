@@ -120,7 +120,7 @@ def _calibrated(
 
 
 def _budget(asked: Asked, yardstick: Yardstick | OutputYardstick | None) -> Budget:
-    """yardstick: of a model that is run once, which tells what its outputs mean."""
+    """yardstick: of a model that is run once or stepped over numbers, which tells what its outputs mean."""
     budget = asked.budget
     if asked.quantize == "mixed" and budget.tokens is None and budget.perplexity is None:
         budget = MIXED_BUDGET if yardstick is None else MIXED_ONCE
