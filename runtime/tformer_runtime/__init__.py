@@ -27,7 +27,7 @@ from tformer_runtime.errors import (
 from tformer_runtime.generate import Result, Speculation, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
-from tformer_runtime.tasks import Classification
+from tformer_runtime.tasks import Answer, Candidate, Classification, Span
 
 if TYPE_CHECKING:
     from tformer_runtime.aio import AsyncModel
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
     "AsyncModel",
+    "Candidate",
     "Classification",
     "DeadlineError",
     "DeviceError",
@@ -50,6 +52,7 @@ __all__ = [
     "ParityError",
     "Result",
     "SourceError",
+    "Span",
     "Speculation",
     "TformerError",
     "Timing",

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.errors import InputError
+from tformer_runtime.errors import InputError, UnsupportedCallError
 from tformer_runtime.generate import Base, Request
 from tformer_runtime.manifest import Manifest, RequestInput
 from tformer_runtime.options import Settings
-from tformer_runtime.reading import Pair, Reader
+from tformer_runtime.reading import Pair, Reader, Window
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
@@ -157,6 +157,43 @@ class Inputs:
                     found[name] = np.asarray(given[name], np.int64) if name in given else kinds
         return found
 
+    @property
+    def text_input(self) -> tuple[RequestInput, Reader]:
+        """The one input that is made of a text, and its tokenizer. UnsupportedCallError if there is none, or more is
+        read."""
+        assert self._manifest.encode is not None
+        specs = [spec for spec in self._manifest.encode.inputs if spec.role in ("ids", "data")]
+        index = self._manifest.tokenizer_of.get(specs[0].name) if len(specs) == 1 else None
+        if index is None:
+            raise UnsupportedCallError(
+                f"this model's task ({self._manifest.task}) is done on texts, and the file has no tokenizer for "
+                f"{', '.join(spec.name for spec in specs)}: export it with one (--tokenizer, tokenizer=)"
+            )
+        return specs[0], self._readers[index]
+
+    def windows(
+        self, text: str | Pair, truncate: bool = False, most: int | None = None, stride: int | None = None
+    ) -> list[Window]:
+        """A text or a pair with the place of each token: in one window, or, with a stride, in several of at most `most`
+        tokens, by default as many as the model takes, each of which begins with the last `stride` of the one before.
+        """
+        spec, reader = self.text_input
+        most = spec.max_length if most is None else most
+        if stride is not None and most is not None:
+            found = reader.windows(text, most, stride)
+        else:
+            found = [reader.window(text, most if truncate else None)]
+        for window in found:
+            self._check_read(spec, window.ids)
+        return found
+
+    def arrays(self, window: Window) -> dict[str, Array]:
+        """The request inputs' arrays of what was read of a text."""
+        assert self._manifest.encode is not None
+        spec, _ = self.text_input
+        types = {other.name: window.types for other in self._manifest.encode.inputs if other.role == "types"}
+        return {spec.name: window.ids, **types}
+
     def _read(self, spec: RequestInput, value: Value, truncate: bool) -> tuple[Ints, Ints]:
         """ids and types, (time,) each"""
         most = spec.max_length
@@ -166,21 +203,22 @@ class Inputs:
                 raise InputError(f"the file has no tokenizer for {spec.name}: give ids")
             text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
             ids, types = self._readers[index].read(text, most if truncate else None)
-            if not len(ids):
-                raise InputError("the input is empty")
-            if spec.vocabulary is not None and (beyond := ids[ids >= spec.vocabulary]).size:
-                raise InputError(
-                    f"the tokenizer gives the id {beyond[0]}, and the model's end at {spec.vocabulary - 1}"
-                )
         else:
             ids = self.ids(spec.name, value, special=True)[: most if truncate else None]
             types = np.zeros_like(ids)
-        if most is not None and len(ids) > most:
-            raise InputError(
-                f"the input is {len(ids)} tokens long and the model takes at most {most}: shorten it, or have it cut "
-                "with --truncate (truncate=True)"
-            )
+        self._check_read(spec, ids)
         return ids, types
+
+    def _check_read(self, spec: RequestInput, ids: Ints) -> None:
+        if not len(ids):
+            raise InputError("the input is empty")
+        if spec.vocabulary is not None and (beyond := ids[ids >= spec.vocabulary]).size:
+            raise InputError(f"the tokenizer gives the id {beyond[0]}, and the model's end at {spec.vocabulary - 1}")
+        if spec.max_length is not None and len(ids) > spec.max_length:
+            raise InputError(
+                f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}: shorten it, or "
+                "have it cut with --truncate (truncate=True)"
+            )
 
     def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
         given = self._by_name(specs, input)

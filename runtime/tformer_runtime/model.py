@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -26,7 +26,19 @@ from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
 from tformer_runtime.state import State
-from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
+from tformer_runtime.tasks import (
+    Answer,
+    Answers,
+    Classification,
+    Classifier,
+    Entities,
+    Features,
+    Filled,
+    Filling,
+    Span,
+    Task,
+    task_of,
+)
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
@@ -247,11 +259,11 @@ class Model:
             InputError. first: how many inputs came before these. settings: of the results, such as top_k.
         Raises UnsupportedCallError for a model that decodes.
         """
-        task, made = self._task("predict"), self._inputs.once
+        task = self._task("predict")
         settings = task.settings(settings)
-        requests = (partial(made, task.value(input), truncate) for input in inputs)
-        found = run_once(self._engine, requests, batch_size, workers, first)
-        return (task.result(outputs, settings) for outputs in found)
+        readings = (partial(task.reading, input, self._inputs, truncate, settings) for input in inputs)
+        found = run_once(self._engine, readings, batch_size, workers, first, task.keep)
+        return (task.made(reading, outputs, settings) for reading, outputs in found)
 
     def embed(
         self, inputs: Iterable[Input], batch_size: int = 32, workers: int = 1, truncate: bool = False
@@ -280,6 +292,75 @@ class Model:
         """
         self._task("classify", Classifier)
         return list(self.predict(_several(inputs), batch_size, workers, truncate, top_k=top_k))
+
+    def entities(
+        self,
+        texts: Iterable[str],
+        aggregation: str = "simple",
+        ignore: Sequence[str] = ("O",),
+        stride: int | None = None,
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+    ) -> list[list[Span]]:
+        """The labelled spans of each text. Arguments as of `predict`.
+
+        aggregation: how tokens are made spans, "none", "simple", "first", "average" or "max" (`tasks.entities`).
+        ignore: labels of spans that are left out. stride: read a text that is too long in windows that share so many
+        tokens; of spans that overlap then, the longest is kept. Cost: that of the windows.
+        Raises UnsupportedCallError for a model of another task.
+        """
+        self._task("entities", Entities)
+        asked: dict[str, Any] = {"aggregation": aggregation, "ignore": ignore, "stride": stride}
+        return list(self.predict(_several(texts), batch_size, workers, truncate, **asked))
+
+    def answer(
+        self,
+        pairs: Iterable[tuple[str, str] | Mapping[str, str]],
+        top_k: int = 1,
+        no_answer: bool = False,
+        longest: int = 15,
+        window: int | None = None,
+        stride: int | None = None,
+        batch_size: int = 32,
+        workers: int = 1,
+    ) -> list[Answer]:
+        """What answers each question in its context: of pairs (question, context), or mappings of these names.
+
+        top_k: how many answers, the best and its `alternatives`. no_answer: whether it may be that there is none, which
+        is an answer without text. longest: tokens that an answer has at most. window, stride: a context is read in
+        windows of so many tokens, the question's included, that share so many; by default 384, or what the model takes,
+        and 128, or half a window. Cost: a run for each window. Other arguments as of `predict`.
+        Raises UnsupportedCallError for a model of another task.
+        """
+        self._task("answer", Answers)
+        asked: dict[str, Any] = {
+            "top_k": top_k,
+            "no_answer": no_answer,
+            "longest": longest,
+            "window": window,
+            "stride": stride,
+        }
+        return list(self.predict(_several(pairs), batch_size, workers, **asked))
+
+    def fill(
+        self,
+        texts: Iterable[Input],
+        top_k: int = 5,
+        targets: str | Sequence[str | int] | None = None,
+        batch_size: int = 8,
+        workers: int = 1,
+        truncate: bool = False,
+    ) -> list[Filled]:
+        """For each mask of each text the likeliest tokens, with their probabilities and the whole text.
+
+        targets: choose among these tokens, texts or ids; OptionError for a text that is no single token. Each mask is
+        filled by itself. Memory: a batch has a number for each token of the vocabulary at each position, 4 bytes; an
+        input whose turn has not come, at each of its masks. Other arguments as of `predict`.
+        Raises UnsupportedCallError for a model of another task.
+        """
+        self._task("fill", Filling)
+        return list(self.predict(_several(texts), batch_size, workers, truncate, top_k=top_k, targets=targets))
 
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""

@@ -1,8 +1,11 @@
 """What a file is for, beside generating: each task in a file of its own, which says all that is particular to it.
 
 base            what a task is, in Python and on the command line
+answers         what of a context answers a question
 classification  labels and their probabilities
+entities        labelled spans of a text
 features        a vector for each input, and how near inputs are by their vectors
+filling         what may stand where a text has a mask
 forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
 
 once            runs a model of one stage over any number of inputs, whatever its task
@@ -15,12 +18,15 @@ and how its results are written.
 
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.series import Series
+from tformer_runtime.tasks.answers import Answer, Answers
 from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
+from tformer_runtime.tasks.entities import Entities, Span
 from tformer_runtime.tasks.features import Features
+from tformer_runtime.tasks.filling import Candidate, Filled, Filling
 from tformer_runtime.tasks.forecasting import Forecasting
 
-TASKS: tuple[type[Task], ...] = (Classifier, Features, Forecasting)
+TASKS: tuple[type[Task], ...] = (Classifier, Features, Entities, Answers, Filling, Forecasting)
 
 
 def task_of(manifest: Manifest) -> Task:
@@ -32,4 +38,19 @@ def task_of(manifest: Manifest) -> Task:
     return kind(manifest)
 
 
-__all__ = ["TASKS", "Classification", "Classifier", "Features", "Forecasting", "Task", "task_of"]
+__all__ = [
+    "TASKS",
+    "Answer",
+    "Answers",
+    "Candidate",
+    "Classification",
+    "Classifier",
+    "Entities",
+    "Features",
+    "Filled",
+    "Filling",
+    "Forecasting",
+    "Span",
+    "Task",
+    "task_of",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,11 +16,24 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.tasks.flags import Flag, switch
 
 if TYPE_CHECKING:  # the engine knows nothing of tasks, nor they of it
-    from tformer_runtime.inputs import Input
+    from tformer_runtime.inputs import Input, Inputs
     from tformer_runtime.tasks.job import Asked, Job
 
 Array = npt.NDArray[Any]
+Outputs = Sequence[Array]  # of the model, for one request, without batch axis and without padding
 TRUNCATE = "truncate"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the model reads of one input.
+
+    requests: of each time that it is run on a part of it, once where it is read as a whole, request input → array.
+    beside: what the task has to know of the input to make a result of the outputs.
+    """
+
+    requests: Sequence[Mapping[str, Array]]
+    beside: Any = None
 
 
 class Task(ABC):
@@ -27,13 +41,16 @@ class Task(ABC):
 
     names: the tasks that it serves, by transformers' names. does: what a file of it does, in a sentence's middle.
     call: the method of `Model` that does it. flags: what may be asked for on the command line, by a heading and by the
-    name of the option of `settings`.
+    name of the option of `settings`. batch_size: inputs that are computed together, unless it is said. proven: the
+    settings with which the exporter compares results.
     """
 
     names: ClassVar[tuple[str, ...]]
     does: ClassVar[str]
     call: ClassVar[str]
     flags: ClassVar[Mapping[str, Mapping[str, Flag]]] = {}
+    batch_size: ClassVar[int] = 32
+    proven: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -50,9 +67,25 @@ class Task(ABC):
             raise OptionError(f"this file {self.does}: {', '.join(given)} is not asked of it")
         return {}
 
-    @abstractmethod
-    def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Any:
-        """The result of one input. outputs: the model's, without batch axis and without padding."""
+    def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
+        """What the model reads of an input. InputError for one that it cannot read."""
+        return Reading([inputs.once(self.value(input), truncate)])
+
+    def keep(self, outputs: Outputs, request: Mapping[str, Array]) -> Outputs:
+        """What of the outputs for a request results are made of."""
+        return outputs
+
+    def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Any:
+        """The result of one input. outputs: for each of its requests, what was kept of them."""
+        return self.result(outputs[0], settings)
+
+    def result(self, outputs: Outputs, settings: Mapping[str, Any]) -> Any:
+        """The result of an input that is read as a whole, by its outputs alone."""
+        raise NotImplementedError
+
+    def sample(self, text: str | tuple[str, str]) -> Input | None:
+        """An input for the exporter's comparison, made of a text or a pair; None if the task is not done on such."""
+        return text
 
     @abstractmethod
     def numbers(self, result: Any) -> Array:
@@ -118,3 +151,10 @@ def numbers_of(array: Array) -> Any:
     if array.dtype == np.float32:
         return [float(text) for text in array.astype(str)] if array.ndim else float(str(array))
     return array.tolist()
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """A setting that counts. OptionError unless it is a whole number of at least that."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value

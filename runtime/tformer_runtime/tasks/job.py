@@ -44,6 +44,7 @@ class Job:
     def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked) -> None:
         """settings: of the task's results, and whether inputs are to be cut."""
         self.task, self.as_json, self.ids = task, asked.as_json, asked.ids
+        self.batch_size = task.batch_size
         self.truncate = bool(settings.get(TRUNCATE, False))
         self.settings = {name: value for name, value in settings.items() if name != TRUNCATE}
         task.settings(self.settings)  # refuses before the model is loaded

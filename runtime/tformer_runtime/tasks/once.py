@@ -22,18 +22,20 @@ from tformer_runtime.errors import InputError, OptionError, TformerError
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.session import Array
+from tformer_runtime.tasks.base import Outputs, Reading
 
 WINDOW = 16  # times the rows of a batch: how many inputs are sorted together
 
 
+Keep = Callable[[Outputs, Mapping[str, Array]], Outputs]  # what of a request's outputs is needed
+
+
 @dataclass
 class _Row:
-    """One input; sources: request input → its array. outputs, or what went wrong."""
+    """One request, and its outputs or what went wrong."""
 
-    index: int
     sources: Mapping[str, Array]
-    sizes: tuple[int, ...] = ()
-    outputs: Sequence[Array] = ()
+    outputs: Outputs = ()
     error: Exception | None = None
 
     @property
@@ -41,58 +43,73 @@ class _Row:
         return max((value.size for value in self.sources.values()), default=0)
 
 
+@dataclass
+class _Read:
+    """One input, its rows, or why there are none."""
+
+    index: int
+    reading: Reading
+    rows: Sequence[_Row] = ()
+    error: Exception | None = None
+
+    @property
+    def failed(self) -> Exception | None:
+        return self.error or next((row.error for row in self.rows if row.error is not None), None)
+
+
 def run_once(
     engine: Engine,
-    requests: Iterable[Callable[[], Mapping[str, Array]]],
+    readings: Iterable[Callable[[], Reading]],
     batch_size: int = 32,
     workers: int = 1,
     first: int = 0,
-) -> Iterator[list[Array]]:
-    """The outputs for each input, without batch axis and padding, in the order of the inputs.
+    keep: Keep = lambda outputs, request: outputs,
+) -> Iterator[tuple[Reading, list[Outputs]]]:
+    """Each input and the outputs for each of its requests, without batch axis and padding, in the order of the inputs.
 
-    requests: what makes an input's arrays, each by the name of a request input. What is wrong with an input raises in
-    its turn, after the results of those before it, as an InputError that names it by its number, counted from 1.
-    workers: batches run side by side. first: how many inputs came before these.
+    readings: what reads an input. What is wrong with an input raises in its turn, after the results of those before it,
+    as an InputError that names it by its number, counted from 1. workers: batches run side by side. first: how many
+    inputs came before these. keep: what is held of a request's outputs until its turn comes.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
-    return _rows(engine, iter(requests), batch_size, workers, first)
+    return _results(engine, iter(readings), batch_size, workers, first, keep)
 
 
-def _rows(
-    engine: Engine, source: Iterator[Callable[[], Mapping[str, Array]]], batch_size: int, workers: int, first: int
-) -> Iterator[list[Array]]:
+def _results(
+    engine: Engine, source: Iterator[Callable[[], Reading]], batch_size: int, workers: int, first: int, keep: Keep
+) -> Iterator[tuple[Reading, list[Outputs]]]:
     pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
-    waiting: deque[tuple[list[_Row], list[Future[None]]]] = deque()
+    waiting: deque[tuple[list[_Read], list[Future[None]]]] = deque()
     failed: Exception | None = None
     more, count = True, first
     try:
         while more or waiting:
             while more and len(waiting) < (1 if pool is None else 2):
-                window: list[_Row] = []
+                window: list[_Read] = []
                 try:
-                    for request in islice(source, WINDOW * batch_size):
-                        window.append(_made(request, count + len(window)))
+                    for read in islice(source, WINDOW * batch_size):
+                        window.append(_made(read, count + len(window)))
                 except Exception as error:  # of whoever gives the inputs
                     failed = error
                 more = len(window) == WINDOW * batch_size
                 count += len(window)
-                batches = _batches(engine, window, batch_size)
-                started = [pool.submit(_run, engine, batch) for batch in batches] if pool is not None else []
+                batches = _batches(engine, [row for read in window for row in read.rows], batch_size)
+                started = [pool.submit(_run, engine, batch, keep) for batch in batches] if pool is not None else []
                 if pool is None:
                     for batch in batches:
-                        _run(engine, batch)
+                        _run(engine, batch, keep)
                 waiting.append((window, started))
             window, started = waiting.popleft()
             for batch_of_rows in started:
                 batch_of_rows.result()
-            for row in window:
-                if isinstance(row.error, InputError):
-                    raise InputError(f"input {row.index + 1}: {row.error}") from row.error
-                if row.error is not None:
-                    raise row.error
-                yield list(row.outputs)
+            for one in window:
+                if isinstance(one.failed, InputError):
+                    raise InputError(f"input {one.index + 1}: {one.failed}") from one.failed
+                if one.failed is not None:
+                    raise one.failed
+                yield one.reading, [row.outputs for row in one.rows]
         if failed is not None:
             raise failed
     finally:
@@ -100,25 +117,26 @@ def _rows(
             pool.shutdown(cancel_futures=True)
 
 
-def _made(request: Callable[[], Mapping[str, Array]], index: int) -> _Row:
+def _made(read: Callable[[], Reading], index: int) -> _Read:
     try:
-        return _Row(index, request())
+        reading = read()
     except Exception as error:  # its turn has not come
-        return _Row(index, {}, error=error)
+        return _Read(index, Reading(()), error=error)
+    return _Read(index, reading, [_Row(request) for request in reading.requests])
 
 
-def _batches(engine: Engine, window: Sequence[_Row], batch_size: int) -> list[list[_Row]]:
+def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> list[list[_Row]]:
     """The longest first; of one size each where rows of several sizes may not be run together."""
     encode = engine.manifest.encode
     assert encode is not None
     groups: dict[Any, list[_Row]] = {}
-    for row in sorted((row for row in window if row.error is None), key=lambda row: -row.size):
+    for row in sorted(rows, key=lambda row: -row.size):
         shape = tuple(value.shape for value in row.sources.values())
         groups.setdefault(None if encode.ragged else shape, []).append(row)
     return [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
 
 
-def _run(engine: Engine, rows: Sequence[_Row]) -> None:
+def _run(engine: Engine, rows: Sequence[_Row], keep: Keep) -> None:
     """Give each row its outputs. Where a batch fails, its rows are run alone, so that the wrong one is known."""
     encode = engine.manifest.encode
     assert encode is not None
@@ -130,10 +148,10 @@ def _run(engine: Engine, rows: Sequence[_Row]) -> None:
             rows[0].error = error
             return
         for row in rows:
-            _run(engine, [row])
+            _run(engine, [row], keep)
         return
     values = [(spec.shape[1:], given[spec.name].numpy()) for spec in encode.outputs]
     for at, row in enumerate(rows):
         sizes = own_sizes(encode.inputs, row.sources)
-        # A copy: a slice would hold the outputs of the whole batch.
-        row.outputs = [np.array(cut_to(sizes, shape, value[at])) for shape, value in values]
+        own = keep([cut_to(sizes, shape, value[at]) for shape, value in values], row.sources)
+        row.outputs = [np.array(value) for value in own]  # copies: a slice would hold the outputs of the whole batch

@@ -14,10 +14,10 @@ import tformer_runtime
 from tformer_runtime import errors
 
 NAMES = {
-    "AsyncModel", "Classification", "DeadlineError", "DeviceError", "GenerationOptions", "InputError",
-    "MemoryBudgetError",
+    "Answer", "AsyncModel", "Candidate", "Classification", "DeadlineError", "DeviceError",
+    "GenerationOptions", "InputError", "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
-    "SourceError", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
+    "SourceError", "Span", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
     "__version__",
 }  # fmt: skip
 
