@@ -46,7 +46,7 @@ def export(
     masks: Mapping[str, Mask] | None = None,
     dynamic: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
-    output: str | int | None = None,
+    output: str | int | Sequence[str | int] | None = None,
     tokenizer: str | Mapping[str, str] | Callable[..., Any] | None = None,
     task: str | None = None,
     special: SpecialTokens | Mapping[str, Any] | None = None,
@@ -89,7 +89,8 @@ def export(
     `positions(…)`; they are not in the example.
     dynamic: the batch and time axis of an input, where they are not (0, 1). The logits are in the step input's layout.
     constants: arguments that are always the same, such as {"use_cache": False}.
-    output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor.
+    output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
+    list of them, of a model that is run once, names all outputs of the file.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or, for a model that is run once, a tokenizer
     of transformers. special: start, end and pad ids.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are

@@ -35,23 +35,23 @@ def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor
 
 
 class WithHidden(nn.Module):
-    """forward gives the module's first output, and then what the watched modules gave, in their order.
+    """forward gives the module's first outputs, and then what the watched modules gave, in their order.
 
-    OptionError if it does not call one of them, or gets no tensor from it.
+    outputs: how many. OptionError if it does not call one of them, or gets no tensor from it.
     """
 
-    def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module], outputs: int = 1) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.outputs = module, outputs
         self.watched = dict(modules)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with watched(self.watched) as held:
-            first, *_ = pytree.tree_leaves(self.module(*inputs))
+            first = pytree.tree_leaves(self.module(*inputs))[: self.outputs]
         for name in self.watched:
             if name not in held:
                 raise OptionError(f"forward gets no tensor from the submodule {name!r}, so it cannot be given")
-        return first, *(held[name] for name in self.watched)
+        return *first, *(held[name] for name in self.watched)
 
 
 def find_modules(owner: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

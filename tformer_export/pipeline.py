@@ -180,7 +180,8 @@ def understand(
         fold_padding_tests(captured, None if pad in (*source.special.start, *source.special.end) else pad)
         merge_equal(captured)
         level = binding_times(captured)
-        extras = find_extras(captured, level)
+        found = find_extras(captured, level)
+        extras = _but(found[0], source.outputs), _but(found[1], source.outputs)
     return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length, half, series)
 
 
@@ -201,12 +202,18 @@ def _sound(source: Source, hidden: Sequence[str]) -> Captured:
 
 
 def _capture(source: Source, hidden: Sequence[str]) -> Captured:
+    others = source.outputs[1:]
     if not hidden:
-        return capture(source.module, source.example, source.step, source.dynamic)
-    watching = WithHidden(source.module, find_modules(source.owner, hidden))
+        return capture(source.module, source.example, source.step, source.dynamic, others)
+    watching = WithHidden(source.module, find_modules(source.owner, hidden), 1 + len(others))
     watching.training = False
-    names = tuple(f"{HIDDEN}.{name}" for name in watching.watched)
+    names = (*others, *(f"{HIDDEN}.{name}" for name in watching.watched))
     return capture(watching, source.example, source.step, source.dynamic, names)
+
+
+def _but(extras: list[Extra], names: Sequence[str]) -> list[Extra]:
+    """Those that are not results of the model themselves."""
+    return [extra for extra in extras if extra.name not in names]
 
 
 def _stage(
@@ -229,7 +236,9 @@ def _stage(
     refuse_not_finite(captured, values, source.module)
     constants = Constants(captured, level)
     if captured.step is None:
-        encode = EncodeEmitter(captured, level, values).emit([Context(captured.output)], ["output"], extras[0])
+        names = list(source.outputs) or ["output"]
+        outputs = [Context(node) for node in (captured.output, *(captured.extras[name] for name in names[1:]))]
+        encode = EncodeEmitter(captured, level, values).emit(outputs, names, extras[0])
         return encode, None, (), 0, {}
     _check_step(captured, inputs)
     _check_output(captured, source)

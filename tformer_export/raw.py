@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
+from tformer_export.source.by_token import BY_TOKEN, answer_by_token
 from tformer_export.source.pooled import Answer
+from tformer_export.source.purpose import CLASSIFIES
 from tformer_export.source.tokenizer.check import SAMPLE
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, ParityError
 from tformer_runtime.manifest import MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
-from tformer_runtime.tasks import task_of
+from tformer_runtime.tasks import Filling, Task, task_of
+from tformer_runtime.tasks.answers import FIRST
 
 TEXTS = (*SAMPLE[:9], "a", " ".join(SAMPLE[:8] * 3))
 PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] * 3, SAMPLE[1] * 2))
@@ -48,19 +51,19 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     model, task = Model(engine), task_of(engine.manifest)
     assert engine.manifest.encode is not None
     most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
-    answer = source.answer or _through_ids(source, reads[0])
-    samples = [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
+    samples = _readable(model, task, (*TEXTS, *(PAIRS if source.pairs else ())))
     if not samples:
         return None
+    answer = source.answer or _through_ids(source, reads[0], task)
     given = samples if source.answer is not None else [task.value(sample) for sample in samples]
     expected = [_final(source, answer(sample, most)) for sample in given]
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
     worst = 0.0
     for together in (len(samples), 1):
-        found = list(model.predict(samples, batch_size=together, truncate=True))
+        found = list(model.predict(samples, batch_size=together, truncate=True, **task.proven))
         for sample, result, own in zip(samples, found, expected, strict=True):
             numbers = np.asarray(task.numbers(result), np.float64)
-            error = float(np.abs(numbers - own).max()) if numbers.shape == own.shape else np.inf
+            error = float(np.abs(numbers - own).max(initial=0)) if numbers.shape == own.shape else np.inf
             worst = max(worst, error)
             if not error <= tolerance * span:
                 how = "beside others" if together > 1 else "alone"
@@ -72,41 +75,50 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     return RawParity(worst, worst / span, len(samples) - pairs, pairs)
 
 
-def _readable(model: Model, samples: Any) -> list[Any]:
-    """Those that the model's tokenizer can read: one of letters alone may refuse the rest."""
+def _readable(model: Model, task: Task, samples: Any) -> list[Any]:
+    """Those that the task is done on and the model's tokenizer can read: one of letters alone may refuse the rest."""
     found = []
-    for sample in samples:
+    settings = task.settings(task.proven)
+    for sample in map(task.sample, samples):
         try:
-            model._inputs.once(sample, truncate=True)
+            if sample is not None:
+                task.reading(sample, model._inputs, True, settings)
+                found.append(sample)
         except InputError:
             continue
-        found.append(sample)
     return found
 
 
-def _through_ids(source: Source, name: str) -> Answer:
+def _through_ids(source: Source, name: str, task: Task) -> Answer:
     """The way of a source that has no tokenizer of its own kind: the given one, and the module on one row."""
-    tokenizer = Tokenizer.from_str(source.tokenizers[name])
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
 
-    def answer(sample: Any, most: int | None) -> torch.Tensor:
+    def read(sample: Any, most: int | None, stride: int | None) -> list[Encoding]:
+        tokenizer = Tokenizer.from_str(source.tokenizers[name])
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
         if most is not None:
-            tokenizer.enable_truncation(most)
-        read = tokenizer.encode(*((sample,) if isinstance(sample, str) else sample))
-        given = {name: torch.tensor([read.ids]).to(source.example[name].dtype)}
-        given |= {other: torch.tensor([read.type_ids]) for other in source.types}
+            cut: dict[str, Any] = {} if stride is None else {"stride": stride, "strategy": "only_second"}
+            tokenizer.enable_truncation(most, **cut)
+        found = tokenizer.encode(*((sample,) if isinstance(sample, str) else sample))
+        return [found, *(found.overflowing if stride is not None else ())]
+
+    def run(found: Encoding) -> tuple[torch.Tensor, ...]:
+        given = {name: torch.tensor([found.ids]).to(source.example[name].dtype)}
+        given |= {other: torch.tensor([found.type_ids]) for other in source.types}
         masks = {other: build_mask(mask, given[mask.of]) for other, mask in source.masks.items()}
         with torch.no_grad():
-            output: torch.Tensor = source.module(*({**given, **masks}[n] for n in source.example))[0]
-        return output
+            returned = source.module(*({**given, **masks}[n] for n in source.example))
+        return tuple(value[0] for value in (returned if source.outputs else (returned,)))
 
-    return answer
+    if source.task in BY_TOKEN:
+        special = task.mask if isinstance(task, Filling) else source.outcome.settings.get(FIRST)
+        return answer_by_token(source.task, read, run, special)
+    return lambda sample, most: run(read(sample, most, None)[0])[0]
 
 
 def _final(source: Source, output: torch.Tensor) -> np.ndarray:
     """The final step of the source's task, in PyTorch."""
-    if source.task.endswith("classification") and output.dim() == 1:
+    if source.task == CLASSIFIES and output.dim() == 1:
         if source.outcome.problem == SINGLE_LABEL:
             output = output.double().softmax(-1)
         elif source.outcome.problem == MULTI_LABEL:

@@ -131,21 +131,26 @@ class Reference:
 
         requests: each request input without its batch axis; tokens: the step input, if there is one.
         """
+        (logits, *_) = self.outputs(requests, tokens)
+        return logits.reshape(1, -1) if self.gives_last else logits
+
+    def outputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> list[np.ndarray]:
+        """All that the source gives for one row, without its batch axis."""
         inputs = self.inputs(requests, tokens)
         try:
             with torch.no_grad():
-                logits: np.ndarray = self.source.module(*inputs.values())[0].float().numpy()
-                if self.gives_last:
-                    logits = logits.reshape(1, -1)
+                returned = self.source.module(*inputs.values())
+            given = returned if self.source.outputs else (returned,)
+            outputs: list[np.ndarray] = [value[0].float().numpy() for value in given]
         except Exception as error:  # whatever the user's code raises
             sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
             raise UnsupportedModelError(
                 f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
                 f"{said(error)}. The file has to run at any size up to the maximum length: let forward do so too"
             ) from error
-        if not np.isfinite(logits).any():
+        if not all(np.isfinite(values).any() for values in outputs):
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
-        return logits
+        return outputs
 
     def extras(
         self, landmarks: Landmarks, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None
@@ -269,16 +274,15 @@ class Gate:
         requests = [self.draw_request(length) for length in lengths]
         names = [extra.name for extra in engine.manifest.extras]
         given = engine.encode(_by_name(requests) or {}, len(requests), names)
-        found, *extras = (value.numpy() for value in given.values())
+        values = {name: value.numpy() for name, value in given.items()}
         errors = []
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            expected = self.reference.logits(request, None)
-            own = found[row][tuple(slice(0, size) for size in expected.shape)]
-            errors.append(self._compare(case, row, length, own[None], expected[None], report))
+            for spec, expected in zip(engine.manifest.encoded, self.reference.outputs(request, None), strict=True):
+                own = values[spec.name][row][tuple(slice(0, size) for size in expected.shape)]
+                errors.append(self._compare(case, row, length, own[None], expected[None], report))
         report.errors[case] = max(errors)
         for row, request in enumerate(requests):
-            values = {name: value[row] for name, value in zip(names, extras, strict=True)}
-            self._compare_extras(case, row, values, request, None, report)
+            self._compare_extras(case, row, {name: values[name][row] for name in names}, request, None, report)
 
     def _compare_extras(
         self,

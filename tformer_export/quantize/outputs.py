@@ -6,8 +6,10 @@ for an input as a whole where it has no positions, or one number at each (a pool
 a forecast). Where there is one number for an input, all inputs' numbers are one vector.
 
 An output is of classes if the task says so (`…-classification`), if it is as wide as the vocabulary that the model
-reads (a masked language model), or if every vector holds probabilities or their logarithms. Quantisation is then told
-by the classes that change, for that is what the model is asked for; else by what is missing to a mean cosine of 1.
+reads (a masked language model), or if every vector holds probabilities or their logarithms. So are the scores of where
+an answer begins and ends, of which a vector has one for each position, compared as softmax has them, less the greatest.
+Quantisation is then told by the classes that change, for that is what the model is asked for; else by what is missing
+to a mean cosine of 1. Of several outputs all vectors count.
 
 Samples are read a few of one length at a time, so that nothing is padded and every position counts.
 """
@@ -24,6 +26,7 @@ import numpy as np
 from tformer_export.budget import CLASSES, COSINE, Budget, Meaning
 from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
+from tformer_export.source.purpose import ANSWERS
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, ParityError
@@ -119,13 +122,16 @@ def cosine_of(before: Array, after: Array) -> Array:
 def vectors_of(engine: Engine, samples: Sequence[Sample]) -> Array:
     """(N, D) float32: all vectors that the file gives on samples, in the same order for any file. What is infinite, as
     scores of what is impossible are, is taken for zero."""
-    spec = output_of(engine.manifest)
+    specs = outputs_of(engine.manifest)
     found = []
     if engine.manifest.decode is not None:
         found = [rows for _, rows in sorted(predictions(engine, samples), key=lambda pair: pair[0])]
     for batch in of_one_length(samples) if not found else ():
-        rows = _run(engine, [sample.request for sample in batch])
-        found.append(_vectors(rows, spec.shape))
+        given = _run(engine, [sample.request for sample in batch])
+        vectors = [_vectors(rows, spec.shape) for rows, spec in zip(given, specs, strict=True)]
+        if engine.manifest.task == ANSWERS:  # zeros behind them are then never before the greatest
+            vectors = [rows - rows.max(1, keepdims=True) for rows in vectors]
+        found += vectors
     widths = {part.shape[1] for part in found}
     if len(widths) > 1:  # one number for each position: as long as the input
         longest = max(widths)
@@ -135,18 +141,17 @@ def vectors_of(engine: Engine, samples: Sequence[Sample]) -> Array:
     return every.reshape(1, -1) if every.shape[1] == 1 else every
 
 
-def output_of(manifest: Manifest) -> TensorSpec:
-    """The output that is measured. OptionError if it holds no numbers that can be near to others."""
+def outputs_of(manifest: Manifest) -> Sequence[TensorSpec]:
+    """The outputs that are measured. OptionError if one holds no numbers that can be near to others."""
     if manifest.decode is not None:
-        return manifest.decode.logits
-    assert manifest.encode is not None
-    spec = manifest.encode.outputs[0]
-    if not np.issubdtype(np.dtype(spec.dtype), np.floating):
-        raise OptionError(
-            f"what quantisation costs is measured on scores or vectors, and the model gives {spec.dtype}: let forward "
-            "return the numbers that these are chosen by"
-        )
-    return spec
+        return [manifest.decode.logits]
+    for spec in manifest.encoded:
+        if not np.issubdtype(np.dtype(spec.dtype), np.floating):
+            raise OptionError(
+                f"what quantisation costs is measured on scores or vectors, and the model gives {spec.dtype}: let "
+                "forward return the numbers that these are chosen by"
+            )
+    return manifest.encoded
 
 
 def _vectors(rows: Array, shape: Sequence[int | str]) -> Array:
@@ -163,7 +168,8 @@ def _reads_as_classes(manifest: Manifest) -> bool:
     assert manifest.encode is not None
     last = manifest.encode.outputs[0].shape[-1]
     vocabularies = {spec.vocabulary for spec in manifest.encode.inputs if spec.role == "ids"}
-    return manifest.task.endswith("classification") or (isinstance(last, int) and last in vocabularies)
+    told = manifest.task.endswith("classification") or manifest.task == ANSWERS
+    return told or (isinstance(last, int) and last in vocabularies)
 
 
 def _are_probabilities(vectors: Array) -> bool:
@@ -174,11 +180,11 @@ def _are_probabilities(vectors: Array) -> bool:
         )
 
 
-def _run(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> Array:
-    """The output for rows that are run together."""
+def _run(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> list[Array]:
+    """The outputs for rows that are run together."""
     named = {name: [request[name] for request in requests] for name in requests[0]}
-    value: Array = engine.encode(named, len(requests))[output_of(engine.manifest).name].numpy()
-    return value
+    given = engine.encode(named, len(requests))
+    return [given[spec.name].numpy() for spec in outputs_of(engine.manifest)]
 
 
 @dataclass
@@ -239,11 +245,12 @@ def _row_difference(gate: Gate, before: Engine, after: Engine) -> float:
             continue
         (own, _), (moved, together) = (_moves(engine, requests) for engine in (before, after))
         unquantised = _run(before, requests)
-        for row, (name, difference) in enumerate(moved.items()):
-            held = together[row]
+        for (row, output), difference in moved.items():
+            held = together[row, output]
             span = float(np.ptp(held)) or 1.0
             worst = max(worst, float(np.abs(difference).max()) / span)
-            allowed = _rms(own[name]) + max(TOLERANCE * span, _rms(held - _like(unquantised[row], held)) / 2)
+            changed = _rms(held - _like(unquantised[output][row], held))
+            allowed = _rms(own[row, output]) + max(TOLERANCE * span, changed / 2)
             if not _rms(difference) <= allowed:
                 raise ParityError(
                     f"a row's result changes with its neighbours by {_rms(difference) / span:.3g} of the outputs' "
@@ -252,13 +259,16 @@ def _row_difference(gate: Gate, before: Engine, after: Engine) -> float:
     return worst
 
 
-def _moves(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> tuple[dict[int, Array], list[Array]]:
-    """Of each row, what it differs by alone, and its result among the others without its padding."""
-    batch, differences, together = _run(engine, requests), {}, []
+Rows = dict[tuple[int, int], Array]  # (row, output) → its numbers
+
+
+def _moves(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> tuple[Rows, Rows]:
+    """Of each row and output, what it differs by alone, and its result among the others without its padding."""
+    batch, differences, together = _run(engine, requests), {}, {}
     for row, request in enumerate(requests):
-        alone = _run(engine, [request])[0]
-        together.append(_like(batch[row], alone))
-        differences[row] = np.where(together[-1] == alone, 0, together[-1] - alone)  # both may be infinite
+        for output, (among, (alone,)) in enumerate(zip(batch, _run(engine, [request]), strict=True)):
+            held = together[row, output] = _like(among[row], alone)
+            differences[row, output] = np.where(held == alone, 0, held - alone)  # both may be infinite
     return differences, together
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ class Adapter(nn.Module):
     names: what forward of the adapter takes, in order. constants: arguments that are always the same. derived:
     arguments built from lengths. keeps: input → the name of its keep-mask, (batch, time) bool; an input without one
     holds no padding. layouts: input → its batch and time axis in the module, where they are not 0 and 1. step: the
-    input in whose layout the logits are. output: which output is the logits.
+    input in whose layout the logits are. output: which output is the logits; of a model that is run once, several are
+    given as a tuple.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Adapter(nn.Module):
         keeps: Mapping[str, str] | None = None,
         layouts: Mapping[str, tuple[int, int]] | None = None,
         step: str | None = None,
-        output: str | int | None = None,
+        output: str | int | Sequence[str | int] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -42,8 +43,11 @@ class Adapter(nn.Module):
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
         self.positional = [n for n, p in parameters_of(module).items() if p.kind is _BY_POSITION]
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        output = chosen_output(self.returned(*inputs), self.output)
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        returned = self.returned(*inputs)
+        if self.output is not None and not isinstance(self.output, (str, int)):
+            return tuple(chosen_output(returned, which) for which in self.output)
+        output = chosen_output(returned, self.output)
         return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
 
     def returned(self, *inputs: torch.Tensor) -> Any:

@@ -29,9 +29,10 @@ class Source:
     step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `tformer_export.series`
     reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
-    outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
-    so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
-    pairs of texts.
+    outcome: what the outputs of a model that is run once stand for. outputs: their names in the file, if `module` gives
+    several, as a tuple. answer: its own way from a text, or a pair, cut to so many tokens, to its output without a
+    batch axis, or, for tasks of `by_token`, to its result; by default its tokenizer and `module`. pairs: whether it
+    takes pairs of texts.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class Source:
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = field(default_factory=Outcome)
+    outputs: tuple[str, ...] = ()
     answer: Answer | None = None
     pairs: bool = True
     series: Mapping[str, Any] | None = None

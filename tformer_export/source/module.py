@@ -25,7 +25,7 @@ def from_module(
     masks: Mapping[str, Mask] | None = None,
     dynamic: Mapping[str, Sequence[int]] | None = None,
     constants: Mapping[str, Any] | None = None,
-    output: str | int | None = None,
+    output: str | int | Sequence[str | int] | None = None,
     task: str | None = None,
     special: SpecialTokens | None = None,
     tokenizers: Mapping[str, str] | None = None,
@@ -51,6 +51,9 @@ def from_module(
     if adapted is not called:
         inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
     adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
+    several = () if output is None or isinstance(output, (str, int)) else tuple(output)
+    if several and step is not None:
+        raise SourceError(f"a model that is stepped over {step!r} gives logits: name one output, not {len(several)}")
     decoding = "text2text-generation" if len(example) > 1 else "text-generation"
     if series is not None or (step is not None and step in example and example[step].is_floating_point()):
         decoding = TASK
@@ -67,6 +70,7 @@ def from_module(
         defaults=dict(defaults or {}),
         max_length=max_length,
         series=series,
+        outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in several),
     )
 
 

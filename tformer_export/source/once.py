@@ -13,14 +13,20 @@ from torch import nn
 
 from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
+from tformer_export.source.by_token import BY_TOKEN, answer_by_token
 from tformer_export.source.derived import padding
 from tformer_export.source.pooled import Answer
-from tformer_export.source.purpose import CLASSIFIES
+from tformer_export.source.purpose import ANSWERS, CLASSIFIES, FILLS, LABELS_TOKENS
 from tformer_export.source.tokenizer import read_encoder_tokenizer
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome, SpecialTokens
+from tformer_runtime.tasks.answers import FIRST
+from tformer_runtime.tasks.entities import UNKNOWN
+from tformer_runtime.tasks.filling import MASK as MASKED
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"  # transformers' names, of every model and tokenizer
+OUTPUTS = {ANSWERS: ("start_logits", "end_logits")}  # of tasks that take several of forward's
+SPECIAL = {LABELS_TOKENS: (UNKNOWN, "unk"), ANSWERS: (FIRST, "cls"), FILLS: (MASKED, "mask")}  # that results need
 BOUNDLESS = 10**9  # what a tokenizer says that sets no limit is far above
 MOST_TRIED = 1024  # positions that a model is tried with, to know whether it takes as many as its config says
 
@@ -43,7 +49,8 @@ def run_once(module: Any, task: str, name: str | None = None) -> Source:
     if TYPES in taken and _reads_types(single, example, constants):
         types[TYPES] = IDS
         example[TYPES] = torch.arange(6).reshape(2, 3) % 2
-    adapter = Adapter(single, list(example), constants=constants)
+    outputs = OUTPUTS.get(task, ())
+    adapter = Adapter(single, list(example), constants=constants, output=outputs or None)
     pad = getattr(module.config, "pad_token_id", None)
     return Source(
         module=adapter,
@@ -55,18 +62,24 @@ def run_once(module: Any, task: str, name: str | None = None) -> Source:
         types=types,
         special=SpecialTokens(pad=pad if isinstance(pad, int) else None),
         max_length=_longest(single, module.config, constants),
-        outcome=outcome_of(module.config) if task == CLASSIFIES else Outcome(),
+        outcome=outcome_of(module.config, task),
+        outputs=outputs,
     )
 
 
-def outcome_of(config: Any) -> Outcome:
+def outcome_of(config: Any, task: str) -> Outcome:
     """Labels, and what is made of their scores: as transformers' pipeline does, for which a single label holds or not.
+    Nothing for tasks that have no labels.
 
     https://huggingface.co/docs/transformers/main_classes/pipelines, TextClassificationPipeline
     """
+    if task not in (CLASSIFIES, LABELS_TOKENS):
+        return Outcome()
     held = {int(place): str(label) for place, label in (config.id2label or {}).items()}
     labels = tuple(held[i] for i in sorted(held))
-    if config.problem_type == "regression":
+    if task == LABELS_TOKENS:
+        problem = SINGLE_LABEL
+    elif config.problem_type == "regression":
         problem = REGRESSION
     elif config.problem_type == "multi_label_classification" or len(labels) == 1:
         problem = MULTI_LABEL
@@ -88,15 +101,38 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     most = min((n for n in limits if n is not None), default=None)
     module = source.module.module if isinstance(source.module, Adapter) else None
     named = module is not None and not source.module.derived and reads == [IDS]
-    answer = own_answer(module, own) if named else None
-    return replace(source, tokenizers={reads[0]: text}, max_length=most, answer=answer)
+    answer = own_answer(module, own, source.task, source.outputs) if named else None
+    name, kind = SPECIAL.get(source.task, ("", ""))
+    special = getattr(own, f"{kind}_token_id", None)
+    settings = {**source.outcome.settings, **({name: int(special)} if special is not None else {})}
+    outcome = replace(source.outcome, settings=settings)
+    return replace(source, tokenizers={reads[0]: text}, max_length=most, answer=answer, outcome=outcome)
 
 
-def own_answer(module: Any, tokenizer: Any) -> Answer:
-    """The model's own way from a text or a pair to its output: its tokenizer, which cuts, and forward, for one input
-    that is not padded."""
+def own_answer(module: Any, tokenizer: Any, task: str, outputs: tuple[str, ...] = ()) -> Answer | None:
+    """The model's own way from a text or a pair to its output, or its result: its tokenizer, which cuts, and forward,
+    for one input that is not padded. None where the tokenizer does not tell where in a text its tokens stand, and the
+    task needs that."""
     taken = inspect.signature(module.forward).parameters
     constants = {"use_cache": False} if "use_cache" in taken else {}
+
+    def read(sample: Any, most: int | None, stride: int | None) -> Any:
+        cut: dict[str, Any] = {"truncation": True, "max_length": most} if most is not None else {}
+        if stride is not None:
+            cut |= {"truncation": "only_second", "stride": stride, "return_overflowing_tokens": True}
+        return tokenizer(*((sample,) if isinstance(sample, str) else sample), **cut).encodings
+
+    def run(found: Any) -> tuple[torch.Tensor, ...]:
+        parts = {IDS: found.ids, MASK: found.attention_mask, TYPES: found.type_ids}
+        given = {name: torch.tensor([part]) for name, part in parts.items() if name in names}
+        with torch.no_grad():
+            returned = module(**given, **constants)
+        return tuple(chosen_output(returned, which)[0].float() for which in outputs or (None,))
+
+    names = [name for name in tokenizer.model_input_names if name in taken]
+    if task in BY_TOKEN:
+        special = getattr(tokenizer, f"{SPECIAL[task][1]}_token_id", None)
+        return answer_by_token(task, read, run, special) if tokenizer.is_fast else None
 
     def answer(sample: Any, most: int | None) -> torch.Tensor:
         texts = (sample,) if isinstance(sample, str) else sample

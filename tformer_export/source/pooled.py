@@ -100,6 +100,8 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
             f"pooling is for models that are run once, and this one is stepped over {source.step!r}: leave out either "
             "(--task feature-extraction loads a Hugging Face folder without what it generates with)"
         )
+    if source.outputs:
+        raise SourceError(f"pooling is of one output, and the model gives {', '.join(source.outputs)}: name one")
     of = next((n for n in source.example if n not in source.masks and n not in source.types), "")
     with source.ready(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)

@@ -8,12 +8,14 @@ from tformer_runtime.errors import SourceError
 
 GENERATES, TRANSLATES = "text-generation", "text2text-generation"
 FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
+LABELS_TOKENS, ANSWERS, FILLS = "token-classification", "question-answering", "fill-mask"
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
     "AutoModelForSequenceClassification": CLASSIFIES,
-    "AutoModelForTokenClassification": "token-classification",
-    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForTokenClassification": LABELS_TOKENS,
+    "AutoModelForQuestionAnswering": ANSWERS,
+    "AutoModelForMaskedLM": FILLS,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }

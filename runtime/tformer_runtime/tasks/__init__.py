@@ -30,12 +30,12 @@ TASKS: tuple[type[Task], ...] = (Classifier, Features, Entities, Answers, Fillin
 
 
 def task_of(manifest: Manifest) -> Task:
-    """The task of a model that is run once, or forecasts; one that no class serves gives its outputs as they are, as
-    features."""
+    """The task of a model that is run once, or forecasts; one that no class serves, or that is done on texts in a file
+    without a tokenizer, gives its outputs as they are, as features."""
     if Series.of(manifest) is not None:
         return Forecasting(manifest)
     kind = next((kind for kind in TASKS if manifest.task in kind.names), Features)
-    return kind(manifest)
+    return (Features if kind.of_texts and not manifest.tokenizer_of else kind)(manifest)
 
 
 __all__ = [

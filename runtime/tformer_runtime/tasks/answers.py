@@ -48,6 +48,7 @@ class Answers(Task):
     names = ("question-answering",)
     does = "answers questions from a context"
     call = "answer()"
+    of_texts = True
     flags = {  # noqa: RUF012
         "Answers": {
             "top_k": Flag("--top-k", "N", "Write the N best answers.", int),

@@ -42,7 +42,7 @@ class Task(ABC):
     names: the tasks that it serves, by transformers' names. does: what a file of it does, in a sentence's middle.
     call: the method of `Model` that does it. flags: what may be asked for on the command line, by a heading and by the
     name of the option of `settings`. batch_size: inputs that are computed together, unless it is said. proven: the
-    settings with which the exporter compares results.
+    settings with which the exporter compares results. of_texts: whether it cannot be done without a tokenizer.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -51,6 +51,7 @@ class Task(ABC):
     flags: ClassVar[Mapping[str, Mapping[str, Flag]]] = {}
     batch_size: ClassVar[int] = 32
     proven: ClassVar[Mapping[str, Any]] = {}
+    of_texts: ClassVar[bool] = False
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest

@@ -64,6 +64,7 @@ class Entities(Task):
     names = ("token-classification",)
     does = "labels spans of its inputs"
     call = "entities()"
+    of_texts = True
     flags = {  # noqa: RUF012
         "Spans": {
             "aggregation": Flag("--aggregation", "|".join(AGGREGATIONS), "How tokens are made spans.", str),

@@ -44,6 +44,7 @@ class Filling(Task):
     names = ("fill-mask",)
     does = "fills in masks"
     call = "fill()"
+    of_texts = True
     flags = {  # noqa: RUF012
         "Masks": {
             "top_k": Flag("--top-k", "N", "Write the N likeliest tokens; by default 5.", int),
@@ -54,14 +55,7 @@ class Filling(Task):
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
-        names = [i.name for i in manifest.encode.inputs if i.name in manifest.tokenizer_of] if manifest.encode else []
-        self._definition = manifest.tokenizers[manifest.tokenizer_of[names[0]]] if len(names) == 1 else None
-
-    @cached_property
-    def _reader(self) -> Reader:
-        if self._definition is None:
-            raise UnsupportedCallError("masks are filled with text, and the file has no tokenizer: predict() needs one")
-        return Reader(self._definition)
+        self._reader = Reader(manifest.tokenizers[next(iter(manifest.tokenizer_of.values()))])
 
     @cached_property
     def mask(self) -> int:
