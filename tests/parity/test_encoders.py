@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import pre_tokenizers
+from text_models import SHAPE as SIZES
+from text_models import byte_pairs, pieces, scored
 from transformers import BertTokenizer, DebertaTokenizer, DebertaV2Tokenizer, DistilBertTokenizer, RobertaTokenizer
 
 from tformer_export import export
@@ -24,31 +25,10 @@ from tformer_runtime import Model, SourceError
 from tformer_runtime import manifest as m
 from tformer_runtime.tasks import Classifier
 
-TEXT = "the a good bad film day night was is not very old new model reads file of and we it"
-WORDS = TEXT.split()
-SHAPE = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, max_position_embeddings=40,
-    initializer_range=0.3, id2label={0: "bad", 1: "so so", 2: "good"}, label2id={"bad": 0, "so so": 1, "good": 2},
-)  # fmt: skip
+SHAPE = dict(**SIZES, id2label={0: "bad", 1: "so so", 2: "good"}, label2id={"bad": 0, "so so": 1, "good": 2})
 TEXTS = ["the film was good", "a very old model reads the new file and it is not bad", "we", "Bad night!", "", "é 你"]
 PAIRS = [("the film was good", "a day"), ("we", "the old night was not very good and the new film is bad"), ("", "it")]
 LONG = "the old film " * 30
-
-
-def pieces():
-    return {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "##s", "!", "b", "##ad"])}
-
-
-def byte_pairs(*special):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("o", "o"), ("i", "l")]
-    made = [*special, *letters, *("".join(pair) for pair in merges)]
-    return {"vocab": {token: i for i, token in enumerate(made)}, "merges": merges}
-
-
-def scored():
-    special = [(token, 0.0) for token in ("[PAD]", "[CLS]", "[SEP]", "[UNK]")]
-    return [*special, *((f"▁{word}", -1.0 - i / 8) for i, word in enumerate(WORDS)), *((c, -9.0) for c in "abcdefg▁")]
 
 
 FAMILIES = {

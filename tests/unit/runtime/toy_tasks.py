@@ -48,28 +48,34 @@ def vector(text: str | tuple[str, str]) -> np.ndarray:
     return (EMBEDDING[ids] + TYPES[types]).mean(0)
 
 
-def states(text: str) -> np.ndarray:
+def states(text: str | tuple[str, str]) -> np.ndarray:
     ids, types = read(text)
     return EMBEDDING[ids] + TYPES[types]
 
 
 def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: Any) -> Path:
-    """gives: "vector", "states" (of each position) or "scores". manifest: fields of it."""
+    """gives: "vector", "states" (of each position), "scores", or "places", two outputs with a number for each position.
+    manifest: fields of it."""
     b, time = m.BATCH, "ids_length"
     inputs = (
         m.RequestInput("ids", "int64", (b, time), "ids", max_length=MOST, vocabulary=len(WORDS)),
         m.RequestInput("mask", "int64", (b, time), "mask", of="ids"),
         m.RequestInput("types", "int64", (b, time), "types", of="ids"),
     )
-    shape = {"vector": (b, WIDTH), "states": (b, time, WIDTH), "scores": (b, len(LABELS))}[gives]
-    output = m.TensorSpec("output", "float32", shape)
+    shapes = {"vector": (b, WIDTH), "states": (b, time, WIDTH), "scores": (b, len(LABELS)), "places": (b, time)}
+    named = ("start", "end") if gives == "places" else ("output",)
+    outputs = tuple(m.TensorSpec(name, "float32", shapes[gives]) for name in named)
     weights = {"E": EMBEDDING, "T": TYPES, "W": HEAD, "last": np.array([2]), "axis": np.array([1])}
+    weights |= {"0": np.array(0), "1": np.array(1)}
     nodes = [
         h.make_node("Gather", ["E", "ids"], ["e"]),
         h.make_node("Gather", ["T", "types"], ["t"]),
         h.make_node("Add", ["e", "t"], ["output" if gives == "states" else "x"]),
     ]
-    if gives != "states":
+    if gives == "places":
+        nodes.append(h.make_node("MatMul", ["x", "W"], ["s"]))
+        nodes += [h.make_node("Gather", ["s", str(i)], [name], axis=2) for i, name in enumerate(named)]
+    elif gives != "states":
         nodes += [
             h.make_node("Cast", ["mask"], ["keep"], to=T.FLOAT),
             h.make_node("Unsqueeze", ["keep", "last"], ["k"]),
@@ -85,7 +91,7 @@ def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: An
         nodes,
         "toy",
         [h.make_tensor_value_info(i.name, T.INT64, i.shape) for i in inputs],
-        [h.make_tensor_value_info("output", T.FLOAT, shape)],
+        [h.make_tensor_value_info(output.name, T.FLOAT, output.shape) for output in outputs],
         [numpy_helper.from_array(value, name) for name, value in weights.items() if name in read_],
     )
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
@@ -96,7 +102,7 @@ def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: An
         "tokenizer_of": {"ids": 0},
     }
     made = m.Manifest(
-        max_length=0, encode=m.Encode(inputs, (output,), ragged=ragged), decode=None, **{**fields, **manifest}
+        max_length=0, encode=m.Encode(inputs, outputs, ragged=ragged), decode=None, **{**fields, **manifest}
     )
     h.set_model_props(model, {m.KEY: made.to_json()})
     onnx.save(model, path)

@@ -1,0 +1,358 @@
+"""Spans, answers and filled masks, from a folder to results: against transformers' pipelines on the same weights.
+
+transformers 5 has no pipeline for answers: that of version 4 is written down here, with the functions of it that are
+left, over the source model's own scores.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from text_models import MOST, SHAPE, TEXT, byte_pairs, pieces, scored
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from transformers import BertTokenizer, DebertaV2Tokenizer, DistilBertTokenizer, RobertaTokenizer
+from transformers.pipelines.document_question_answering import select_starts_ends
+
+from tformer_export import export, padding
+from tformer_export.cli import main
+from tformer_export.source import load_source
+from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
+from tformer_runtime.tasks.entities import AGGREGATIONS
+
+TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+TEXTS = [
+    "the film was good",
+    "bads day not Bad news!",
+    "a very old model reads the new file and it is not bad",
+    "we é 你",
+]
+LONG = "the old film was bads and the new model reads it of a day and we is not good very night " * 4
+
+
+def sizes(**more):
+    return dict(SHAPE, id2label=dict(enumerate(TAGS)), label2id={tag: i for i, tag in enumerate(TAGS)}, **more)
+
+
+FAMILIES = {
+    "bert": lambda: (
+        "Bert", transformers.BertConfig(**sizes(vocab_size=len(pieces()))), BertTokenizer(vocab=pieces())
+    ),
+    "roberta": lambda: (
+        "Roberta",
+        transformers.RobertaConfig(**sizes(vocab_size=270, pad_token_id=1, type_vocab_size=1)),
+        RobertaTokenizer(**byte_pairs("<s>", "<pad>", "</s>", "<unk>", "<mask>")),
+    ),
+    "distilbert": lambda: (
+        "DistilBert",
+        transformers.DistilBertConfig(
+            vocab_size=len(pieces()), dim=32, n_layers=1, n_heads=4, hidden_dim=48, max_position_embeddings=40,
+            initializer_range=0.3, id2label=dict(enumerate(TAGS)), label2id={tag: i for i, tag in enumerate(TAGS)},
+        ),
+        DistilBertTokenizer(vocab=pieces()),
+    ),
+    "deberta-v2": lambda: (
+        "DebertaV2",
+        transformers.DebertaV2Config(
+            **sizes(vocab_size=len(scored()) + 1), relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
+            share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0,
+        ),
+        DebertaV2Tokenizer(vocab=scored(), unk_id=3),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """family, head → the module, its tokenizer, the exported file and the report."""
+
+    @functools.cache
+    def get(name, head):
+        prefix, config, tokenizer = FAMILIES[name]()
+        torch.manual_seed(5)
+        module, folder = getattr(transformers, f"{prefix}For{head}")(config).eval(), tmp_path_factory.mktemp(name)
+        tokenizer.model_max_length = MOST
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        report = export(load_source(folder), folder / "model.onnx")
+        return module, tokenizer, Model.load(folder / "model.onnx", "cpu", threads=1), report
+
+    return get
+
+
+# -- spans ------------------------------------------------------------------------------------------------------------
+
+
+def same_spans(found, expected):
+    assert [(s.label, s.start, s.end) for s in found] == [
+        (e.get("entity_group", e.get("entity")), e["start"], e["end"]) for e in expected
+    ]
+    assert [s.score for s in found] == pytest.approx([float(e["score"]) for e in expected], abs=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_spans_are_those_of_the_pipeline(made, name):
+    module, tokenizer, model, report = made(name, "TokenClassification")
+    pipeline = transformers.TokenClassificationPipeline(model=module, tokenizer=tokenizer)
+    several = False
+    for aggregation in AGGREGATIONS:
+        for batch_size in (1, 4):
+            found = model.entities(TEXTS, aggregation, batch_size=batch_size)
+            for text, spans in zip(TEXTS, found, strict=True):
+                same_spans(spans, pipeline(text, aggregation_strategy=aggregation))
+                assert all(span.text == text[span.start : span.end] for span in spans)
+                several |= aggregation != "none" and any(" " in span.text.strip() for span in spans)
+    assert several  # spans of more than one word have been compared
+    assert (report.parity.raw.texts, report.parity.raw.pairs) == (11, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_spans_of_what_is_too_long(made, name):
+    module, tokenizer, model, _ = made(name, "TokenClassification")
+    pipeline = functools.partial(transformers.TokenClassificationPipeline, model=module, tokenizer=tokenizer)
+    for stride in (0, 9):
+        for aggregation in AGGREGATIONS[1:]:
+            (found,) = model.entities([LONG], aggregation, stride=stride)
+            same_spans(found, pipeline(aggregation_strategy=aggregation, stride=stride)(LONG))
+    assert max(span.end for span in found) > len(LONG) - 10
+    (cut,) = model.entities([LONG], "none", ignore=(), truncate=True)
+    same_spans(cut, pipeline(aggregation_strategy="none", ignore_labels=[])(LONG))
+    with pytest.raises(InputError, match=r"^input 2: the input is \d+ tokens long and the model takes at most 38"):
+        model.entities(["a", LONG])
+
+
+def test_what_cannot_be_asked_of_spans(made):
+    _, _, model, _ = made("bert", "TokenClassification")
+    with pytest.raises(InputError, match="input 1: spans are of a text: give one, not a pair, ids"):
+        model.entities([("a", "the")])
+    with pytest.raises(OptionError, match="aggregation must be one of none, simple, first, average, max, not 'last'"):
+        model.entities(["a"], "last")
+    with pytest.raises(OptionError, match="stride makes spans of several windows"):
+        model.entities(["a"], "none", stride=3)
+    with pytest.raises(UnsupportedCallError, match=r"labels spans of its inputs: it cannot fill; call entities\(\)"):
+        model.fill(["a"])
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+CONTEXTS = [
+    ("is it good?", "the old film was bads and the new model reads it"),
+    ("we", LONG),
+    ("not a day and not a night of it", LONG),
+    ("very", "the film"),
+    ("was", "é the 你 bad films! and"),
+]
+
+
+def theirs(module, tokenizer, question, context, top_k=1, no_answer=False, longest=15, window=MOST, stride=MOST // 2):
+    """QuestionAnsweringPipeline of transformers 4: preprocess, _forward and postprocess, for tokenizers that are fast,
+    with align_to_words."""
+    read = tokenizer(
+        question, context, truncation="only_second", max_length=window, stride=stride, return_overflowing_tokens=True
+    )
+    least, answers = 1000000, []
+    for at, encoding in enumerate(read.encodings):
+        ids = torch.tensor([encoding.ids])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "token_type_ids" in tokenizer.model_input_names:
+            given["token_type_ids"] = torch.tensor([encoding.type_ids])
+        with torch.no_grad():
+            output = module(**given)
+        p_mask = np.array([[number != 1 for number in read.sequence_ids(at)]]).astype(int)
+        p_mask[ids.numpy() == tokenizer.cls_token_id] = 0
+        starts, ends, scores, least = select_starts_ends(
+            output.start_logits.double().numpy(), output.end_logits.double().numpy(), p_mask,
+            np.ones_like(p_mask), least, top_k * 2 + 10, no_answer, longest,
+        )  # fmt: skip
+        for s, e, score in zip(starts, ends, scores, strict=True):
+            try:
+                begin = encoding.word_to_chars(encoding.token_to_word(int(s)), 1)[0]
+                finish = encoding.word_to_chars(encoding.token_to_word(int(e)), 1)[1]
+            except Exception:
+                begin, finish = encoding.offsets[s][0], encoding.offsets[e][1]
+            text = context[begin:finish]
+            same = next((answer for answer in answers if answer["answer"].lower() == text.lower()), None)
+            if same:
+                same["score"] += score
+            else:
+                answers.append({"score": score, "start": begin, "end": finish, "answer": text})
+    if no_answer:
+        answers.append({"score": least, "start": 0, "end": 0, "answer": ""})
+    return sorted(answers, key=lambda answer: answer["score"], reverse=True)[:top_k]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"top_k": 3}, {"top_k": 2, "longest": 3}, {"no_answer": True, "top_k": 40}, {"window": 30, "stride": 5}],
+)
+def test_answers_are_those_of_the_pipeline(made, name, asked):
+    module, tokenizer, model, _ = made(name, "QuestionAnswering")
+    for batch_size in (1, 8):
+        found = model.answer(CONTEXTS, batch_size=batch_size, **asked)
+        for (question, context), result in zip(CONTEXTS, found, strict=True):
+            expected = theirs(module, tokenizer, question, context, **asked)
+            expected = [each for each in expected if each["score"] > 0 or not each["answer"]]
+            ranked = [result, *result.alternatives]
+            assert [(a.text, a.start, a.end) for a in ranked] == [(e["answer"], e["start"], e["end"]) for e in expected]
+            assert [a.score for a in ranked] == pytest.approx([e["score"] for e in expected], rel=1e-4)
+
+
+def test_answers_come_of_two_named_outputs(made):
+    module, _, model, report = made("bert", "QuestionAnswering")
+    assert [spec.name for spec in model.manifest.encode.outputs] == ["start_logits", "end_logits"]
+    assert (report.parity.raw.texts, report.parity.raw.pairs) == (0, 4)
+    outputs = model._engine.encode(
+        {n: [np.array(v)] for n, v in (("input_ids", [2, 5, 3]), ("token_type_ids", [0] * 3))}, 1
+    )
+    with torch.no_grad():
+        expected = module(torch.tensor([[2, 5, 3]]))
+    for name, value in outputs.items():
+        np.testing.assert_allclose(value.numpy(), expected[name].numpy(), atol=1e-5)
+    pair = CONTEXTS[0]
+    assert model.answer([{"question": pair[0], "context": pair[1]}]) == model.answer([pair])
+
+
+def test_what_cannot_be_asked_of_answers(made):
+    _, _, model, _ = made("bert", "QuestionAnswering")
+    with pytest.raises(InputError, match="input 1: give a question and the context to answer it from"):
+        model.answer(["a"])
+    with pytest.raises(InputError, match="input 2: the question is empty"):
+        model.answer([("a", "b"), (" ", "a")])
+    with pytest.raises(InputError, match="the first text and the tokens around both leave no room in a window of 38"):
+        model.answer([(LONG, "a")])
+    with pytest.raises(OptionError, match="window must be at most 38, for the model takes no more, not 64"):
+        model.answer([("a", "b")], window=64)
+    with pytest.raises(OptionError, match="stride must be less than a window, 20, not 20"):
+        model.answer([("a", "b")], window=20, stride=20)
+    (nothing,) = model.answer([("a", "")])
+    assert (nothing.text, nothing.start, nothing.end) == ("", 0, 0)
+
+
+def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
+    _, _, model, _ = made("bert", "QuestionAnswering")
+    folder, out = model._engine.session.path.parent, tmp_path / "x.onnx"
+    monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), "--quantize", "int8"])
+    main()
+    rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
+    share, _, told = rows["quantised"].partition("% of 128 ")
+    assert 80 < float(share) <= 100
+    assert told == "rows keep their class"
+    found, before = (m.answer(CONTEXTS) for m in (Model.load(out, "cpu"), model))
+    assert np.mean([one.text == other.text for one, other in zip(found, before, strict=True)]) >= 0.6
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_masks_are_filled_as_by_the_pipeline(made, name):
+    module, tokenizer, model, report = made(name, "MaskedLM")
+    pipeline = transformers.FillMaskPipeline(model=module, tokenizer=tokenizer)
+    mask = tokenizer.mask_token
+    texts = [f"the {mask} was good", f"{mask} Film", f"{mask} is {mask} and {mask}", f"a very old {mask}!"]
+    targets = ["the", "a", "t"] if name == "roberta" else ["bad", "day", "##s"]
+    for asked in ({}, {"top_k": 3}, {"targets": targets}, {"targets": targets, "top_k": 2}):
+        for text, result in zip(texts, model.fill(texts, **asked), strict=True):
+            own = (
+                {**asked, "targets": [t for t in targets if t in tokenizer.get_vocab()]}
+                if "targets" in asked
+                else asked
+            )
+            expected = pipeline(text, **own)
+            expected = expected if isinstance(expected[0], list) else [expected]
+            assert len(result) == len(expected) == text.count(mask)
+            for candidates, entries in zip(result, expected, strict=True):
+                assert [(c.id, c.token, c.text) for c in candidates][: len(entries)] == [
+                    (e["token"], e["token_str"], e["sequence"]) for e in entries
+                ]
+                assert [c.score for c in candidates] == pytest.approx([e["score"] for e in entries], abs=1e-5)
+    assert (report.parity.raw.texts, report.parity.raw.pairs) == (11, 0)
+
+
+def test_what_cannot_be_asked_of_masks(made):
+    _, _, model, _ = made("bert", "MaskedLM")
+    with pytest.raises(InputError, match=r"^input 2: the input has no mask: write \[MASK\] where it belongs$"):
+        model.fill(["[MASK]", "a"])
+    with pytest.raises(InputError, match=r"where it belongs, or what was cut had it$"):
+        model.fill([f"{LONG} [MASK]"], truncate=True)
+    with pytest.raises(OptionError, match="the target 'bads' is not one token of the model's vocabulary, but bad ##s"):
+        model.fill(["[MASK]"], targets=["the", "bads"])
+    with pytest.raises(OptionError, match="the target 'xyz' is not one token of the model's vocabulary"):
+        model.fill(["[MASK]"], targets="xyz")
+
+
+# -- one's own --------------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Scores of labels, or of where an answer begins and ends, of each token."""
+
+    def __init__(self, gives, places=False):
+        super().__init__()
+        self.embed = nn.Embedding(len(pieces()), 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.0)
+        self.encoder, self.head, self.places = nn.TransformerEncoder(layer, 1), nn.Linear(16, gives), places
+
+    def forward(self, ids, hidden):
+        scores = self.head(self.encoder(self.embed(ids), src_key_padding_mask=hidden))
+        return {"loss": scores.sum(), "begin": scores[..., 0], "finish": scores[..., 1]} if self.places else scores
+
+
+def own_tokenizer():
+    tokenizer = Tokenizer(models.WordLevel(pieces(), unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer.to_str()
+
+
+def own(tmp_path, gives, places=False, **options):
+    torch.manual_seed(1)
+    module, out = Own(gives, places).eval(), tmp_path / "own.onnx"
+    example, masks = {"ids": torch.tensor([[5, 6, 7], [8, 9, 10]])}, {"hidden": padding("ids", keep=False)}
+    return (
+        module,
+        out,
+        lambda: export(module, out, example, masks=masks, tokenizer=own_tokenizer(), max_length=30, **options),
+    )
+
+
+def test_one_s_own_tagger(tmp_path):
+    module, out, made = own(tmp_path, 3, task="token-classification", labels=["O", "NAME", "PLACE"])
+    assert made().parity.raw.texts == 11
+    (spans,) = Model.load(out, "cpu").entities([TEXT[:20]], "none", ignore=())
+    with torch.no_grad():
+        scores = module(torch.tensor([[2, 5, 6, 7, 8, 9, 3]]), torch.zeros(1, 7).bool())[0, 1:-1].softmax(-1)
+    assert [span.label for span in spans] == [["O", "NAME", "PLACE"][i] for i in scores.argmax(-1)]
+    assert [span.score for span in spans] == pytest.approx(scores.max(-1).values.tolist(), abs=1e-5)
+    assert [span.text for span in spans] == TEXT[:20].split()
+
+
+def test_one_s_own_answers(tmp_path):
+    module, out, made = own(tmp_path, 2, True, task="question-answering", output=["begin", "finish"])
+    assert made().parity.raw.pairs == 4
+    model = Model.load(out, "cpu")
+    assert [spec.name for spec in model.manifest.encode.outputs] == ["begin", "finish"]
+    (answer,) = model.answer([("we", "the good film")], longest=2)
+    with torch.no_grad():
+        given = module(torch.tensor([[2, 23, 3, 5, 7, 9, 3]]), torch.zeros(1, 7).bool())
+    begin, finish = (given[name][0, 3:6].softmax(-1) for name in ("begin", "finish"))
+    scores = torch.outer(begin, finish).triu().tril(1)
+    assert answer.score == pytest.approx(float(scores.max()), abs=1e-5)
+    first, last = divmod(int(scores.argmax()), 3)
+    assert answer.text == " ".join(["the", "good", "film"][first : last + 1])
+
+
+def test_an_answer_needs_two_outputs(tmp_path):
+    *_, made = own(tmp_path, 2, task="question-answering")
+    with pytest.raises(SourceError, match="scores that an answer begins and that it ends there"):
+        made()
