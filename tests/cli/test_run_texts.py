@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_spans_of_windows(files):
     spans = json.loads(line)["spans"]
     assert spans[0]["start"] == 0
     assert spans[-1]["end"] == len(text.rstrip())
-    assert all(one["end"] <= other["start"] for one, other in zip(spans, spans[1:], strict=False))
+    assert all(one["end"] <= other["start"] for one, other in pairwise(spans))
 
 
 def test_answers_between_tabs_and_as_json(files):
@@ -119,9 +120,11 @@ def test_masks_between_tabs_and_as_json(files):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("spans", ["--aggregation", "last"], "--aggregation must be one of none, simple, first, average, max, not 'last'"),
+        ("spans", ["--aggregation", "last"],
+         "--aggregation must be one of none, simple, first, average, max, not 'last'"),
         ("spans", ["--stride", "x"], "--stride must be a whole number of at least 0, not 'x'"),
-        ("spans", ["--top-k", "2"], "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
+        ("spans", ["--top-k", "2"],
+         "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
         ("answers", ["--target", "a"],
          "answers.onnx answers questions from a context (question-answering): it takes no --target"),
         ("masks", ["--top-k", "0"], "--top-k must be a whole number of at least 1, not 0"),

