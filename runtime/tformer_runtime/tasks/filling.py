@@ -97,7 +97,7 @@ class Filling(Task):
         if not isinstance(text, str):
             return None
         mask = self._reader.token(self.mask)
-        return f"{mask} {text}" if len(text) % 2 else f"{text} {mask} {mask}"
+        return f"{mask} {text}" if len(text) % 2 else f"{mask} {text} {mask}"  # the first of which is not cut
 
     def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
         request = inputs.once(input, truncate)
