@@ -23,11 +23,13 @@ from tformer_export.passes.half import HALVES
 from tformer_export.passes.half import run as run_half
 from tformer_export.pipeline import Compiled, Understood, understand
 from tformer_export.quantize import (
+    ACTIVATIONS,
     CACHES,
     GOALS,
     QUANTIZATIONS,
     THROUGHPUT,
     Degradation,
+    Fixed,
     Mixture,
     OutputDegradation,
     OutputYardstick,
@@ -40,6 +42,7 @@ from tformer_export.quantize import (
 )
 from tformer_export.quantize import quantize as quantize_weights  # `quantize` is an argument of `export`
 from tformer_export.quantize.plan import MIXED_BUDGET, MIXED_ONCE
+from tformer_export.quantize.products import find_matrices
 from tformer_export.quantize.samples import draw_long, draw_samples, read_samples
 from tformer_export.report import ExportReport, peak_memory
 from tformer_export.shortlist import Measured, check_columns, choose_columns, make_shortlist, set_apart
@@ -71,6 +74,7 @@ def export(
     *,
     quantize: str = "none",
     optimize_for: str = THROUGHPUT,
+    activations: str = "rows",
     cache: str = "float",
     target: str = "cpu",
     precision: str | None = None,
@@ -107,6 +111,10 @@ def export(
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
         products alone.
+    activations: what scales the numbers that quantised products read: "rows", each row by its own largest, or "fixed",
+        scales that were learnt from the calibration data, or from what the model makes of random ids. These are faster,
+        the more so the more rows; a row's result is its own as well, but rows louder than those data are clipped.
+        What would err by too much is scaled by row; the report counts both.
     cache: "float", or "int8" for the keys and values of earlier positions in a byte each, on the cpu: a quarter of the
         memory and a faster step where much is cached, for a slower prompt.
     max_length: of a sequence; by default the most that the model allows, up to 512.
@@ -152,6 +160,10 @@ def export(
         )
     if target not in TARGETS:
         raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
+    if activations not in ACTIVATIONS:
+        raise OptionError(f"activations is one of {', '.join(ACTIVATIONS)}, not {activations!r}")
+    if activations != "rows" and quantize == "none":
+        raise OptionError(f"{activations} activations are those of quantised products: quantize to int8 or int4 too")
     if cache not in CACHES:
         raise OptionError(f"cache is one of {', '.join(CACHES)}, not {cache!r}")
     if cache != "float" and target != "cpu":
@@ -167,6 +179,7 @@ def export(
     wanted = _Quantisation(
         quantize,
         optimize_for,
+        activations,
         cache,
         Budget.of(max_degradation),
         Path(calibration) if calibration is not None else None,
@@ -195,6 +208,7 @@ def export(
         target=target,
         precision=manifest.precision,
         quantization=quantize,
+        activations=activations,
         cache=cache,
         max_length=manifest.max_length,
         parameters=sum(p.numel() for p in source.module.parameters()),
@@ -236,6 +250,7 @@ class _Quantisation:
 
     kind: str
     optimize_for: str
+    activations: str
     cache: str
     budget: Budget
     calibration: Path | None
@@ -402,8 +417,10 @@ def _tuned(understood: Understood, compiled: Compiled, wanted: _Quantisation, fo
         manifest = asked(made.manifest, forms)
         if wanted.kind != "none":
             bits = 4 if wanted.kind == "int4" else 8
+            names = [name for matrix in find_matrices(made.model) for name in matrix.products]
+            fixed = dict.fromkeys(names, Fixed.between(-1, 1)) if wanted.activations == "fixed" else {}
             quantised = quantize_weights(
-                made.model, bits, wanted.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True
+                made.model, bits, wanted.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True, fixed=fixed
             )
             manifest = replace(manifest, narrow=quantised.narrow)
         with removed(folder / "candidate.onnx") as path:  # a session has it mapped
@@ -460,6 +477,9 @@ def _quantise(
         planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
         if wanted.kind != "none":  # as which the runtime opens what is measured
             manifest = replace(manifest, quantization=wanted.kind, optimized_for=wanted.optimize_for)
+        if wanted.activations == "fixed":
+            seen = planner.samples.seen
+            planner.fix(seen if samples is not None or once else [*seen, draw_long(gate, before)])
         if samples is not None and wanted.kind != "none":
             planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[wanted.kind])
     with clock.stage("search"):
@@ -488,7 +508,9 @@ def _quantise(
                     plan.ready,
                     few_rows=few_rows(forms),
                     on_cpu=manifest.target == "cpu",
+                    fixed=planner.fixed,
                 )
+                compiled.found |= {"fixed": made.fixed, "by_row": made.by_row}
                 compiled.found["quantised"], products = made.count, made.products
                 manifest = replace(manifest, narrow=made.narrow)
             if columns:
