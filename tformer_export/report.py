@@ -126,7 +126,7 @@ class ExportReport:
         if self.activations == "fixed":
             both = found.get("fixed", 0) + found.get("by_row", 0)
             rows.append(
-                ("fixed scales", f"of {found.get('fixed', 0)} of {both} values that products read; the others by row")
+                ("fixed scales", f"{found.get('fixed', 0)} of {both} values that products read, the others by row")
             )
         if self.degradation is not None:
             rows += self.degradation.rows()

@@ -17,7 +17,20 @@ the largest activation and weight. Where products alone read a norm's result tha
 divided; elsewhere it is one Mul, so that it is done where it is needed alone.
 
 An operand whose products err by more than BEARABLE times as much (squared, weights in int8, on rows that nothing was
-fitted to) as they do row by row, with factors or without, is rounded row by row.
+fitted to) as they do row by row, with factors or without, is rounded row by row. Each row's error counts by what its
+results are large, so that loud rows do not hide what steps that are made for them do to quiet ones. all-MiniLM-L6-v2
+(24 operands; weights by GPTQ; row by row a cosine of 0.99757 with the unquantised vectors, on 120 sentences):
+
+========  =====  =======  ======  =======  =============
+BEARABLE  fixed  divided  by row  cosine   least cosine
+========  =====  =======  ======  =======  =============
+any       24     0        0       0.993    0.988
+4         23     11       1       0.99749  0.9928
+3         18     8        6       0.99818  0.9968
+========  =====  =======  ======  =======  =============
+
+With factors it can be better than row by row, for rows with a loud channel have large steps of their own. What rounding
+moves the mean of results by, added to the bias, changed next to nothing, and is left.
 """
 
 from __future__ import annotations
@@ -37,13 +50,14 @@ from tformer_export.quantize.samples import Sample
 from tformer_runtime.manifest import Manifest
 
 ACTIVATIONS = ("rows", "fixed")
-BEARABLE = 3.0
+BEARABLE = 4.0  # see above
 POWERS = (0.5, 0.75)  # α
 ROWS = 1024  # of each operand that are kept; half are fitted to
 AT_ONCE = 1 << 29  # bytes of them all
 JUDGED = 256  # rows that products are computed on
 BINS = 4096
 SHARES = np.linspace(1.0, 0.3, 36)  # of the largest number
+QUIET, TINY = 0.01, 1e-30  # of the mean square of products' results, below which a row counts no more
 QUIETEST = 0.01  # of the loudest channel: a channel that was hardly heard may yet be loud
 
 
@@ -144,10 +158,12 @@ def _choose(operand: _Operand, seen: _Seen, model: ir.Model) -> _Choice | None:
     weight = operand.weights(model)
     judged = seen.rows[1::2][:JUDGED]
     exact = judged @ weight
+    loudness = np.square(exact).mean(1)
+    count = 1 / (loudness + QUIET * loudness.mean() + TINY)
 
     def error(rounded: np.ndarray, weight: np.ndarray) -> float:
         q, scale = weights.per_column(weight)
-        return float(np.square(rounded @ (q * scale) - exact).mean(dtype=np.float64))
+        return float(np.square(rounded @ (q * scale) - exact).mean(1) @ count)
 
     def in_steps(factors: np.ndarray | None = None) -> _Choice:
         by = np.ones(len(weight), np.float32) if factors is None else factors
