@@ -147,9 +147,9 @@ def _read_scores(node: Any) -> _Scores | None:
             return _Scores(node, factor, biases)
         if target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar) and _number(args[1]):
             factor = factor / args[1] if target in (aten.div.Tensor, aten.div.Scalar) else factor * args[1]
-            node = args[0]
+            node = _inner(node)
         elif target in (aten._to_copy.default, aten.to.dtype) and meta(node).is_floating_point():
-            node = args[0]
+            node = _inner(node)
         elif target is aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in args):
             scores, bias = args if _holds_product(args[0]) else reversed(args)
             if not _holds_product(scores) or _holds_product(bias) or not meta(bias).is_floating_point():
@@ -158,29 +158,32 @@ def _read_scores(node: Any) -> _Scores | None:
             node = scores
         elif target is aten.masked_fill.Scalar and args[2] <= MASKED:
             biases.append(_filled(args[1], True, float(args[2]) * factor))
-            node = args[0]
+            node = _inner(node)
         elif target is aten.where.ScalarOther and args[2] <= MASKED:
             biases.append(_filled(args[0], False, float(args[2]) * factor))
-            node = args[1]
+            node = _inner(node)
         elif target is aten.where.self and (fill := _constant_fill(args[2])) is not None and fill <= MASKED:
             biases.append(_filled(args[0], False, fill * factor))
-            node = args[1]
+            node = _inner(node)
         else:
             return None
     return None
 
 
-def _holds_product(node: Node) -> bool:
-    """Whether a matrix product is above this node within a few score-like operations."""
+def _holds_product(node: Any) -> bool:
+    """Whether a matrix product is above this node within a few operations of any kind."""
     for _ in range(8):
+        if not isinstance(node, Node) or node.op != "call_function":
+            return False
         if node.target is aten.matmul.default:
             return True
-        if node.op != "call_function" or not isinstance(node.args[0], Node):
-            return False
-        node = node.args[1] if node.target in (aten.where.ScalarOther, aten.where.self) else node.args[0]  # type: ignore[assignment]
-        if not isinstance(node, Node):
-            return False
+        node = _inner(node)
     return False
+
+
+def _inner(node: Node) -> Any:
+    """The operand in which an operation on scores has them; others are numbers, masks and fills."""
+    return node.args[1] if node.target in (aten.where.ScalarOther, aten.where.self) else node.args[0]
 
 
 def _scaled(bias: Node, factor: float) -> Callable[[_Builder], Node]:

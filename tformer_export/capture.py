@@ -15,7 +15,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import getitem
@@ -30,9 +30,20 @@ from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
 from tformer_export.explain import explain_trace, is_branch, is_users, own_name, sizes_watched, users_line
 from tformer_export.quiet import quiet
+from tformer_export.sizes import sizes_followed
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
+WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other names, which torch keeps beside these
+    aten.__and__.Tensor: torch.bitwise_and,
+    aten.__and__.Scalar: torch.bitwise_and,
+    aten.__or__.Tensor: torch.bitwise_or,
+    aten.__or__.Scalar: torch.bitwise_or,
+    aten.__xor__.Tensor: torch.bitwise_xor,
+    aten.__xor__.Scalar: torch.bitwise_xor,
+    aten.min.other: torch.minimum,
+    aten.max.other: torch.maximum,
+}
 
 _LAYERS = os.path.join("torch", "nn", "modules", "")
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
@@ -130,6 +141,8 @@ def capture(
         raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
+    if undecided is None and any(node.target is aten.item.default for node in program.graph.nodes):
+        program = _trace_sizes(module, sized, shapes) or program
     signature = program.graph_signature
     constants: dict[str, torch.Tensor] = {}
     for spec in signature.input_specs:
@@ -219,8 +232,19 @@ def _trace(
     ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        traced: torch.export.ExportedProgram = program.run_decompositions({})
+        traced: torch.export.ExportedProgram = program.run_decompositions(WRITTEN_OTHERWISE)
         return traced
+
+
+def _trace_sizes(
+    module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
+) -> torch.export.ExportedProgram | None:
+    """A trace in which numbers that are taken out of tensors are sizes where they can be; None if it fails."""
+    try:
+        with sizes_followed(module):
+            return _trace(module, example, shapes)
+    except Exception:  # torch.export raises many types; the trace without them stands
+        return None
 
 
 @contextmanager

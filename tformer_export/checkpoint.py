@@ -14,6 +14,8 @@ reads it without running any code that it might hold:
 ``step``        name of the autoregressive input of ``forward``; None for a model that is run once
 ``special``     ``{"start": [ids], "end": [ids], "pad": id}`` of the step input's vocabulary
 ``defaults``    generation defaults, JSON-able
+``series``      of a model that forecasts: columns, normalisation and the rest, as `tformer_export.series` has it;
+                None for any other
 ``max_length``  longest sequence that the model takes, or None where it has to be told or found
 =============== ====================================================================================================
 
@@ -71,6 +73,7 @@ class Checkpoint:
     special: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
+    series: Mapping[str, Any] | None = None
 
     def build(self) -> nn.Module:
         """The module with its weights, in eval mode.
@@ -99,6 +102,7 @@ KINDS: dict[str, type | UnionType] = {
     "special": dict,
     "defaults": dict,
     "max_length": int | None,
+    "series": dict | None,
 }
 
 
@@ -114,6 +118,7 @@ def save_checkpoint(
     special: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    series: Mapping[str, Any] | None = None,
 ) -> None:
     """Write `model` to `path`, which is replaced in one go: a killed process leaves the old file or the new one.
 
@@ -137,6 +142,7 @@ def save_checkpoint(
         "special": _plain("special", special or {"start": [], "end": [], "pad": 0}),
         "defaults": _plain("defaults", defaults or {}),
         "max_length": max_length,
+        "series": None if series is None else _plain("series", series),
     }
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -220,6 +226,7 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise SourceError(f"{source} has format version {version}; this release reads up to {VERSION}: upgrade tformer")
+    content = {"series": None, **content}  # which earlier releases did not write
     missing = [f.name for f in fields(Checkpoint) if f.name not in content]
     if missing:
         raise SourceError(f"{source} lacks {', '.join(missing)}, so it is damaged or was not written by tformer")

@@ -65,8 +65,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "fp16"]),
-    help="Of products and caches; fp16 for CUDA, where it is the default of a file that is not quantised.",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    help="Of products and caches. fp16 and bf16 are for CUDA: fp16 is the default of a file that is not quantised, and "
+    "bf16 is for values beyond fp16's range.",
 )
 @click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
 @click.option(
@@ -82,7 +83,22 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
-@click.option("--task", help="What the model does, in the manifest; by default what its inputs say.")
+@click.option(
+    "--task",
+    help="What the model does, such as text-classification; by default what SOURCE says. A folder is loaded for it.",
+)
+@click.option("--labels", metavar="A,B,…", help="The labels of a classifier, in the order of its scores.")
+@click.option(
+    "--problem",
+    type=click.Choice(["single_label", "multi_label", "regression"]),
+    help="What a classifier's scores are: of one label that holds, of several that may, or numbers themselves.",
+)
+@click.option(
+    "--pool",
+    type=click.Choice(["mean", "first", "max", "last"]),
+    help="One vector for each input of a model that gives one for each position.",
+)
+@click.option("--normalize", is_flag=True, help="Pooled vectors have length 1.")
 @click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
 @click.option("--start", metavar="ID", type=_ID, multiple=True, help="What decoding starts from; repeatable.")
 @click.option("--end", metavar="ID", type=_ID, multiple=True, help="What ends a sequence; repeatable.")
@@ -117,7 +133,7 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
     if report is not None:
-        from tformer_export.api import check_writable
+        from tformer_export.place import check_writable
 
         check_writable(report, options["force"])
         if options["quantize"] == "mixed":
@@ -185,21 +201,30 @@ def _export(
     step: str | None,
     trust_pickle: bool,
     task: str | None,
+    labels: str | None,
     start: tuple[int, ...],
     end: tuple[int, ...],
     pad: int | None,
     alignments: str | None,
     **options: Any,
 ) -> Any:
-    from tformer_export.api import check_writable, export
+    from tformer_export.api import export
+    from tformer_export.place import check_writable
     from tformer_export.source import load_source
 
     check_writable(output, options["force"])
     options["alignments"] = _layers(alignments) if alignments is not None else None
     text = _read(tokenizer) if tokenizer is not None else None
     loaded = load_source(
-        source, step=step, factory=factory, config=config, trust_pickle=trust_pickle, tokenizer=tokenizer is None
+        source,
+        step=step,
+        factory=factory,
+        config=config,
+        trust_pickle=trust_pickle,
+        tokenizer=tokenizer is None,
+        task=task or ("feature-extraction" if options["pool"] else None),
     )
+    options["labels"] = [label.strip() for label in labels.split(",")] if labels is not None else None
     if start or end or pad is not None:
         held = loaded.special
         options["special"] = replace(

@@ -25,6 +25,7 @@ from tformer_runtime.manifest import (
     RequestInput,
     TensorSpec,
 )
+from tformer_runtime.series import Series
 
 
 def describe(
@@ -36,11 +37,13 @@ def describe(
     max_length: int,
     target: str,
     shares_context: bool = False,
+    series: Series | None = None,
 ) -> Manifest:
     """Everything but quantisation and parity, which are known later."""
     texts = list(dict.fromkeys(source.tokenizers.values()))
     return Manifest(
         task=source.task,
+        outcome=source.outcome,
         max_length=max_length,
         encode=_encode(source, encode, inputs) if encode else None,
         decode=_decode(decode, inputs, shares_context) if decode else None,
@@ -50,6 +53,7 @@ def describe(
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
         chat_tokens=dict(source.chat_tokens),
+        preparation={series.input: series.preparation} if series is not None else {},
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},
@@ -74,12 +78,15 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
     for port in program.inputs:
         mask, about = source.masks.get(port.name), inputs[port.name]
         role: dict[str, Any] = {"role": "ids" if about.ids else "data", "pad": about.pad}
+        if port.name in source.types:
+            role = {"role": "types", "of": source.types[port.name]}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": about.max_length, "vocabulary": about.vocabulary}
         described.append(RequestInput(**_spec(port), **role))
     outputs = tuple(TensorSpec(**_spec(port)) for port in program.outputs if port.name not in program.extras)
-    return Encode(tuple(described), outputs, _extras(program))
+    padded = [inputs[spec.name].masked for spec in described if spec.role != "mask"]
+    return Encode(tuple(described), outputs, _extras(program), ragged=all(padded))
 
 
 def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool) -> Decode:

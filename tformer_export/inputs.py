@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -34,7 +34,7 @@ class About:
 def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
     """For each input, by name. Cost: the constants of the graph at a few lengths, and each padding test once."""
     level = binding_times(captured)
-    found = {}
+    found: dict[str, About] = {}
     for name, node in captured.inputs.items():
         is_ids = meta(node).dtype in IDS and name not in source.masks
         tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
@@ -46,6 +46,8 @@ def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
             limit = _limit(captured, level, node)
+        if captured.step_name is None and source.max_length is not None:
+            limit = min(limit or source.max_length, source.max_length)
         found[name] = About(
             ids=ids_of(captured, name) if is_ids else None,
             vocabulary=known,
@@ -53,6 +55,8 @@ def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
             masked=pad in tested or described,
             max_length=limit,
         )
+    for name, of in source.types.items():  # of one padding with the ids that they belong to
+        found[name] = replace(found[name], pad=0, masked=found[of].masked, max_length=found[of].max_length)
     return found
 
 

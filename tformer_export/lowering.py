@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,9 +20,10 @@ from tformer_runtime.errors import UnsupportedModelError
 
 SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
 IR_VERSION = 10
+OPSET = 24  # the first with TensorScatter
 
 
-def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
+def to_onnx(program: Program, limit: int | None = None) -> ir.Model:
     """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
 
     limit: no request input may be longer than this. Raises UnsupportedModelError for what torch.onnx cannot translate.
@@ -37,28 +39,45 @@ def to_onnx(program: Program, opset: int, limit: int | None = None) -> ir.Model:
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
-        warnings.simplefilter("ignore")
+    model = _translated(program, example, dynamic)
+    for ports, held in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
+        for port, value in zip(ports, held, strict=True):
+            _describe(value, port)
+    for weight in model.graph.initializers.values():
+        content = weight.const_value
+        if content is not None and not (array := content.numpy()).flags.c_contiguous:
+            weight.const_value = _in_order(content, array)
+    return model
+
+
+def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tuple[dict[int, Any], ...]) -> ir.Model:
+    """The program as torch.onnx writes it.
+
+    torch.onnx decomposes what it is given into operations that it knows, for which it traces all of it twice more: a
+    quarter of an export. What was captured is decomposed already, so that is left out, unless it cannot do without.
+    """
+
+    def translate(decompose: bool) -> ir.Model:
+        traced = torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
+        if not decompose:
+            traced.run_decompositions = lambda *_, **__: traced
         exported = torch.onnx.export(
-            program.module,
-            example,
+            traced,
             dynamo=True,
-            dynamic_shapes=dynamic,
-            opset_version=opset,
+            opset_version=OPSET,
             input_names=[p.name for p in program.inputs],
             output_names=[p.name for p in program.outputs],
             optimize=True,
             verbose=False,
         )
-    model = exported.model  # type: ignore[union-attr]
-    for ports, held in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
-        for port, value in zip(ports, held, strict=True):
-            _describe(value, port)
-    for value in model.graph.initializers.values():
-        held = value.const_value
-        if held is not None and not (array := held.numpy()).flags.c_contiguous:
-            value.const_value = _in_order(held, array)
-    return model
+        return exported.model  # type: ignore[union-attr]
+
+    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
+        warnings.simplefilter("ignore")
+        try:
+            return translate(decompose=False)
+        except Exception:  # they have no common base
+            return translate(decompose=True)
 
 
 def _in_order(held: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:

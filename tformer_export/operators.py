@@ -11,6 +11,7 @@ import torch
 import torch.onnx.ops as onnx_ops
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+Axes = int | tuple[int, ...]
 HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
 
 
@@ -175,9 +176,19 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
     )
 
 
+def moved(value: torch.Tensor, source: Axes, destination: Axes) -> torch.Tensor:
+    """torch.movedim, as the permutation that it is: torch.onnx has a form of that alone."""
+    count = value.dim()
+    came, went = (
+        [axis % count for axis in ((axes,) if isinstance(axes, int) else axes)] for axes in (source, destination)
+    )
+    others = (axis for axis in range(count) if axis not in came)
+    return value.permute([came[went.index(axis)] if axis in went else next(others) for axis in range(count)])
+
+
 def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: int) -> torch.Tensor:
     """Of each row, the new positions `select` (B, M): (…B…N…) → (…B…M…)."""
-    rows = value.movedim((batch, time), (0, 1))
+    rows = moved(value, (batch, time), (0, 1))
     taken = onnx_ops.symbolic(
         "GatherND",
         [rows, select.unsqueeze(2)],
@@ -186,16 +197,16 @@ def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: 
         shape=(*select.shape, *rows.shape[2:]),
         version=13,
     )
-    return taken.movedim((0, 1), (batch, time))
+    return moved(taken, (0, 1), (batch, time))
 
 
 def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int) -> torch.Tensor:
     """A table (length, …) at positions (B, N): B becomes axis `batch` and N axis `new` among the others."""
     if rows.is_complex():  # ONNX has no gather of complex numbers
         pairs = table_rows(torch.view_as_real(rows), positions, 0, 1)
-        return torch.view_as_complex(pairs).movedim((0, 1), (batch, new))
+        return moved(torch.view_as_complex(pairs), (0, 1), (batch, new))
     flat = torch.nn.functional.embedding(positions, rows.reshape(rows.shape[0], -1))
-    return flat.reshape(*positions.shape, *rows.shape[1:]).movedim((0, 1), (batch, new))
+    return moved(flat.reshape(*positions.shape, *rows.shape[1:]), (0, 1), (batch, new))
 
 
 def repeat_rows(value: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
@@ -212,7 +223,7 @@ def table_diagonals(
     """
     offsets = slots - positions.unsqueeze(2) + diagonals.shape[0] // 2
     flat = torch.nn.functional.embedding(offsets, diagonals.reshape(diagonals.shape[0], -1))
-    return flat.reshape(*offsets.shape, *diagonals.shape[1:]).movedim((0, 1, 2), (batch, new, every))
+    return moved(flat.reshape(*offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
 
 
 def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Tensor:
@@ -227,7 +238,7 @@ def grouped_product(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tens
     A group without rows costs its operators' calls and reads no weights. torch.onnx is told that each group has S rows,
     for it wants a number; the shapes of intermediate values are not written.
     """
-    ends = ends.to(torch.int64)
+    ends = torch.ops.aten._to_copy(ends, dtype=torch.int64)  # `to` is one of torch's composites
     sizes = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
     groups = onnx_ops.symbolic_multi_out(
         "Split",

@@ -25,6 +25,7 @@ from tformer_export.last import give_every_position
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
 from tformer_export.passes import run_passes
+from tformer_export.series import settle
 from tformer_export.soundness import (
     check_devices,
     failing_line,
@@ -52,6 +53,7 @@ from tformer_export.staging.views import LENGTH, Views
 from tformer_export.target import TARGETS, Target
 from tformer_runtime.errors import OptionError, UnsupportedModelError
 from tformer_runtime.manifest import HIDDEN, Manifest
+from tformer_runtime.series import Series
 
 SUM = 1e-3  # by which a sum of probabilities may miss 1
 
@@ -71,6 +73,7 @@ class Compiled:
     landmarks: Landmarks
     found: dict[str, int]
     gives_last: bool = False
+    series: Series | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Understood:
     gives_last: bool
     max_length: int | None
     half: bool = False
+    series: Series | None = None
     lowered: dict[Target, _Lowered] = field(default_factory=dict)
 
     def compile(self, forms: Forms = DEFAULTS, stage: Stage = lambda name: nullcontext()) -> Compiled:
@@ -116,14 +120,20 @@ class Understood:
             chosen.check(model)
         shares = passes.get("shared", 0) > 0
         manifest = describe(
-            self.source, *low.programs, self.inputs, max_length=low.length, target=self.target, shares_context=shares
+            self.source,
+            *low.programs,
+            self.inputs,
+            max_length=low.length,
+            target=self.target,
+            shares_context=shares,
+            series=self.series,
         )
         decode = low.programs[1]
         landmarks = Landmarks(
             self.captured, low.contexts, tuple(decode.caches) if decode else (), (*self.extras[0], *self.extras[1])
         )
         found = {"attentions": self.attentions, **low.found, **passes}
-        return Compiled(model, manifest, self.inputs, landmarks, found, self.gives_last)
+        return Compiled(model, manifest, self.inputs, landmarks, found, self.gives_last, self.series)
 
     def _lower(self, target: Target, stage: Stage) -> _Lowered:
         with stage("staging"):
@@ -136,21 +146,8 @@ class Understood:
             for program in (encode, decode):
                 if program is not None:
                     found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
-                models.append(to_onnx(program, target.opset, min(limits, default=None)) if program else None)
+                models.append(to_onnx(program, min(limits, default=None)) if program else None)
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
-
-
-def compile_source(
-    source: Source,
-    target: str,
-    max_length: int | None = None,
-    stage: Stage = lambda name: nullcontext(),
-    alignments: Wanted | None = None,
-    hidden: Sequence[str] = (),
-    half: bool = False,
-) -> Compiled:
-    """Source → compiled model, in the forms that are the default. Arguments and errors as of `understand`."""
-    return understand(source, target, max_length, stage, alignments, hidden, half).compile(stage=stage)
 
 
 def understand(
@@ -178,12 +175,13 @@ def understand(
             add_alignments(captured, alignments)
         inputs = about_inputs(captured, source)
         _check_special(source, inputs)
+        series = settle(source, captured, inputs)
         pad = source.special.pad
         fold_padding_tests(captured, None if pad in (*source.special.start, *source.special.end) else pad)
         merge_equal(captured)
         level = binding_times(captured)
         extras = find_extras(captured, level)
-    return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length, half)
+    return Understood(source, target, captured, level, extras, inputs, attentions, gives_last, max_length, half, series)
 
 
 def _sound(source: Source, hidden: Sequence[str]) -> Captured:
@@ -235,7 +233,8 @@ def _stage(
         return encode, None, (), 0, {}
     _check_step(captured, inputs)
     _check_output(captured, source)
-    _check_logits(captured, values)
+    if inputs[captured.step_name or ""].ids is not None:
+        _check_logits(captured, values)
     other_row = run(captured, _other_row(captured, inputs))
     views = Views(captured, level, values, other_row, constants)
     try:
@@ -250,13 +249,13 @@ def _stage(
         ) from error
     refuse_mixed_rows(captured, values, other_row)
     lengths = wanted, source.max_length
-    tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+    tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     biased: set[Node] = (
         set() if target.takes_bias else {a.node for a in plan.fused.values() if not is_causal_alone(a, tables)}
     )
     if biased:
         plan = make_plan(captured, level, views, lambda a: target.fuses(a) and a.node not in biased)
-        tables, length = make_tables(captured, level, views, constants, plan.tables, plan.still, *lengths)
+        tables, length = make_tables(views, plan.tables, plan.still, *lengths)
     contexts = [Context(node, one, _context_rows(views, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]
     turning = [attention for attention in plan.fused.values() if target.turns(attention)]
@@ -291,6 +290,8 @@ def _probe(captured: Captured, inputs: Mapping[str, About], seed: int = 0) -> di
             every, asked = every or [0], [i for i in asked if i in every]
             choice = torch.tensor(every + asked * (len(every) // max(1, len(asked))))
             value = choice[torch.randint(len(choice), shape, generator=generator)].to(value.dtype)
+        elif name == captured.step_name:
+            value = torch.randn((2, LENGTH, *value.shape[2:]), generator=generator).to(value.dtype)
         drawn[name] = value
     return drawn
 
@@ -301,7 +302,9 @@ def _other_row(captured: Captured, inputs: Mapping[str, About]) -> dict[str, tor
     for name, value in second.items():
         if inputs[name].masked and inputs[name].ids is not None and name != captured.step_name:
             value[1:, -1:] = inputs[name].pad  # what a mask that is made of ids hides, belongs to its row
-        if inputs[name].ids is None:  # a mask hides another position; data are other data
+        if (
+            inputs[name].ids is None and name != captured.step_name
+        ):  # a mask hides another position; data are other data
             flipped = value[1:] - 1 if value.is_floating_point() else value[1:] == 0
             value[1:, ..., -1:] = flipped.to(value.dtype)[..., -1:]
     return {name: torch.cat([first[name][:1], value[1:]]) for name, value in second.items()}
@@ -336,8 +339,8 @@ def _wide_output(captured: Captured, source: Source, ids: int) -> str | int | No
     assert captured.step_name is not None
     with torch.no_grad(), unchanged(module):
         outputs = all_outputs(module.returned(*captured.example.values()))
-    length = captured.example[captured.step_name].shape[1]
-    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and length in v.shape[:2]]
+    rows = sorted(captured.example[captured.step_name].shape[:2])
+    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and sorted(v.shape[:2]) == rows]
     return wide[0] if wide else None
 
 
@@ -357,20 +360,27 @@ def _asked(captured: Captured, name: str) -> list[int]:
 
 
 def _check_step(captured: Captured, inputs: Mapping[str, About]) -> None:
-    """Decoding appends a token to the step input."""
+    """Decoding appends a token to the step input, or a step of a series."""
     assert captured.step_name is not None
-    if inputs[captured.step_name].ids is None:
+    given = captured.example[captured.step_name]
+    if given.is_floating_point() and given.dim() != 3:
         raise UnsupportedModelError(
-            f"the step input {captured.step_name!r} holds {captured.example[captured.step_name].dtype}, not token ids: "
-            "let forward take the ids (int64) and look them up itself, or export it without a step input (step=None)"
+            f"the step input {captured.step_name!r} holds numbers in {given.dim()} axes: let forward take (batch, "
+            "time, features), with one feature where there is one, or export it without a step input (step=None)"
+        )
+    if inputs[captured.step_name].ids is None and not given.is_floating_point():
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds {given.dtype}, neither token ids nor numbers: let forward "
+            "take the ids (int64) and look them up itself, or export it without a step input (step=None)"
         )
 
 
 def _check_output(captured: Captured, source: Source) -> None:
     """Decoding needs logits for every position: (batch, time, vocabulary), or with the first two exchanged."""
     shape = meta(captured.output).shape
-    timed = [size for size in shape if expression(size) == captured.time]
-    well = len(shape) == 3 and len(timed) == 1 and isinstance(shape[2], int)
+    first = [expression(size) for size in shape[:2]]
+    well = len(shape) == 3 and isinstance(shape[2], int)
+    well = well and any(size == captured.time for size in first) and any(size in captured.batch for size in first)
     assert captured.step_name is not None
     ids = vocabulary(captured, captured.step_name)
     if well and ids in (None, shape[2]):
@@ -378,12 +388,14 @@ def _check_output(captured: Captured, source: Source) -> None:
     other = _wide_output(captured, source, ids) if ids else None
     if well and other is None:
         return
+    of_ids = not captured.example[captured.step_name].is_floating_point()
+    wanted = "(batch, time, vocabulary)" if of_ids else "(batch, time, features)"
     names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
     sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
     if not any(captured.time in expression(size).free_symbols for size in shape):
         what = "which has no row for each position of it: it is pooled, or one position is taken out"
     else:
-        what = "which is not (batch, time, vocabulary)"
+        what = f"which is not {wanted}"
     if other is not None:
         raise UnsupportedModelError(
             f"forward returns ({sizes}) first, at {source_line(captured.output)}, which is not as wide as the "
@@ -392,6 +404,6 @@ def _check_output(captured: Captured, source: Source) -> None:
         )
     raise UnsupportedModelError(
         f"forward returns ({sizes}) first, at {source_line(captured.output)}, {what}. To be stepped over "
-        f"{captured.step_name!r} it must return logits for every position, (batch, time, vocabulary); a model that "
-        "gives one answer for its input is exported without a step input (step=None)"
+        f"{captured.step_name!r} it must return {'logits' if of_ids else 'numbers'} for every position, {wanted}; a "
+        "model that gives one answer for its input is exported without a step input (step=None)"
     )

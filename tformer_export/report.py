@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,21 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+class Clock:
+    """Seconds by stage, in the order in which they ran. progress: told of each as it begins."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.progress = progress
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.progress(name)
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
 @dataclass
 class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
@@ -49,6 +67,7 @@ class ExportReport:
 
     path: str
     source: str
+    task: str
     target: str
     precision: str
     quantization: str
@@ -79,6 +98,16 @@ class ExportReport:
         return self.parity.tokens_equal == self.parity.tokens
 
     @property
+    def _once(self) -> str:
+        if self.parity.forecast is not None:
+            return "none: all steps are forecast at once"
+        return f"none: it is run once for an input ({self.task}); to generate, name the input that grows (--step)"
+
+    @property
+    def _fed_back(self) -> str:
+        return f"fed back step by step, {self.parity.forecast_allowed:.1e} allowed" if self.max_length else "in units"
+
+    @property
     def _caches(self) -> str:
         count = self.found.get("caches", 0)
         return f"{count} tensors" if self.cache == "float" else f"{count} tensors in {self.cache}"
@@ -93,7 +122,8 @@ class ExportReport:
     @property
     def _parity(self) -> str:
         parity = self.parity
-        text = f"max |Δlogit| {self.max_abs_error:.1e} ({parity.relative_error:.1e} of the range"
+        what = "Δ" if parity.forecast is not None else "Δlogit"
+        text = f"max |{what}| {self.max_abs_error:.1e} ({parity.relative_error:.1e} of the range"
         if parity.exact_error is not None:
             text += f", {parity.tolerance:.1e} allowed; {parity.exact_error:.1e} before rounding"
         return f"{text})" + (f" on {parity.device}" if parity.exact_error is not None else "")
@@ -113,12 +143,17 @@ class ExportReport:
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._numbers))),
             ("cached", f"{self._caches} a step, {found.get('context', 0)} a request")
             if self.max_length
-            else ("decoding", "none: it is run once for an input; name the input that grows (--step) to generate"),
+            else ("decoding", self._once),
             ("fused", f"{found.get('attentions', 0)} attentions, {found.get('fused', 0)} of them with their cache"),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity),
         ]
-        if self.max_length:
+        if (raw := self.parity.raw) is not None:
+            compared = f"{raw.texts} texts" + (f", {raw.pairs} pairs" if raw.pairs else "")
+            rows.append(("from raw inputs", f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range), {compared}"))
+        if self.parity.forecast is not None:
+            rows.append(("forecast", f"max |Δ| {self.parity.forecast:.1e} of the range, {self._fed_back}"))
+        elif self.max_length:
             rows.append(("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"))
         if found.get("grouped"):
             rows.append(("experts", f"{found['grouped']} products by group: a step reads the experts that it needs"))

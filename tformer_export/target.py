@@ -33,12 +33,10 @@ TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries a
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the user asks for. opset: the ONNX operator set that the file uses. half: whether the file will
-    compute in half precision. rotary: whether operators may turn queries and keys themselves. whole: whether sequences
-    that are read whole have an operator of their own."""
+    """name: what the user asks for. half: whether the file will compute in half precision. rotary: whether operators
+    may turn queries and keys themselves. whole: whether sequences that are read whole have an operator of their own."""
 
     name: str
-    opset: int
     half: bool = False
     rotary: bool = True
     whole: bool = True
@@ -120,4 +118,4 @@ def _split_groups(module: GraphModule, node: Node) -> None:
     node.target = operators.grouped_product
 
 
-TARGETS = {name: Target(name, opset) for name, opset in (("cpu", 24), ("cuda", 24), ("portable", 24))}
+TARGETS = {name: Target(name) for name in ("cpu", "cuda", "portable")}

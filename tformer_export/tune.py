@@ -1,14 +1,17 @@
 """The forms of a file that are fastest on this machine, found by running it (`--tune`).
 
-One choice after the other, its forms are built as whole files, as they would be written and run, and race: each
-decodes the same short requests, in turns, so that whatever else the machine does meets all of them alike. Of a round
-only the ratio to the form held so far counts, so a slow minute counts for nothing. A form takes the place of the
-default if it is faster by more than 3 % beyond the spread of its ratios. At the end, what was kept races once against
-the defaults, and they stay if it does not win as a whole.
+One choice after the other, its forms are built as whole files and race: each decodes the same short requests, in turns,
+so that whatever else the machine does meets all of them alike. Of a round only the ratio to the form held so far
+counts, so a slow minute counts for nothing. A form takes the place of the default if it is faster by more than 3 %
+beyond the spread of its ratios. At the end, what was kept races once against the defaults, and they stay if it does not
+win as a whole.
+
+What races is not quite the file that will be written: its caches are in float, its logits are of all ids, and its
+weights are rounded to nearest, in 8 bits where they are to be mixed.
 
 Cost: some ten files are built, each as large as the result, on disk one at a time and up to five at a time in memory;
-and for each, at most seven rounds of a request of 32 tokens and eight steps at one batch size, or three. For 60 M
-weights that is a minute, growing with the weights; a model with rotary positions is translated once more (seconds).
+and for each, at most seven rounds, and one that does not count, of a request of 32 tokens and eight steps at one batch
+size, or at three or four. It grows with the weights; a model with rotary positions is translated once more (seconds).
 """
 
 from __future__ import annotations
@@ -17,12 +20,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
-from tformer_export.forms import CHOICES, Choice, Forms
+from tformer_export.asked import Asked
+from tformer_export.forms import CHOICES, DEFAULTS, ROTARY, Choice, Forms, few_rows
+from tformer_export.pipeline import Compiled, Understood
+from tformer_export.quantize import FIXED, Fixed, quantize
+from tformer_export.quantize.products import find_matrices
 from tformer_export.quantize.rewrite import BALANCED, LATENCY, THROUGHPUT
 from tformer_export.verify import Gate
+from tformer_export.write import removed, save
 from tformer_runtime.engine import Engine
 
 ROWS = {LATENCY: (1,), BALANCED: (1, 8, 32), THROUGHPUT: (32,)}
@@ -87,6 +96,36 @@ class Tuning:
 def _told(trial: Trial) -> str:
     times = ", ".join(f"{s * 1e3:.0f}" if s > 0.1 else f"{s * 1e3:.2g}" for s in trial.seconds.values())
     return f"{times} ms" if trial.ratio == 1 else f"{times} ms ({trial.ratio:.2f} ± {trial.spread:.2f} ×)"
+
+
+def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder: Path) -> Tuning:
+    """What is the fastest here, of what the model has: with weights rounded to nearest if quantised, and always with
+    caches in float and logits of all ids.
+
+    compiled: in the default forms. folder: where candidates are written.
+    """
+    source, gate = understood.source, Gate(understood.source, compiled.inputs, series=understood.series)
+
+    def build(forms: Forms) -> Request:
+        made = understood.compile(forms)
+        manifest = replace(asked.in_forms(made.manifest, forms), quantization=asked.quantize)
+        if asked.quantize != "none":
+            bits = 4 if asked.quantize == "int4" else 8
+            names = [name for matrix in find_matrices(made.model) for name in matrix.products]
+            scales = dict.fromkeys(names, Fixed.between(-1, 1)) if asked.activations == FIXED else {}  # as fast as any
+            quantised = quantize(
+                made.model, bits, asked.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True, fixed=scales
+            )
+            manifest = replace(manifest, narrow=quantised.narrow)
+        with removed(folder / "candidate.onnx") as path:  # a session has it mapped
+            return requests(gate, Engine(save(made.model, manifest, path), device="cpu"))
+
+    manifest = replace(asked.in_forms(compiled.manifest, DEFAULTS), quantization=asked.quantize)
+    compiled = replace(compiled, manifest=manifest)
+    # A cache in int8 has scales that hold at all positions where the attention operator itself turns the keys.
+    fixed = {ROTARY} if asked.cache != "float" else set()
+    choices = [choice for choice in CHOICES if choice not in fixed and choice.applies(compiled)]
+    return tune(build, choices, ROWS[asked.optimize_for])
 
 
 def tune(
@@ -155,7 +194,7 @@ def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_
     What is read counts once, and the steps as if there were more of them: a request of READ tokens that decodes
     STANDS_FOR. A model that is run once is run.
     """
-    drawing = Gate(gate.source, gate.inputs, seed=1)
+    drawing = Gate(gate.source, gate.inputs, seed=1, series=gate.series)
     longest = engine.manifest.max_length
     given = drawing.draw_request(READ)
     if engine.manifest.decode is None:
@@ -166,7 +205,7 @@ def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_
     steps = min(STEPS, longest - len(start))
 
     def request(rows: int) -> float:
-        tokens = np.tile(start, (rows, 1))
+        tokens = np.repeat(start[None], rows, axis=0)
         begun = clock()
         state = engine.start({n: [v] * rows for n, v in given.items()} or None, rows)
         engine.step(state, tokens)

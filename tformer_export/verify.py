@@ -23,20 +23,28 @@ import numpy as np
 import torch
 
 from tformer_export.explain import line_of_error, said
+from tformer_export.forecasts import check_forecasts
 from tformer_export.hidden import find_modules, watched
 from tformer_export.inputs import About
 from tformer_export.locate import Landmarks
+from tformer_export.raw import RawParity
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_export.staging.evaluate import run
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.bits import numbers
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError, UnsupportedModelError
+from tformer_runtime.series import Series
+from tformer_runtime.state import State
 
 TOLERANCE = 1e-3
+LOOSEST = 0.5  # of the logits' range: beyond, a comparison of half precision would tell nothing
 ROUNDINGS = 6.0  # times what rounding the weights does, that half precision may do: see `Gate.sensitivity`
 STEPS = 5
 GREEDY_STEPS = 12
 LONG_SOURCE = 96
+RAGGED_ROWS = "ragged rows"
+RAGGED = (6, 11, 2, 8)  # lengths of rows that are run together
 MOST_RUNS = 16  # of a source that gives one position a run; no less than the steps that are compared
 LONGEST = 1024  # positions of the longest prompt that is compared; beyond, tables are proven but not run
 
@@ -55,8 +63,11 @@ class Case:
 class ParityReport:
     """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
 
-    extras: what the file gives beside logits → max |Δ|. device: what the file ran on. tolerance: of relative_error.
-    exact_error: relative_error before the model was rounded to half precision, of such a file.
+    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range;
+    forecast_allowed: what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on.
+    tolerance: of relative_error. exact_error: relative_error before the model was rounded to half precision, of such a
+    file. raw: from texts to final results, of a model that is run once. ragged: whether its rows are the same beside
+    longer ones, where it looked as if they were.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -67,6 +78,10 @@ class ParityReport:
     device: str = "cpu"
     tolerance: float = TOLERANCE
     exact_error: float | None = None
+    forecast: float | None = None
+    forecast_allowed: float | None = None
+    raw: RawParity | None = None
+    ragged: bool = True
 
     @property
     def max_abs_error(self) -> float:
@@ -87,7 +102,7 @@ def cases(max_length: int) -> list[Case]:
 
     return [
         Case("one row", clip(1), steps, (4,)),
-        Case("ragged rows", clip(2, 7, 1, 4), steps, (6, 11, 2, 8)),
+        Case(RAGGED_ROWS, clip(2, 7, 1, 4), steps, (6, 11, 2, 8)),
         Case("long prompt", (room,), steps, (LONG_SOURCE,)),
     ]
 
@@ -170,8 +185,10 @@ class Gate:
         seed: int = 0,
         gives_last: bool = False,
         tolerance: float = TOLERANCE,
+        series: Series | None = None,
     ) -> None:
         self.source, self.inputs, self.landmarks, self.tolerance = source, inputs, landmarks, tolerance
+        self.series = series
         self.reference = Reference(source, gives_last)
         self.random = np.random.default_rng(seed)
 
@@ -180,26 +197,31 @@ class Gate:
         report = ParityReport()
         if self.source.step is None:
             self._run_once(engine, report)
+            if self.series is not None:
+                check_forecasts(self, engine, report)
             return report
         for case in cases(engine.manifest.max_length):
-            requests = [self.draw_request(n) for n in case.sources]
+            requests = self.draw_requests(case.sources)
             sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
             found, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
                 positions, expected = self.reference.logits_at(request, tokens)
-                where = functools.partial(self._where, state, row, request, tokens)
+                where = functools.partial(self._where, engine, state, row, request, tokens)
                 at = found[row] if len(positions) == len(tokens) else found[row][positions]
                 found_error = self._compare(case.name, row, case.prompts[row], at, expected, report, where, positions)
                 error = max(error, found_error)
                 self._compare_extras(case.name, row, extras[row], request, tokens, report)
             report.errors[case.name] = error
-        self._greedy(engine, report)
+        if self.series is not None:
+            check_forecasts(self, engine, report)
+        else:
+            self._greedy(engine, report)
         return report
 
     def sensitivity(self, rounded: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
-        """How far the source's own logits move, as a share of their range, when its weights are rounded, and nothing
-        else: what half precision must cost this model.
+        """How far the source's own logits move, as a share of their range, when its parameters are rounded, and nothing
+        else: what half precision must cost this model. rounded: puts numbers off by as much as rounding does.
 
         A product rounds its weights, its input and its output, and so do the few operators around it, each
         independently, so that their errors add up as the root of their number (Higham and Mary 2019, "A New Approach to
@@ -209,7 +231,7 @@ class Gate:
         """
         drawn: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
         for case in cases(max_length) if self.source.step is not None else ():
-            requests = [self.draw_request(n) for n in case.sources]
+            requests = self.draw_requests(case.sources)
             drawn += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
         if self.source.step is None:
             drawn = [(self.draw_request(length), None) for length in (4, 11)]
@@ -225,22 +247,38 @@ class Gate:
         return worst
 
     def _run_once(self, engine: Engine, report: ParityReport) -> None:
-        """A model without a step input: its outputs, for rows of one length at a time."""
+        """A model without a step input: its outputs, for rows of one length, and ragged where it hides padding."""
         assert engine.manifest.encode is not None
-        for rows, length in ((1, 4), (4, 11)):
-            requests = [self.draw_request(length) for _ in range(rows)]
-            names = [extra.name for extra in engine.manifest.extras]
-            given = engine.encode(_by_name(requests) or {}, rows, names)
-            found, *extras = (value.numpy() for value in given.values())
-            case = f"{rows} rows of {length}"
-            errors = [
-                self._compare(case, row, length, found[row][None], self.reference.logits(request, None)[None], report)
-                for row, request in enumerate(requests)
-            ]
-            report.errors[case] = max(errors)
-            for row, request in enumerate(requests):
-                own = {name: value[row] for name, value in zip(names, extras, strict=True)}
-                self._compare_extras(case, row, own, request, None, report)
+        self._run_rows(engine, "1 rows of 4", (4,), report)
+        self._run_rows(engine, "4 rows of 11", (11,) * 4, report)
+        if not engine.manifest.encode.ragged:
+            return
+        beside = ParityReport()
+        try:
+            self._run_rows(engine, RAGGED_ROWS, RAGGED, beside)
+        except ParityError:
+            if self.source.masks:  # somebody said that they hide padding
+                raise
+            report.ragged = False
+            return
+        report.errors |= beside.errors
+        report.extras = {name: max(error, beside.extras.get(name, 0.0)) for name, error in report.extras.items()}
+        report.relative_error = max(report.relative_error, beside.relative_error)
+
+    def _run_rows(self, engine: Engine, case: str, lengths: Sequence[int], report: ParityReport) -> None:
+        requests = [self.draw_request(length) for length in lengths]
+        names = [extra.name for extra in engine.manifest.extras]
+        given = engine.encode(_by_name(requests) or {}, len(requests), names)
+        found, *extras = (value.numpy() for value in given.values())
+        errors = []
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            expected = self.reference.logits(request, None)
+            own = found[row][tuple(slice(0, size) for size in expected.shape)]
+            errors.append(self._compare(case, row, length, own[None], expected[None], report))
+        report.errors[case] = max(errors)
+        for row, request in enumerate(requests):
+            values = {name: value[row] for name, value in zip(names, extras, strict=True)}
+            self._compare_extras(case, row, values, request, None, report)
 
     def _compare_extras(
         self,
@@ -287,7 +325,7 @@ class Gate:
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
                 f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({self.tolerance:g} of that is allowed)"
-                f"{self._padding_seen() if case == 'ragged rows' else ''}{where()}; no file was written"
+                f"{self._padding_seen() if case == RAGGED_ROWS else ''}{where()}; no file was written"
             )
         return worst
 
@@ -303,13 +341,18 @@ class Gate:
             )
         return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
 
-    def _where(self, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray) -> str:
+    def _where(
+        self, engine: Engine, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray
+    ) -> str:
         """The layer at which a row begins to differ, for the message."""
         if self.landmarks is None:
             return ""
         inputs = self.reference.inputs(request, tokens)
-        contexts = [value[row] for value in state.context]
-        caches = [value.numpy()[row] for value in state.cache.past(state.cache.turn)]
+        encode, decode = engine.manifest.encode, engine.decode
+        held = encode.outputs if encode else ()
+        contexts = [numbers(value[row], spec.dtype) for value, spec in zip(state.context, held, strict=True)]
+        pasts = state.cache.past(state.cache.turn)
+        caches = [numbers(value.numpy()[row], c.dtype) for value, c in zip(pasts, decode.caches, strict=True)]
         return f"; {self.landmarks.first_difference(inputs, contexts, caches)}"
 
     def _greedy(self, engine: Engine, report: ParityReport) -> None:
@@ -335,6 +378,8 @@ class Gate:
     def hidden(self) -> list[int]:
         """Ids that the model takes for padding: after one of them it would not see what it decoded."""
         about = self.inputs[self.source.step or ""]
+        if about.ids is None:
+            return []
         return [about.pad] if about.masked and about.pad not in self.source.special.start else []
 
     def start(self, max_length: int) -> np.ndarray:
@@ -344,18 +389,27 @@ class Gate:
         return self.draw(self.source.step, min(3, max_length - 1))
 
     def draw_sequence(self, length: int) -> np.ndarray:
-        """Ids of the step input, beginning as decoding does."""
+        """Ids of the step input, beginning as decoding does; or steps of a series."""
         drawn = self.draw(self.source.step, length)
         start = self.source.special.start[:length]
-        drawn[: len(start)] = start
+        if start:
+            drawn[: len(start)] = start
         return drawn
 
     def draw(self, name: str | None, length: int) -> np.ndarray:
-        """Random ids of an input, none of them padding."""
-        about = self.inputs[name or ""]
+        """Random ids of an input, none of them padding; or normal numbers, (length, features), of a series."""
+        about, held = self.inputs[name or ""], self.source.example[name or ""]
+        if about.ids is None:
+            return self.random.standard_normal((length, *held.shape[2:])).astype(held.numpy().dtype)
         ids = np.arange(about.ids or 0)
-        ids = ids[ids != about.pad]
-        return self.random.choice(ids, length).astype(self.source.example[name or ""].numpy().dtype)
+        ids = ids[ids != about.pad] if name not in self.source.types else ids
+        return self.random.choice(ids, length).astype(held.numpy().dtype)
+
+    def draw_requests(self, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """A row of so many positions each; of one length where a series' histories are only read so together."""
+        if self.series is not None and not self.series.ragged:
+            lengths = [lengths[0]] * len(lengths)
+        return [self.draw_request(length) for length in lengths]
 
     def draw_request(self, length: int) -> dict[str, np.ndarray]:
         """One row of each request input, without its batch axis, as long as that or as the input may be."""
@@ -365,6 +419,8 @@ class Gate:
                 continue
             about, axes = self.inputs[name], self.source.dynamic.get(name, (0, 1))
             size = min(length, about.max_length or length) if 1 in axes else value.shape[1]
+            if self.series is not None and name == self.series.input:
+                size = max(self.series.shortest, min(size, self.series.longest or size))
             if about.ids is not None:
                 drawn[name] = self.draw(name, size)
             else:
@@ -374,8 +430,9 @@ class Gate:
 
 @contextmanager
 def _rounded(module: torch.nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The module with other weights, for a while."""
-    held = {w: w.detach().clone() for w in (*module.parameters(), *module.buffers()) if w.is_floating_point()}
+    """The module with other parameters, for a while. Not with other buffers: what positions are multiplied with, and
+    tables of positions are made of, stays float32 in the file."""
+    held = {w: w.detach().clone() for w in module.parameters() if w.is_floating_point()}
     try:
         with torch.no_grad():
             for weight in held:
@@ -407,9 +464,7 @@ def run_case(
     extra_names = [extra.name for extra in engine.manifest.extras]
     state = engine.start(_by_name(requests), len(sequences), extras=extra_names, candidates=candidates)
     counts = np.array(prompts)
-    tokens = np.zeros((len(sequences), int(counts.max())), np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : counts[row]] = sequence[: counts[row]]
+    tokens = padded([sequence[:count] for sequence, count in zip(sequences, prompts, strict=True)])
     logits = engine.step(state, tokens, counts, want="all")
     steps = len(sequences[0]) - prompts[0]
     rows: list[dict[str, np.ndarray]] = [{} for _ in sequences]
@@ -424,6 +479,16 @@ def run_case(
                 rows[row][name][count + i] = values[row]
     once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
     return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, once, strict=True)]
+
+
+def padded(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of the step input, (rows, longest, …), with zeros at their ends."""
+    first = sequences[0]
+    kind = first.dtype if first.dtype.kind == "f" else np.dtype(np.int64)
+    rows = np.zeros((len(sequences), max(map(len, sequences)), *first.shape[1:]), kind)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return rows
 
 
 def decode_greedily(

@@ -19,13 +19,23 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.protobuf import BYTES, VARINT, message, tag, varint
+
 LARGEST = 2 * 10**9  # bytes that one file holds; weights beyond go beside it
 SMALL = 1024  # bytes; what is smaller stays in the model
 ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
-# Tags of onnx.proto: field number and wire type (varint 0, length-delimited 2)
-_IR_VERSION, _MODEL_GRAPH, _DESCRIPTION = 1 << 3 | 0, 7 << 3 | 2, 6 << 3 | 2
-_GRAPH_INITIALIZER, _TENSOR_RAW = 5 << 3 | 2, 9 << 3 | 2
+# Field numbers of onnx.proto
+_IR_VERSION, _DESCRIPTION, _MODEL_GRAPH = 1, 6, 7  # of ModelProto
+_GRAPH_INITIALIZER, _TENSOR_RAW = 5, 9
+
+
+def save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
+    """Write the model with its manifest."""
+    model.metadata_props[KEY] = manifest.to_json()
+    write(model, path)
+    return path
 
 
 def write(model: ir.Model, path: Path) -> None:
@@ -48,7 +58,7 @@ def write(model: ir.Model, path: Path) -> None:
     places: dict[str, int] = {}
     with file_of_weights.open("wb") as file:
         if not beside:
-            file.write(bytes([_IR_VERSION]) + _varint(model.ir_version))
+            file.write(tag(_IR_VERSION, VARINT) + varint(model.ir_version))
         for name, value in large.items():
             if beside:
                 file.write(bytes(-file.tell() % ALIGNMENT))
@@ -58,7 +68,7 @@ def write(model: ir.Model, path: Path) -> None:
                 places[name] = _write_head(file, value)
             file.write(_held(value).tobytes())
         if not beside:
-            file.write(rest.SerializeToString() + bytes([_DESCRIPTION]) + _text(model.doc_string or ""))
+            file.write(rest.SerializeToString() + message(_DESCRIPTION, (model.doc_string or "").encode()))
     if beside:
         path.write_bytes(rest.SerializeToString())
     for name, value in large.items():
@@ -105,13 +115,13 @@ def _reference(value: ir.Value, location: str, offset: int) -> onnx.TensorProto:
 def _write_head(file: BinaryIO, value: ir.Value) -> int:
     """Everything of a weight that stands before its numbers, which begin at the returned offset."""
     length = _held(value).nbytes
-    tensor = _head(value).SerializeToString() + bytes([_TENSOR_RAW]) + _varint(length)
-    graph = bytes([_GRAPH_INITIALIZER]) + _varint(len(tensor) + length) + tensor
-    model = bytes([_MODEL_GRAPH]) + _varint(len(graph) + length) + graph
+    tensor = _head(value).SerializeToString() + tag(_TENSOR_RAW, BYTES) + varint(length)
+    graph = tag(_GRAPH_INITIALIZER, BYTES) + varint(len(tensor) + length) + tensor
+    model = tag(_MODEL_GRAPH, BYTES) + varint(len(graph) + length) + graph
     gap = -(file.tell() + len(model)) % ALIGNMENT
     if gap:
         gap += ALIGNMENT if gap == 1 else 0  # a description takes two bytes at least
-        file.write(bytes([_DESCRIPTION]) + _text(" " * (gap - 2)))
+        file.write(message(_DESCRIPTION, b" " * (gap - 2)))
     file.write(model)
     return file.tell()
 
@@ -127,16 +137,3 @@ def _read_from(path: Path, value: ir.Value, offset: int) -> None:
             ir.Shape(shape),
             name=str(value.name),
         )
-
-
-def _text(text: str) -> bytes:
-    content = text.encode()
-    return _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])

@@ -7,8 +7,8 @@
     [training]                                [checkpoint]
     see Training below                        task, defaults, max_length of the model.pt that is written
 
-The data factory returns a `tformer_models.data.Dataset`. The model factory is called with the sizes of the dataset's
-vocabularies and with its own arguments.
+The data factory returns a `tformer_models.data.Dataset`, or for a forecaster a `tformer_models.windows.SeriesDataset`.
+The model factory is called with what that decides, such as the sizes of vocabularies, and with its own arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHOICES = {
     "optimizer": ("adam", "adamw"),
     "schedule": ("inverse-sqrt", "cosine"),
     "precision": ("32", "bf16"),
-    "monitor": ("loss", "token_accuracy", "sequence_accuracy"),
+    "monitor": ("loss", "token_accuracy", "sequence_accuracy", "forecast_error"),
 }
 
 
@@ -50,6 +50,9 @@ class Training:
     average          decay of the moving average of the weights, which is what is validated and kept; 0 keeps the last
     monitor          validation metric that chooses the best weights and stops a run that no longer improves
     patience         validations without improvement after which a run stops; 0 never stops
+    noise            of a forecaster: deviation of what is added to the numbers that it reads
+    rollout          of a forecaster: the share that whole forecasts, fed back, have in the loss; the rest is of single
+                     steps after true ones
     precision        "32", or "bf16" for matrix products in bfloat16 with float32 weights
     start            a model.pt whose weights to begin with, such as that of an earlier recipe; "" begins at random
     """
@@ -69,6 +72,8 @@ class Training:
     average: float = 0.999
     monitor: str = "loss"
     patience: int = 0
+    noise: float = 0.0
+    rollout: float = 0.0
     precision: str = "32"
     start: str = ""
 

@@ -1,4 +1,4 @@
-"""Training of a sequence-to-sequence model by a recipe, with Lightning's Trainer.
+"""Training of a sequence-to-sequence model, or of a forecaster, by a recipe, with Lightning's Trainer.
 
 A Lightning "epoch" is here the stretch of `validate_every` steps between two validations: at its end the weights are
 checkpointed, and that is where a killed run resumes. What happens in a step (its batch, its dropout, its rate) follows
@@ -38,6 +38,7 @@ from tformer_models.curves import write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
 from tformer_models.recipe import Recipe, Training
+from tformer_models.windows import SeriesDataset, Windows
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     model = _make(recipe.model.factory, arguments)
     if options.start:
         load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
-    task = Task(model, options, pad=int(dataset.special["pad"]))
+    task, stream = _kind(model, dataset, options)
     keeper = ModelCheckpoint(
         dirpath=output / "checkpoints",
         filename=BEST,
@@ -87,7 +88,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
         use_byte_dropout(model)
     last = output / "checkpoints" / f"{LAST}.ckpt"
     try:
-        trainer.fit(task, datamodule=Stream(dataset, options), ckpt_path=last if resume and last.exists() else None)
+        trainer.fit(task, datamodule=stream, ckpt_path=last if resume and last.exists() else None)
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
     # With averaging, the state dict of a checkpoint is the average.
@@ -98,23 +99,41 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
         output / MODEL,
         factory=recipe.model.factory,
         arguments=arguments,
-        tokenizer=dataset.tokenizers,
         task=recipe.checkpoint.task,
-        special=dataset.special,
         defaults=recipe.checkpoint.defaults,
         max_length=recipe.checkpoint.max_length,
+        **_of_data(model, dataset),
     )
     return output / MODEL
 
 
-class Task(L.LightningModule):
-    """One training step: predict tgt[1:] from src and tgt[:-1]; loss is cross-entropy with label smoothing."""
+def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training) -> tuple[Task, Stream]:
+    """What a step of training is, and where its batches come from."""
+    tokens, seed = options.batch_tokens, options.seed
+    if isinstance(dataset, SeriesDataset):
+        length = dataset.context + dataset.horizon
+        train, validation = (Windows(side, length, tokens, seed) for side in (dataset.train, dataset.validation))
+        return ForecastTask(model, options, dataset.context, dataset.horizon), Stream(train, validation, options)
+    pad = int(dataset.special["pad"])
+    pairs, others = (Batches(side, tokens, seed, pad) for side in (dataset.train, dataset.validation))
+    return Seq2SeqTask(model, options, pad), Stream(pairs, others, options)
 
-    def __init__(self, model: nn.Module, options: Training, pad: int) -> None:
+
+def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:
+    """What the checkpoint says that follows from the data."""
+    if isinstance(dataset, SeriesDataset):
+        one_length: dict[str, Any] = {"shortest": dataset.context} if model.step is None else {}
+        return {"series": {**dataset.series, **one_length}, "step": model.step}
+    return {"tokenizer": dataset.tokenizers, "special": dataset.special}
+
+
+class Task(L.LightningModule):
+    """What any step of training has: the optimizer, its rate, and numbers that are drawn by the step."""
+
+    def __init__(self, model: nn.Module, options: Training) -> None:
         super().__init__()
         self.model = model
         self.options = options
-        self.pad = pad
         self.train_loss: list[Tensor] = []
         self.totals = torch.zeros(5, dtype=torch.float64)
 
@@ -138,6 +157,17 @@ class Task(L.LightningModule):
         if self.options.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
 
+    def on_validation_epoch_start(self) -> None:
+        self.totals.zero_()
+
+
+class Seq2SeqTask(Task):
+    """One training step: predict tgt[1:] from src and tgt[:-1]; loss is cross-entropy with label smoothing."""
+
+    def __init__(self, model: nn.Module, options: Training, pad: int) -> None:
+        super().__init__(model, options)
+        self.pad = pad
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         src, tgt = batch
         logits = self.model(src, tgt[:, :-1])
@@ -149,9 +179,6 @@ class Task(L.LightningModule):
         )
         self.train_loss.append(loss.detach())
         return loss
-
-    def on_validation_epoch_start(self) -> None:
-        self.totals.zero_()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         src, tgt = batch
@@ -171,6 +198,41 @@ class Task(L.LightningModule):
         self.log("sequence_accuracy", right_rows / rows)
 
 
+class ForecastTask(Task):
+    """One training step: the squared error of each next step and, as `rollout` weighs it, of whole forecasts.
+
+    A model that is trained on true steps alone never sees what its own errors lead to. `noise` is added to what is
+    read and not to what is to be said.
+    """
+
+    def __init__(self, model: nn.Module, options: Training, context: int, horizon: int) -> None:
+        super().__init__(model, options)
+        self.context, self.horizon = context, horizon
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        rollout = self.options.rollout
+        read = batch + self.options.noise * torch.randn_like(batch) if self.options.noise else batch
+        said, _ = self.model.one_step(read, self.context)  # type: ignore[operator]
+        loss = F.mse_loss(said.float(), batch[:, -said.shape[1] :])
+        if rollout:
+            forecast = self.model.forecast(read[:, : self.context], self.horizon)  # type: ignore[operator]
+            loss = (1 - rollout) * loss + rollout * F.mse_loss(forecast.float(), batch[:, self.context :])
+        self.train_loss.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        said, wanted = self.model.one_step(batch, self.context)  # type: ignore[operator]
+        forecast = self.model.forecast(batch[:, : self.context], self.horizon)  # type: ignore[operator]
+        one_step = F.mse_loss(said.float(), wanted, reduction="sum")
+        whole = F.mse_loss(forecast.float(), batch[:, self.context :], reduction="sum")
+        self.totals += torch.tensor([one_step, wanted.numel(), whole, forecast.numel(), 0]).to(self.totals)
+
+    def on_validation_epoch_end(self) -> None:
+        one_step, steps, whole, forecasts, _ = self.totals.tolist()
+        self.log("loss", one_step / steps)
+        self.log("forecast_error", math.sqrt(whole / forecasts))
+
+
 def rate(step: int, options: Training) -> float:
     """Learning rate of a step, as a share of the peak: linear warm-up, then 1/√step ("Attention Is All You Need",
     §5.3) or half a cosine down to zero."""
@@ -185,12 +247,10 @@ def rate(step: int, options: Training) -> float:
 class Stream(L.LightningDataModule):
     """The batches of the coming stretch of steps, made anew at its beginning."""
 
-    def __init__(self, dataset: Dataset, options: Training) -> None:
+    def __init__(self, train: Batches | Windows, validation: Batches | Windows, options: Training) -> None:
         super().__init__()
-        pad = int(dataset.special["pad"])
         self.options = options
-        self.train = Batches(dataset.train, options.batch_tokens, options.seed, pad)
-        self.validation = Batches(dataset.validation, options.batch_tokens, options.seed, pad)
+        self.train, self.validation = train, validation
 
     def train_dataloader(self) -> Loader:
         assert self.trainer is not None
@@ -205,13 +265,13 @@ class Stream(L.LightningDataModule):
 class Loader:
     """A sized iterable, which is all that Lightning asks of one."""
 
-    def __init__(self, batches: Callable[[], Iterator[tuple[Tensor, Tensor]]], count: int) -> None:
+    def __init__(self, batches: Callable[[], Iterator[Any]], count: int) -> None:
         self.batches, self.count = batches, count
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.batches()
 
 
@@ -279,7 +339,7 @@ def _callbacks(options: Training, output: Path) -> list[Callback]:
 
 
 def _mode(options: Training) -> str:
-    return "min" if options.monitor == "loss" else "max"
+    return "min" if options.monitor in ("loss", "forecast_error") else "max"
 
 
 def _make(factory: str, arguments: Mapping[str, Any]) -> Any:
@@ -295,8 +355,16 @@ def _make(factory: str, arguments: Mapping[str, Any]) -> Any:
 def _check(dataset: Any, recipe: Recipe) -> None:
     """Raises OptionError for data that cannot be trained on."""
     factory, limit = recipe.data.factory, recipe.checkpoint.max_length
+    if isinstance(dataset, SeriesDataset):
+        _check_series(dataset, recipe)
+        return
     if not isinstance(dataset, Dataset):
-        raise OptionError(f"the data factory {factory} must return a tformer_models.data.Dataset")
+        raise OptionError(
+            f"the data factory {factory} must return a tformer_models.data.Dataset, or a "
+            "tformer_models.windows.SeriesDataset"
+        )
+    if recipe.training.monitor not in ("loss", "token_accuracy", "sequence_accuracy"):
+        raise OptionError(f"{recipe.training.monitor} is a metric of forecasts, and {factory} gives pairs of ids")
     for side, pairs in (("training", dataset.train), ("validation", dataset.validation)):
         if not pairs:
             raise OptionError(f"the data factory {factory} returned no {side} pairs")
@@ -304,6 +372,17 @@ def _check(dataset: Any, recipe: Recipe) -> None:
         if limit and longest > limit:
             raise OptionError(
                 f"the {side} data has a sequence of {longest} ids, but the recipe's max_length is {limit}"
+            )
+
+
+def _check_series(dataset: SeriesDataset, recipe: Recipe) -> None:
+    factory, length = recipe.data.factory, dataset.context + dataset.horizon
+    if recipe.training.monitor not in ("loss", "forecast_error"):
+        raise OptionError(f"{recipe.training.monitor} is a metric of tokens, and {factory} gives a series of numbers")
+    for side, series in (("training", dataset.train), ("validation", dataset.validation)):
+        if len(series) < length:
+            raise OptionError(
+                f"the {side} series has {len(series)} steps, and a window of context and horizon {length}"
             )
 
 

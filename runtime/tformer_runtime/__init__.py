@@ -27,6 +27,7 @@ from tformer_runtime.errors import (
 from tformer_runtime.generate import Result, Speculation, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
+from tformer_runtime.tasks import Classification
 
 if TYPE_CHECKING:
     from tformer_runtime.aio import AsyncModel
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncModel",
+    "Classification",
     "DeadlineError",
     "DeviceError",
     "GenerationOptions",

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.bits import held_as
 from tformer_runtime.graphs import Held
 from tformer_runtime.manifest import SLOT, Cache
 from tformer_runtime.memory import Budget, Share
@@ -45,7 +46,7 @@ def bytes_of(specs: Sequence[Cache], rows: int, slots: int) -> int:
     for spec in specs:
         sizes = [slots if size == SLOT else int(size) for size in spec.shape[1:]]
         sides = 1 if spec.in_place else 2
-        total += sides * rows * int(np.prod(sizes)) * np.dtype(spec.dtype).itemsize
+        total += sides * rows * int(np.prod(sizes)) * held_as(spec.dtype).itemsize
     return total
 
 
@@ -247,7 +248,7 @@ class KVCache:
         for k, slab in enumerate(self._slabs):
             sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
             shape = (len(slab.members), self.room, *sizes)
-            slab.arrays = [np.zeros(shape, slab.spec.dtype) for _ in slab.arrays]
+            slab.arrays = [np.zeros(shape, held_as(slab.spec.dtype)) for _ in slab.arrays]
             if lives and used:
                 part = _part(slab.axis, used)
                 self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]

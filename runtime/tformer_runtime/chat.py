@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, MissingExtraError, OptionError, TformerError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Result, generate_all
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
+from tformer_runtime.state import State
 
 CHUNK = 256  # positions that are read at once
 
@@ -40,7 +41,7 @@ class Prefix:
         self.engine, self.ids = engine, ids
         share = budget.share(kept=True)
         self._state = engine.start(None, 1, budget=share)
-        share.ask(engine.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
+        share.ask(engine.sizing.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
         try:
             read(engine, self._state, ids)
         except BaseException:

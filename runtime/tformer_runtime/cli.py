@@ -7,39 +7,37 @@ failed, 2 wrong usage.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from tformer_runtime.cli_options import OPTIONS, Command, as_written, bytes_of, generation_options
+from tformer_runtime.cli_options import Command, as_written
 from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError
-from tformer_runtime.generate import Result
-from tformer_runtime.info import file_info, info_lines
-from tformer_runtime.inputs import Value
+from tformer_runtime.info import file_info, identity, info_lines
+from tformer_runtime.inputs import Input
 from tformer_runtime.journal import ResultFile
-from tformer_runtime.manifest import KEY
 from tformer_runtime.model import Model
-from tformer_runtime.modelfile import read_manifest, read_metadata
-from tformer_runtime.options import GenerationOptions
-from tformer_runtime.plot import Drawing
-from tformer_runtime.speculate import PROMPT
+from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.tasks import TASKS, Task, task_of
+from tformer_runtime.tasks.flags import Flag, value_of
+from tformer_runtime.tasks.generation import Generation
+from tformer_runtime.tasks.job import Asked, Job, Write
 
 LONGEST = 64 << 20  # bytes of a line
 
+KINDS: tuple[type[Generation] | type[Task], ...] = (Generation, *TASKS)
 _AT_LEAST_1 = click.IntRange(min=1)
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, kinds=KINDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(path_type=Path))
 @click.argument("inputs", metavar="[INPUT ...]", nargs=-1)
 @click.option("--input-file", metavar="F|-", help="Read inputs from a file, one a line; - is standard input.")
@@ -50,51 +48,46 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
 @click.option("--batch-size", type=_AT_LEAST_1, help="Inputs computed together.  [default: 32, 1 with a draft]")
 @click.option("--workers", type=_AT_LEAST_1, help="Batches side by side.  [default: one per core for --input-file]")
-@click.option("--max-memory", metavar="SIZE", help="Bytes that caches may take, such as 500M or 2G.")
-@click.option("--stream", is_flag=True, help="Write text as it comes, one input after the other.")
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--timing", is_flag=True, help="Add the seconds to the first token, and for each more, to --json.")
-@click.option("--alignments", metavar="OUT.png", help="Draw what each token attended to; - only adds it to --json.")
-@click.option("--hidden", is_flag=True, help="Add the file's hidden states to --json.")
-@click.option("--no-shortlist", is_flag=True, help="Choose among all ids, where the file has a shortlist.")
 @click.option("--info", is_flag=True, help="Say what the file is, and stop.")
 @click.version_option(package_name="tformer")
-def main(model: Path, info: bool, as_json: bool, **asked: Any) -> None:
-    """Run a model on each INPUT, or on each line of a file or of standard input."""
+@click.pass_context
+def main(context: click.Context, /, model: Path, info: bool, as_json: bool, **asked: Any) -> None:
+    """Do what a model is for on each INPUT, or on each line of a file or of standard input: generate, classify, turn
+    into numbers. A pair of texts is written with a tab between them."""
     with _sentences():
         if info:
             facts = file_info(model, read_manifest(model))
             click.echo(json.dumps(facts, ensure_ascii=False) if as_json else "\n".join(info_lines(facts)))
-        else:
-            _check_usage(as_json=as_json, **asked)
-            _run(model, as_json=as_json, **asked)
+            return
+        assert isinstance(context.command, Command)
+        given = {name: asked.pop(name) for name in context.command.flags}
+        given = {name: value for name, value in given.items() if value not in (None, ())}
+        _run(model, given, as_json=as_json, **asked)
 
 
-def _check_usage(as_json: bool, **asked: Any) -> None:
-    """Refuse what does not go together."""
-    drawn = asked["alignments"] not in (None, "-")
-    if asked["inputs"] and asked["input_file"]:
-        raise click.UsageError("give INPUT or --input-file, not both")
-    if asked["stream"]:
-        if asked["ids"] or as_json or asked["output_file"] or asked["num_return"] not in (None, "1"):
-            raise click.UsageError(
-                "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return"
-            )
-        if asked["alignments"] or asked["hidden"]:
-            raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
-    if asked["resume"] and not asked["output_file"]:
-        raise click.UsageError("--resume goes on with an output file: give --output-file too")
-    if asked["resume"] and drawn:
-        raise click.UsageError("--resume goes on with results alone: not with --alignments OUT.png")
-    for name in ("hidden", "timing", "top_logprobs", "alignments"):
-        if asked[name] and not as_json and not (name == "alignments" and drawn):
-            flag = "--alignments -" if name == "alignments" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} adds to --json: give that too")
+def _job(model: Path, given: Mapping[str, Any], asked: Asked) -> Job:
+    """What the file does with its inputs. given: options that not every file has. OptionError for those of others."""
+    manifest = read_manifest(model)
+    generates = manifest.decode is not None and not manifest.decode.features
+    kind = Generation() if generates else task_of(manifest)
+    flags = {name: flag for flags in kind.every_flag().values() for name, flag in flags.items()}
+    others = [option.flag for name, option in _every_flag().items() if name in given and name not in flags]
+    if others:
+        raise OptionError(f"{model.name} {kind.does} ({manifest.task}): it takes no {', '.join(others)}")
+    if isinstance(kind, Generation):
+        return kind.job(given, asked)
+    return kind.job({name: value_of(flags[name], value) for name, value in given.items()}, asked)
+
+
+def _every_flag() -> dict[str, Flag]:
+    return {n: flag for kind in KINDS for flags in kind.every_flag().values() for n, flag in flags.items()}
 
 
 def _run(
     model: Path,
+    given: Mapping[str, Any],
     inputs: tuple[str, ...],
     input_file: str | None,
     output_file: Path | None,
@@ -104,43 +97,29 @@ def _run(
     threads: int | None,
     batch_size: int | None,
     workers: int | None,
-    max_memory: str | None,
-    stream: bool,
     ids: bool,
     as_json: bool,
-    timing: bool,
-    alignments: str | None,
-    hidden: bool,
-    no_shortlist: bool,
-    draft: str | None,
-    **texts: Any,
 ) -> None:
+    if inputs and input_file:
+        raise click.UsageError("give INPUT or --input-file, not both")
+    if resume and not output_file:
+        raise click.UsageError("--resume goes on with an output file: give --output-file too")
     if not inputs and not input_file:
         if sys.stdin.isatty():
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
-    options = generation_options(
-        {**texts, "draft": draft and PROMPT},
-        ids,
-        alignments=True if alignments else None,
-        hidden=hidden or None,
-        shortlist=False if no_shortlist else None,
-    )
-    drafts = Path(draft) if draft and draft != PROMPT else None
-    memory = bytes_of(max_memory) if max_memory is not None else None
-    drawing = Drawing(Path(alignments), force) if alignments not in (None, "-") else None
+    job = _job(model, given, Asked(ids, as_json, output_file, resume, force))
     file: ResultFile | None = None
     if output_file:
-        flags = {"--ids": ids, "--json": as_json, "--timing": timing, "--draft": drafts and _identity(drafts)}
-        asked = _asked(model, options, flags)
-        file = ResultFile(output_file, asked, force, resume, keep=drawing is None)
+        asked = {"MODEL.onnx": identity(model), **job.asked}
+        asked |= {flag: True for flag, value in {"--ids": ids, "--json": as_json}.items() if value}
+        file = ResultFile(output_file, asked, force, resume, job.resumes, job.head)
     done = file.done if file else 0
     if workers is None:
-        workers = _cores() if input_file and threads is None and not stream and device != "cuda" else 1
+        workers = _cores() if input_file and threads is None and not job.streams and device != "cuda" else 1
     threads = 1 if workers > 1 and threads is None else threads
-    loaded = Model.load(model, device, threads, memory)
-    if drafts:
-        options = options.with_({"draft": Model.load(drafts, device, threads)})
+    loaded = Model.load(model, device, threads, job.max_memory)
+    job.prepare(loaded, device, threads)
     if loaded.device == "cuda":
         workers = 1
     if device == "auto":
@@ -150,101 +129,25 @@ def _run(
     lines: Iterable[str] = inputs or _lines(input_file or "-")
     if file:
         lines = file.rest(lines)
-    values: Iterator[Value] = (_value(line, number, ids) for number, line in enumerate(lines, done + 1))
-    if stream:
-        with _located(None if inputs else input_file):
-            _stream(loaded, values, options)
-        return
-    if drawing:
-        values = drawing.watch(values)
-    if batch_size is None:
-        batch_size = 1 if draft else 32
-    results = loaded.generate_batch(values, options, batch_size, workers=workers, first=done)
-    write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
-    with (
-        file or contextlib.nullcontext(),
-        _located(None if inputs else input_file),
-        _progress(input_file, done) as advance,
-    ):
-        for index, result in enumerate(results, done):
-            ranked = (result, *result.alternatives)
-            write("".join(_line(each, index, rank, ids, as_json, timing) + "\n" for rank, each in enumerate(ranked)))
-            if drawing:
-                drawing.add(loaded, result)
-            advance()
-        if drawing:
-            drawing.finish()
+    values = (_value(job, line, number) for number, line in enumerate(lines, done + 1))
+    write: Write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
+    source = None if inputs else input_file
+    with file or contextlib.nullcontext(), _located(source), _progress(input_file, done, job) as advance:
+        job.run(loaded, values, write, advance, batch_size or job.batch_size, workers, done)
     sys.stdout.flush()
 
 
-def _stream(model: Model, values: Iterable[Value], options: GenerationOptions) -> None:
-    for value in values:
-        for piece in model.stream(value, options):
-            click.echo(piece, nl=False)
-        click.echo()
+def _value(job: Job, line: str, number: int) -> Input:
+    try:
+        return job.read(line)
+    except InputError as error:
+        raise InputError(f"input {number}: {error}") from None
 
 
 def _cores() -> int:
     """How many workers are worth having: those of Python's own work take turns."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(own, 8)
-
-
-def _asked(model: Path, options: GenerationOptions, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """What the results depend on beside the inputs, by its name on the command line."""
-    names = {name: option.flag for name, option in OPTIONS.items()}
-    return {
-        "MODEL.onnx": _identity(model),
-        **{names.get(name, f"--{name}"): value for name, value in options.given().items()},
-        **{flag: given for flag, given in flags.items() if given},
-    }
-
-
-def _identity(model: Path) -> str:
-    size = file_info(model, read_manifest(model))["bytes"]
-    digest = hashlib.sha256(read_metadata(model)[KEY].encode()).hexdigest()  # of the manifest, which has the weights'
-    return f"{size} bytes, {digest[:16]}"
-
-
-def _line(result: Result, index: int, rank: int, ids: bool, as_json: bool, timing: bool) -> str:
-    if as_json:
-        fields: dict[str, Any] = {
-            "index": index,
-            "rank": rank,
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "score": result.score,
-            "finish_reason": result.finish_reason,
-            "token_logprobs": result.token_logprobs,
-        }
-        if result.top_logprobs:
-            fields["top_logprobs"] = result.top_logprobs
-        if timing and result.timing is not None:
-            fields["timing"] = asdict(result.timing)
-        if result.speculation is not None:
-            fields["speculation"] = asdict(result.speculation)
-        if result.alignments is not None:
-            fields["alignments"] = _numbers(result.alignments)
-        if result.hidden:
-            fields["hidden"] = {name: _numbers(value) for name, value in result.hidden.items()}
-        return json.dumps(fields, ensure_ascii=False)
-    if ids:
-        return " ".join(map(str, result.token_ids))
-    return " ".join(result.text.splitlines())  # one line per result, whatever the text; --json keeps line breaks
-
-
-def _numbers(array: Any) -> Any:
-    """Nested lists of six significant digits, which is what float32 tells."""
-    return [_numbers(a) for a in array] if array.ndim else float(f"{array:.6g}")
-
-
-def _value(line: str, number: int, ids: bool) -> Value:
-    if not ids:
-        return line
-    try:
-        return [int(word) for word in line.split()]
-    except ValueError:
-        raise InputError(f"input {number}: {line[:60]!r} is not a list of ids") from None
 
 
 def _lines(source: str) -> Iterator[str]:
@@ -273,9 +176,9 @@ def _located(source: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(source: str | None, done: int) -> Iterator[Callable[[], None]]:
+def _progress(source: str | None, done: int, job: Job) -> Iterator[Callable[[], None]]:
     """How many inputs are done, on a terminal's standard error, unless results go to a terminal too."""
-    if not source or not sys.stderr.isatty() or sys.stdout.isatty():
+    if not source or job.streams or not sys.stderr.isatty() or sys.stdout.isatty():
         yield lambda: None
         return
     from rich.console import Console

@@ -1,27 +1,38 @@
-"""The greedy choice on the device: of what a step gives, a few bytes a row come back, and the next is fed from there.
+"""Choosing on the device: of what a step gives, a few bytes a row come back.
 
 Behind the decode stage the model is given some nodes more: the likeliest token, its log-probability, and where the
 token after it will stand. `graphs.Step` has them written over the step's own inputs, so that a step that goes on from
 the likeliest tokens finds everything in its place, and one CUDA graph holds all of it.
+
+For sampling another small model finds the head of each row: its HEAD likeliest tokens and what all weigh, from which
+the host draws what it would from the whole row, or finds that it needs that (`sampling.warped_head`). It is run for
+steps that draw alone, so that greedy ones do not pay for it.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tformer_runtime.manifest import LAST, POSITIONS, START, Decode
-from tformer_runtime.modelfile import _message, _tag, _written
+from tformer_runtime.protobuf import VARINT, message, tag, varint
+from tformer_runtime.sampling import HEAD, Floats, Head
 
 if TYPE_CHECKING:
     from tformer_runtime.graphs import Step
-    from tformer_runtime.session import Array
+    from tformer_runtime.session import Array, Session
 
 NEXT = "next."  # what the outputs are called: as the inputs that they become, behind this
 LOGPROB = "next.logprob"
+_LOGITS, _TEMPERATURES, _VALUES, _TOKENS, _WEIGHT = "logits", "temperatures", "values", "tokens", "weight"
 
 _FLOAT, _INT32, _INT64 = 1, 6, 7  # onnx.TensorProto.DataType
-_MODEL_GRAPH = 7
+_MODEL_IR, _MODEL_GRAPH, _MODEL_OPSET = 1, 7, 8
+_GRAPH_NAME = 2
+_OPSET_VERSION = 2
+_IR, _OPSET = 10, 21
 
 
 class Chosen:
@@ -45,6 +56,45 @@ class Chosen:
     def copy(self) -> Array:
         logits: Array = self._step.logits.numpy()[:, 0]
         return logits
+
+    def heads(self, temperatures: Floats) -> list[Head]:
+        """The head of each row. temperatures: (rows,), what the logits are divided by where weights are summed."""
+        return self._step.heads(temperatures)
+
+
+class Heads:
+    """Finds the heads of rows of logits that stay where they are, bound for good. Not to be run by two threads at once.
+
+    Cost: three passes over the logits on the device, and HEAD tokens and logits a row that come back.
+    """
+
+    def __init__(self, session: Session, logits: Any) -> None:
+        """logits: (rows, 1, vocabulary), on the session's device."""
+        rows, _, vocabulary = logits.shape()
+        self._session, self._whole, count = session, vocabulary <= HEAD, min(HEAD, vocabulary)
+        self._asked = np.ones((rows, 1, 1), np.float32)
+        self._temperatures = session.tensor(self._asked)
+        kinds = {_VALUES: (count, np.float32), _TOKENS: (count, np.int64), _WEIGHT: (1, np.float32)}
+        self._given = {name: session.tensor(np.zeros((rows, 1, size), kind)) for name, (size, kind) in kinds.items()}
+        self._binding = session.binding("head")
+        self._binding.bind_ortvalue_input(_LOGITS, logits)
+        self._binding.bind_ortvalue_input(_TEMPERATURES, self._temperatures)
+        for name, value in self._given.items():
+            self._binding.bind_ortvalue_output(name, value)
+
+    def __call__(self, temperatures: Floats) -> list[Head]:
+        """temperatures: (rows,), above 0."""
+        if not np.array_equal(self._asked[:, 0, 0], temperatures):
+            self._asked[:, 0, 0] = temperatures
+            self._session.write(self._temperatures, self._asked)
+        self._session.run(self._binding, "head")
+        values, tokens, weight = (self._given[name].numpy()[:, 0] for name in (_VALUES, _TOKENS, _WEIGHT))
+        order = tokens.argsort(-1)
+        values, tokens = (np.take_along_axis(array, order, -1) for array in (values, tokens))
+        return [
+            Head(own, logits, total, self._whole)
+            for own, logits, total in zip(tokens, values, weight[:, 0].tolist(), strict=True)
+        ]
 
 
 def choosing(model: bytes, decode: Decode) -> bytes:
@@ -77,27 +127,62 @@ def choosing(model: bytes, decode: Decode) -> bytes:
             _node("Add", [LAST, "next/ones.last"], NEXT + LAST),
             _output(NEXT + LAST, _INT32),
         ]
-    return model + _message(_MODEL_GRAPH, b"".join(parts))
+    return model + message(_MODEL_GRAPH, b"".join(parts))
 
 
-# The parts of a GraphProto: node 1, initializer 5, output 12; of NodeProto: input 1, output 2, op_type 4, attribute 5;
-# of AttributeProto: name 1, i 3, type 20 (2 for an integer); of TensorProto: dims 1, data_type 2, name 8, raw_data 9.
+def heads(vocabulary: int) -> bytes:
+    """The model that `Heads` runs: (rows, 1, vocabulary) logits and (rows, 1, 1) temperatures → their HEAD greatest,
+    which tokens these are, and Σ exp((logit - greatest) / temperature)."""
+    graph = [
+        message(_GRAPH_NAME, b"heads"),
+        _tensor("axis", _INT64, (1,), struct.pack("<q", -1)),
+        _tensor("count", _INT64, (1,), struct.pack("<q", min(HEAD, vocabulary))),
+        _node("TopK", [_LOGITS, "count"], _VALUES, _TOKENS, axis=-1),
+        _node("ReduceMax", [_LOGITS, "axis"], "greatest"),
+        _node("Sub", [_LOGITS, "greatest"], "less"),
+        _node("Div", ["less", _TEMPERATURES], "scores"),
+        _node("Exp", ["scores"], "weights"),
+        _node("ReduceSum", ["weights", "axis"], _WEIGHT),
+        _input(_LOGITS, _FLOAT),
+        _input(_TEMPERATURES, _FLOAT),
+        _output(_VALUES, _FLOAT),
+        _output(_TOKENS, _INT64),
+        _output(_WEIGHT, _FLOAT),
+    ]
+    versions = _number(_MODEL_IR, _IR) + message(_MODEL_OPSET, _number(_OPSET_VERSION, _OPSET))
+    return versions + message(_MODEL_GRAPH, b"".join(graph))
 
 
-def _node(op: str, inputs: list[str], output: str, **attributes: int) -> bytes:
-    content = b"".join(_message(1, name.encode()) for name in inputs)
-    content += _message(2, output.encode()) + _message(4, op.encode())
+# The parts of a GraphProto: node 1, initializer 5, input 11, output 12; of NodeProto: input 1, output 2, op_type 4,
+# attribute 5; of AttributeProto: name 1, i 3, type 20 (2 for an integer); of TensorProto: dims 1, data_type 2, name 8,
+# raw_data 9.
+
+
+def _node(op: str, inputs: list[str], *outputs: str, **attributes: int) -> bytes:
+    content = b"".join(message(1, name.encode()) for name in inputs)
+    content += b"".join(message(2, name.encode()) for name in outputs) + message(4, op.encode())
     for name, value in attributes.items():
-        number = _tag(3, 0) + _written(value % 2**64)
-        content += _message(5, _message(1, name.encode()) + number + _tag(20, 0) + _written(2))
-    return _message(1, content)
+        content += message(5, message(1, name.encode()) + _number(3, value % 2**64) + _number(20, 2))
+    return message(1, content)
 
 
 def _tensor(name: str, kind: int, shape: tuple[int, ...], raw: bytes) -> bytes:
-    dims = b"".join(_tag(1, 0) + _written(size) for size in shape)
-    return _message(5, dims + _tag(2, 0) + _written(kind) + _message(8, name.encode()) + _message(9, raw))
+    dims = b"".join(_number(1, size) for size in shape)
+    return message(5, dims + _number(2, kind) + message(8, name.encode()) + message(9, raw))
+
+
+def _input(name: str, kind: int) -> bytes:
+    return message(11, _value(name, kind))
 
 
 def _output(name: str, kind: int) -> bytes:
-    tensor = _message(1, _tag(1, 0) + _written(kind))  # TypeProto.tensor_type, of any shape
-    return _message(12, _message(1, name.encode()) + _message(2, tensor))
+    return message(12, _value(name, kind))
+
+
+def _value(name: str, kind: int) -> bytes:
+    tensor = message(1, _number(1, kind))  # TypeProto.tensor_type, of any shape
+    return message(1, name.encode()) + message(2, tensor)
+
+
+def _number(field: int, value: int) -> bytes:
+    return tag(field, VARINT) + varint(value)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.constrain import Grammar, Guide
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError
 from tformer_runtime.live import Starter
 from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra
@@ -22,6 +22,7 @@ from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token
 from tformer_runtime.session import Array
 from tformer_runtime.speculate import Speculator, speculates
+from tformer_runtime.state import State
 from tformer_runtime.text import Codec, Detokenizer, cut
 
 
@@ -193,7 +194,7 @@ class Generator:
         """What was asked for beside the tokens."""
         if found.trail is None and not task.encoded:
             return {}
-        sizes = self.engine.sizes(task.sources)
+        sizes = self.engine.sizing.sizes(task.sources)
         extras: Mapping[str, Extra] = self._extras
         given: dict[str, Array] = {}
         if found.trail is not None:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.device import LOGPROB, NEXT, Chosen
+from tformer_runtime.device import LOGPROB, NEXT, Chosen, Heads
 from tformer_runtime.manifest import LAST, POSITIONS, SELECT, SLOTS, START, TOTAL
 
 if TYPE_CHECKING:
-    from tformer_runtime.engine import State
     from tformer_runtime.manifest import Decode
+    from tformer_runtime.sampling import Floats, Head
     from tformer_runtime.session import Array, Session
+    from tformer_runtime.state import State
 
 CAPTURING = 8  # runs at most that onnxruntime makes of a first one
 MOST = 32  # shapes of caches that are kept, and shapes of context for each
@@ -108,6 +109,7 @@ class Step:
         self.outputs[LOGPROB] = session.tensor(np.zeros((rows, 1), np.float32))
         self.slots = held.slots
         self._thread = threading.local()  # onnxruntime has the graphs of each thread apart
+        self._heads: Heads | None = None
         bound = {**others, **self.inputs, **self.contexts}
         bound |= dict(zip((cache.past for cache in decode.caches), caches, strict=True))
         bound[TOTAL] = session.host_tensor(np.array(held.slots, np.int32))
@@ -116,9 +118,9 @@ class Step:
         self._bound = {name: bound[name] for name in session.inputs("decode")}
         self.binding = session.binding("decode")
         for name, value in self._bound.items():
-            self.binding.bind_ortvalue_input(name, value)
+            session.bind_input(self.binding, name, value)
         for cache, value in zip(decode.caches, caches, strict=True):
-            self.binding.bind_ortvalue_output(cache.present, value)
+            session.bind_output(self.binding, cache.present, value)
         for name, value in {decode.logits.name: self.logits, **self.outputs}.items():
             self.binding.bind_ortvalue_output(name, value)
 
@@ -138,6 +140,12 @@ class Step:
                 array += 1
         return Chosen(self)
 
+    def heads(self, temperatures: Floats) -> list[Head]:
+        """The head of each row of the latest logits, for sampling."""
+        if self._heads is None:
+            self._heads = Heads(self.session, self.logits)
+        return self._heads(temperatures)
+
     def ready(self, longest: int) -> bool:
         """Whether this thread may run it, with so many tokens in the longest row: capturing writes behind these."""
         return self._captured or longest + CAPTURING <= self.slots
@@ -155,7 +163,7 @@ class Step:
 
 
 class Replayed:
-    """A state's steps of one token, through a Step that it has borrowed with its buffers. As `engine._Call`."""
+    """A state's steps of one token, through a Step that it has borrowed with its buffers. As `call.Call`."""
 
     new, want = 1, "last"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +16,15 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, TformerError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.memory import Share
 from tformer_runtime.rules import Processor
-from tformer_runtime.sampling import Floats, Guess, Sampler
+from tformer_runtime.sampling import Floats, Guess, Sampler, seed_of
 from tformer_runtime.search import Task
 from tformer_runtime.session import Array
+from tformer_runtime.state import State
 
 LONGEST = 3  # ids that are compared to find what to copy
 FIXED = 10e6  # bytes: a step costs as much as reading these, beside its weights
@@ -233,15 +233,14 @@ class Drafter:
         self._over = False
         self._sampler: Sampler | None = None
         if task.settings.sampling:
-            seed = task.settings.seed
-            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
+            seed = seed_of(task.settings)
             self._sampler = Sampler.of(task.settings, seed, task.index, 1)  # the row itself is the first sample
 
     @staticmethod
     def need(engine: Engine, model: Engine, task: Task) -> int:
         """The most bytes that it may come to hold."""
         slots = min(len(task.prompt) + task.most, engine.manifest.max_length)
-        return engine.need(slots, engine.sizes(_sources(engine, model, task)))
+        return engine.sizing.need(slots, engine.sizing.sizes(_sources(engine, model, task)))
 
     def take(self, token: int) -> None:
         self._ids.append(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,23 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.bits import held_as
+from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.modelfile import read_manifest, read_metadata
+from tformer_runtime.series import KIND
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Plain values, fit for JSON. cache_bytes_per_token: of one row."""
     m, data = manifest, path.with_name(path.name + ".data")
     caches = m.decode.caches if m.decode else ()
-    slot = [np.dtype(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
+    slot = [held_as(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
     inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
     return {
         "file": os.fspath(path),
         "bytes": path.stat().st_size + (data.stat().st_size if data.exists() else 0),
         "task": m.task,
+        "labels": list(m.outcome.labels),
+        "problem": m.outcome.problem,
         "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
         "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
         "max_length": m.max_length,
-        "vocabulary": m.decode.logits.shape[-1] if m.decode else None,
+        "vocabulary": m.decode.logits.shape[-1] if m.decode and not m.decode.features else None,
         "caches": len(caches),
         "cache_bytes_per_token": int(sum(slot)),
         "extras": [extra.name for extra in m.extras],
@@ -36,11 +42,18 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,
+        "series": next((dict(how.numbers) for how in m.preparation.values() if how.kind == KIND), None),
         "defaults": dict(m.defaults),
         "versions": dict(m.producer),
         "source_digest": m.source_digest,
         "parity": dict(m.parity),
     }
+
+
+def identity(path: Path) -> str:
+    """What tells a file from others: its size, and a digest of its manifest, which has that of the weights."""
+    digest = hashlib.sha256(read_metadata(path)[KEY].encode()).hexdigest()
+    return f"{file_info(path, read_manifest(path))['bytes']} bytes, {digest[:16]}"
 
 
 def info_lines(info: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""From what a caller gives, a text or ids or a mapping of them, to a request that can be run; all refusals are here."""
+"""From what a caller gives, a text or ids or a mapping of them, to a request that can be run; all refusals are here.
+
+A text that is generated from must be all in the vocabulary, or it is refused. What a model reads once to classify or to
+embed is read as its tokenizer reads it, unknown tokens included, and may be a pair of texts (`reading`).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,18 @@ from tformer_runtime.errors import InputError
 from tformer_runtime.generate import Base, Request
 from tformer_runtime.manifest import Manifest, RequestInput
 from tformer_runtime.options import Settings
+from tformer_runtime.reading import Pair, Reader
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
 
-Value = str | Sequence[int] | npt.NDArray[Any]
+Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]
 Input = Value | Mapping[str, Value]
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is two texts."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
 class Inputs:
@@ -26,6 +36,7 @@ class Inputs:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
+        self._readers = [Reader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
 
     @property
@@ -88,6 +99,8 @@ class Inputs:
         last: of what comes before and after a text.
         """
         encode, start = self._manifest.encode, np.array(self._manifest.special.start, np.int64)
+        if self._manifest.decode is None:
+            return self.once(input), start, len(start)
         if encode is not None:
             return self._sources(encode.inputs, input), start, len(start)
         if isinstance(input, Mapping):
@@ -127,15 +140,63 @@ class Inputs:
             raise InputError("the input is empty")
         return ids
 
+    def once(self, input: Input, truncate: bool = False) -> dict[str, Array]:
+        """The request inputs' arrays of a model that is run once. truncate: whether what is too long is cut."""
+        assert self._manifest.encode is not None
+        specs = self._manifest.encode.inputs
+        types = {spec.of: spec.name for spec in specs if spec.role == "types"}
+        given = self._by_name(specs, input, optional=list(types.values()))
+        found: dict[str, Array] = {}
+        for spec in specs:
+            if spec.role == "data":
+                found[spec.name] = self._source(spec, given[spec.name])
+            elif spec.role == "ids":
+                ids, kinds = self._read(spec, given[spec.name], truncate)
+                found[spec.name] = ids
+                if (name := types.get(spec.name)) is not None:
+                    found[name] = np.asarray(given[name], np.int64) if name in given else kinds
+        return found
+
+    def _read(self, spec: RequestInput, value: Value, truncate: bool) -> tuple[Ints, Ints]:
+        """ids and types, (time,) each"""
+        most = spec.max_length
+        if isinstance(value, str) or is_pair(value):
+            index = self._manifest.tokenizer_of.get(spec.name)
+            if index is None:
+                raise InputError(f"the file has no tokenizer for {spec.name}: give ids")
+            text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
+            ids, types = self._readers[index].read(text, most if truncate else None)
+            if not len(ids):
+                raise InputError("the input is empty")
+            if spec.vocabulary is not None and (beyond := ids[ids >= spec.vocabulary]).size:
+                raise InputError(
+                    f"the tokenizer gives the id {beyond[0]}, and the model's end at {spec.vocabulary - 1}"
+                )
+        else:
+            ids = self.ids(spec.name, value, special=True)[: most if truncate else None]
+            types = np.zeros_like(ids)
+        if most is not None and len(ids) > most:
+            raise InputError(
+                f"the input is {len(ids)} tokens long and the model takes at most {most}: shorten it, or have it cut "
+                "with --truncate (truncate=True)"
+            )
+        return ids, types
+
     def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
-        wanted = [spec for spec in specs if spec.role != "mask"]
+        given = self._by_name(specs, input)
+        return {spec.name: self._source(spec, given[spec.name]) for spec in specs if spec.role != "mask"}
+
+    def _by_name(
+        self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()
+    ) -> Mapping[str, Value]:
+        """The inputs that the caller has to give, and those of `optional` that were."""
+        wanted = [spec.name for spec in specs if spec.role != "mask" and spec.name not in optional]
         if not isinstance(input, Mapping):
             if len(wanted) != 1:
-                names = ", ".join(spec.name for spec in wanted)
-                raise InputError(f"the model reads several inputs: give a mapping with {names}")
-            input = {wanted[0].name: input}
-        self._match([spec.name for spec in wanted], input)
-        return {spec.name: self._source(spec, input[spec.name]) for spec in wanted}
+                raise InputError(f"the model reads several inputs: give a mapping with {', '.join(wanted)}")
+            input = {wanted[0]: input}
+        self._match([*wanted, *(name for name in optional if name in input)], input)
+        return input
 
     def _source(self, spec: RequestInput, value: Value) -> Array:
         if spec.role == "ids":

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -53,11 +53,18 @@ class ResultFile:
     """
 
     def __init__(
-        self, path: Path, asked: Mapping[str, Any], force: bool = False, resume: bool = False, keep: bool = True
+        self,
+        path: Path,
+        asked: Mapping[str, Any],
+        force: bool = False,
+        resume: bool = False,
+        keep: bool = True,
+        head: Callable[[int], bytes] | None = None,
     ) -> None:
         """path: OUT. asked: what results depend on, by name, as JSON; a run with other values cannot go on.
 
         force: overwrite what is there. resume: go on with what is there, if anything is. keep: for another to go on.
+        head: what stands before the results of so many inputs, of one length for any number.
         OutputError if there is a file that may not be overwritten, or that this run cannot go on with.
         """
         if path.exists() and not path.is_file():
@@ -65,7 +72,8 @@ class ResultFile:
         self._path = path
         self._part, self._journal = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.part.json")
         self._asked = json.loads(json.dumps(asked))
-        self._force, self._keep = force, keep
+        self._force, self._keep, self._head = force, keep, head
+        self._first = len(head(0)) if head is not None else 0  # byte of the results
         self._lines: deque[str] = deque()  # that wait for their results
         self._file: BinaryIO | None = None
         self._begun = False
@@ -99,10 +107,10 @@ class ResultFile:
             self._lines.append(line)
             yield line
 
-    def add(self, text: str) -> None:
+    def add(self, results: str | bytes) -> None:
         """The results of the next input."""
         assert self._file is not None
-        data = text.encode()
+        data = results.encode() if isinstance(results, str) else results
         with self._writing():
             self._file.write(data)
             self._now = self._now.after(self._lines[0], len(data))
@@ -137,6 +145,11 @@ class ResultFile:
         assert self._file is not None
         with self._writing():
             self._record()
+            if self._head is not None:
+                self._file.seek(0)
+                self._file.write(self._head(self.done))
+                self._file.flush()
+                os.fsync(self._file.fileno())
         self._may_end()
         with self._writing():
             self._file.close()
@@ -177,7 +190,7 @@ class ResultFile:
                     f"{name} is {_shown(new)}, and was {_shown(old)} for {self._part}: ask for the same, or start over "
                     "with --force"
                 )
-        if size < place.bytes:
+        if size < self._first + place.bytes and place.inputs:
             raise OutputError(f"{self._part} has lost results since they were written: start over with --force")
         return place
 
@@ -187,8 +200,8 @@ class ResultFile:
         with self._writing():
             self._begun = True
             self._record()
-            self._file.truncate(self._now.bytes)
-            self._file.seek(self._now.bytes)
+            self._file.truncate(self._first + self._now.bytes)
+            self._file.seek(self._first + self._now.bytes)
 
     def _record(self) -> None:
         """Make the journal say what is done."""

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tformer_runtime.device import Chosen
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.memory import Share
 from tformer_runtime.record import Trail
 from tformer_runtime.sampling import Floats, Ints, log_normalizer
 from tformer_runtime.search import Task, likeliest, padded
+from tformer_runtime.state import State
 
 
 class LiveRows:
@@ -90,17 +91,18 @@ class Starter:
         return self._read(state, tasks)
 
     def need(self, running: Sequence[Task], coming: Sequence[Task], rows: LiveRows | None = None) -> int:
-        beside = None if rows is None else rows.state
+        sizing, beside = self._engine.sizing, None if rows is None else rows.state
         slots, width = 0, sum(task.width for task in running)
         sizes: dict[str, int] = {}
         for task in (*running, *coming):
             slots = max(slots, len(task.prompt) + task.most)
-            for axis, size in self._engine.sizes(task.sources).items():
+            for axis, size in sizing.sizes(task.sources).items():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
-        chosen = [task for task in (*running, *coming) if has_candidates(self._engine, task)]
+        listed = self._engine.decode.shortlist is not None
+        chosen = [task for task in (*running, *coming) if listed and _may_do_with_some(task)]
         named = sum(len(_named(task)) for task in chosen) if chosen else None
-        return self._engine.need(slots, sizes, width, beside, named)
+        return sizing.need(slots, sizes, width, beside, named)
 
     def _from_bases(self, tasks: Sequence[Task]) -> tuple[LiveRows, Floats]:
         """One after the other: rows that have a past read several tokens at once only alone."""
@@ -158,20 +160,16 @@ _FIRST = np.zeros(1, np.int64)
 def candidates_of(engine: Engine, tasks: Sequence[Task]) -> list[Ints | None] | None:
     """The ids that may come for each task, None for all: of one that does without the shortlist, or that may ask for
     any id."""
-    if engine.decode.shortlist is None or engine.shortlist is None:
+    shortlist = engine.shortlist
+    if shortlist is None:
         return None
-    chosen: list[Ints | None] = []
-    for task in tasks:
-        own = has_candidates(engine, task)
-        chosen.append(engine.shortlist.candidates(task.sources, _named(task)) if own else None)
-    return chosen
+    return [shortlist.candidates(task.sources, _named(task)) if _may_do_with_some(task) else None for task in tasks]
 
 
-def has_candidates(engine: Engine, task: Task) -> bool:
-    """Whether a task has not all ids to choose from."""
+def _may_do_with_some(task: Task) -> bool:
+    """Whether a task need not have all ids to choose from, if there is a shortlist."""
     settings = task.settings
-    anything = not settings.shortlist or task.guide is not None or settings.logits_processor is not None
-    return engine.decode.shortlist is not None and not anything
+    return settings.shortlist and task.guide is None and settings.logits_processor is None
 
 
 def _named(task: Task) -> list[int]:

@@ -48,7 +48,7 @@ from typing import Any
 from tformer_runtime.errors import ModelFileError
 
 KEY = "tformer.manifest"
-VERSION = 1
+VERSION = 2
 
 STAGE = "stage.decode"
 POSITIONS = "decode.positions"
@@ -84,9 +84,10 @@ class TensorSpec:
 class RequestInput(TensorSpec):
     """An input of the encode stage.
 
-    role: "ids" (token ids, padded with `pad`), "mask" (derived: `keep` where the input `of` is valid, else the other
-    value; integer masks use 1 and 0) or "data" (features that the caller supplies). `vocabulary`: how many ids there
-    are.
+    role: "ids" (token ids, padded with `pad`), "types" (the types that the tokenizer gives the tokens of the input
+    `of`: which of a pair of texts each belongs to; 0 for ids that come without a text), "mask" (derived: `keep` where
+    the input `of` is valid, else the other value; integer masks use 1 and 0) or "data" (features that the caller
+    supplies). `vocabulary`: how many ids there are.
     """
 
     role: str = "ids"
@@ -126,11 +127,16 @@ class Extra(TensorSpec):
 
 @dataclass(frozen=True)
 class Encode:
-    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model."""
+    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model.
+
+    ragged: whether rows of different lengths may be run together, of a model that is run once; else padding would
+    change them, and only rows of one size are.
+    """
 
     inputs: tuple[RequestInput, ...]
     outputs: tuple[TensorSpec, ...]
     extras: tuple[Extra, ...] = ()
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,8 @@ class Shortlist:
 class Decode:
     """The stage that runs once a step.
 
+    `step` is (batch, new) ids, or (batch, new, features) numbers in a model that continues a series, whose outputs are
+    called `logits` all the same.
     `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
     may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
     tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
@@ -170,6 +178,11 @@ class Decode:
     shares_context: bool = False
     shortlist: Shortlist | None = None
 
+    @property
+    def features(self) -> tuple[int, ...]:
+        """What the step input holds at each position: nothing where it is an id, (F,) where it is F numbers."""
+        return tuple(int(size) for size in self.step.shape[2:])
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
@@ -179,6 +192,37 @@ class SpecialTokens:
     start: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
     pad: int | None = None
+
+
+SINGLE_LABEL = "single_label"  # problems of `Outcome`
+MULTI_LABEL = "multi_label"
+REGRESSION = "regression"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the outputs of a model that is run once stand for, which its task makes results of.
+
+    labels: what an output's numbers are the scores of, in their order. problem: SINGLE_LABEL (softmax: one of them
+    holds), MULTI_LABEL (sigmoid: each may hold) or REGRESSION (the numbers themselves). settings: what else the task
+    needs, by its own names.
+    """
+
+    labels: tuple[str, ...] = ()
+    problem: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How a raw input becomes a request input that is neither ids nor what follows from them.
+
+    kind: of what it is made of, such as an image, sound or a series. numbers: sizes, means, rates, by their names in
+    that kind.
+    """
+
+    kind: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,7 +248,9 @@ class Manifest:
     `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
     `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
     the special tokens that it may name, such as bos_token, and their texts.
-    `precision` is what products and caches are in: "fp32" or "fp16".
+    `outcome` says what the results of a model that is run once stand for, `preparation` how an input of that name is
+    made of what a user has.
+    `precision` is what products and caches are in: "fp32", "fp16" or "bf16".
     `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
     uint8 and int8 saturate.
     `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were
@@ -232,12 +278,19 @@ class Manifest:
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
+    outcome: Outcome = Outcome()
+    preparation: Mapping[str, Preparation] = field(default_factory=dict)
     version: int = VERSION
 
     @property
     def staged(self) -> bool:
         """Whether the graph holds both stages, in one `If`."""
         return self.encode is not None and self.decode is not None
+
+    @property
+    def encoded(self) -> tuple[TensorSpec, ...]:
+        """What the encode stage gives beside its extras; nothing where there is none."""
+        return self.encode.outputs if self.encode else ()
 
     @property
     def extras(self) -> tuple[Extra, ...]:
@@ -275,6 +328,7 @@ class Manifest:
                     tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
                     tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
                     _extras(encode),
+                    bool(encode.get("ragged", False)),
                 ),
                 "decode": decode
                 and Decode(
@@ -294,12 +348,19 @@ class Manifest:
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
                 "session": _session(data.get("session", {})),
+                "outcome": _outcome(data.get("outcome", {})),
+                "preparation": {name: Preparation(**how) for name, how in data.get("preparation", {}).items()},
+                "version": VERSION,
             }
         )
 
 
 def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
     return tuple(Extra(**_shaped(extra)) for extra in stage.get("extras", ()))
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    return Outcome(**{**data, "labels": tuple(data.get("labels", ()))})
 
 
 def _session(data: dict[str, Any]) -> SessionSettings:

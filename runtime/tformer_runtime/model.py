@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.guesses import check_draft
@@ -22,7 +23,12 @@ from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
+from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
+from tformer_runtime.state import State
+from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
+from tformer_runtime.tasks.forecast import Forecaster
+from tformer_runtime.tasks.once import run_once
 
 _CHUNK = 128  # positions that score() computes at once
 
@@ -159,6 +165,34 @@ class Model:
         ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
         return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
 
+    def forecast(
+        self, history: npt.ArrayLike, horizon: int | None = None, truncate: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """(horizon, targets): the steps that follow a history, (time, columns), both in the data's own units.
+
+        horizon: how many steps; by default as many as the file says. truncate: of a history that is longer than the
+        model can read, take the last rows. Raises InputError, OptionError, MemoryBudgetError, and UnsupportedCallError
+        for a model that does not forecast. Cost: see `Forecaster.batch`.
+        """
+        steps = self._forecaster.steps(horizon)
+        return self._forecaster.batch([self._forecaster.window(history, steps, truncate)], steps)[0]
+
+    def forecast_batch(
+        self,
+        histories: Iterable[npt.ArrayLike],
+        horizon: int | None = None,
+        batch_size: int = 32,
+        workers: int = 1,
+        first: int = 0,
+        truncate: bool = False,
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """`forecast` for any number of histories, of any lengths, in their order, `batch_size` of them at once.
+
+        Histories are read as they are needed. workers: how many batches run side by side. first: how many histories
+        came before these, for errors, which name the history that they come from, counted from 1.
+        """
+        return self._forecaster.every(histories, horizon, batch_size, workers, first, truncate)
+
     def align(self, source: Input, target: Value) -> npt.NDArray[np.float32]:
         """(target tokens, source positions): what the step before each token of `target` attended to.
 
@@ -193,6 +227,60 @@ class Model:
         values = self._besides(sources, ids, tuple(extras))
         return {extras[name].module: value for name, value in values.items()}
 
+    def predict(
+        self,
+        inputs: Iterable[Input],
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+        first: int = 0,
+        **settings: Any,
+    ) -> Iterator[Any]:
+        """What a model that is run once gives for any number of inputs, in their order: of each a `Classification`, an
+        array of features, or what else the file's task makes of the outputs.
+
+        An input is a text, a pair of texts, ids or, by name, what else the model reads. Inputs are read as they are
+        needed, and `batch_size` of like length are run together. An InputError names the input, counted from 1.
+
+        workers: batches run side by side; most results a second with as many as there are cores and a model that was
+            loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
+            InputError. first: how many inputs came before these. settings: of the results, such as top_k.
+        Raises UnsupportedCallError for a model that decodes.
+        """
+        task, made = self._task("predict"), self._inputs.once
+        settings = task.settings(settings)
+        requests = (partial(made, task.value(input), truncate) for input in inputs)
+        found = run_once(self._engine, requests, batch_size, workers, first)
+        return (task.result(outputs, settings) for outputs in found)
+
+    def embed(
+        self, inputs: Iterable[Input], batch_size: int = 32, workers: int = 1, truncate: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """(n, d): a vector for each input. Arguments as of `predict`.
+
+        Raises UnsupportedCallError for a model of another task, or whose vectors are not pooled.
+        """
+        task = self._task("embed", Features)
+        assert isinstance(task, Features)
+        width = task.must_pool("embed()")
+        vectors = list(self.predict(_several(inputs), batch_size, workers, truncate))
+        return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
+
+    def classify(
+        self,
+        inputs: Iterable[Input],
+        top_k: int = 1,
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+    ) -> list[Classification]:
+        """The labels of each input and their probabilities. Arguments as of `predict`; top_k: how many `top` has.
+
+        Raises UnsupportedCallError for a model of another task.
+        """
+        self._task("classify", Classifier)
+        return list(self.predict(_several(inputs), batch_size, workers, truncate, top_k=top_k))
+
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
@@ -216,6 +304,7 @@ class Model:
 
     def _extras(self, kind: str) -> dict[str, Extra]:
         """The file's extras of a kind, by name; UnsupportedCallError if it has none."""
+        self._must_not_forecast(f"give {kind}")
         found = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
         if not found:
             what = {
@@ -241,9 +330,37 @@ class Model:
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
+    @cached_property
+    def _forecaster(self) -> Forecaster:
+        return Forecaster(self._engine, self._budget)
+
     def _must_decode(self, call: str) -> None:
+        self._must_not_forecast(call)
         if self.manifest.decode is None:
-            raise UnsupportedCallError(f"this model ({self.manifest.task}) is run once for an input: it cannot {call}")
+            offers = task_of(self.manifest).call
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+            )
+
+    def _task(self, call: str, kind: type[Task] = Task) -> Task:
+        """The file's task. UnsupportedCallError if it has none, or none of that kind."""
+        self._must_not_forecast(call)
+        if self.manifest.decode is not None:
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
+            )
+        task = task_of(self.manifest)
+        if not isinstance(task, kind):
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
+            )
+        return task
+
+    def _must_not_forecast(self, call: str) -> None:
+        if Series.of(self.manifest) is not None:
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
+            )
 
     def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
         """Log-probability of ids[1:], each after those before it."""
@@ -278,7 +395,7 @@ class Model:
     def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
         """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
         share = self._budget.share()
-        share.ask(self._engine.need(length, self._engine.sizes(sources)))
+        share.ask(self._engine.sizing.need(length, self._engine.sizing.sizes(sources)))
         state: State | None = None
         try:
             state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)
@@ -287,6 +404,13 @@ class Model:
             if state is not None:
                 state.release()
             share.end()
+
+
+def _several(inputs: Iterable[Input]) -> Iterable[Input]:
+    """InputError for one text, of which each character would be taken for an input."""
+    if isinstance(inputs, (str, Mapping)):
+        raise InputError("give a list of inputs, of one too")
+    return inputs
 
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:

@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 from tformer_runtime.errors import ModelFileError
 from tformer_runtime.manifest import KEY, Manifest
+from tformer_runtime.protobuf import BYTES, VARINT, WireError, message, read_head, tag, varint
 
-# https://protobuf.dev/programming-guides/encoding, and the field numbers of onnx.proto's ModelProto
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# The field numbers of onnx.proto's ModelProto
 _IR_VERSION, _GRAPH, _METADATA = 1, 7, 14
 _LAST_FIELD = 64  # ModelProto has a few dozen fields at most: a higher number is something else than ONNX
 _LONGEST_ENTRY = 1 << 30
@@ -30,10 +30,6 @@ _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14  # of TensorProto
 _EXTERNAL = 1
 _SMALL = 1024  # bytes; onnxruntime wants to see what sizes and shapes are made of
 _ALIGNMENT = 64  # bytes; numbers that begin elsewhere are copied, for kernels read whole vectors
-
-
-class _NotOnnxError(Exception):
-    """The bytes are not a ModelProto, or end too early."""
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -66,7 +62,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
         raise ModelFileError(f"{name} is a folder, not a model file") from error
     except OSError as error:
         raise ModelFileError(f"{name} cannot be read: {error.strerror or error}") from error
-    except (_NotOnnxError, UnicodeDecodeError) as error:
+    except (WireError, UnicodeDecodeError) as error:
         raise ModelFileError(f"{name} is not a whole ONNX file: it is something else, damaged or cut short") from error
 
 
@@ -92,34 +88,17 @@ def _without_weights(file: BinaryIO, end: int, way: tuple[int, ...], name: str) 
         last = file.tell() + length
         if way and number == way[0]:
             inner = _without_weights(file, last, way[1:], name)
-            parts += [_tag(number, _BYTES), _written(len(inner)), inner]
+            parts += [tag(number, BYTES), varint(len(inner)), inner]
         elif not way and number == _RAW_DATA and length > _SMALL and file.tell() % _ALIGNMENT == 0:
             for key, value in (("location", name), ("offset", str(file.tell())), ("length", str(length))):
-                entry = _message(1, key.encode()) + _message(2, value.encode())
-                parts.append(_message(_EXTERNAL_DATA, entry))
-            parts += [_tag(_DATA_LOCATION, _VARINT), _written(_EXTERNAL)]
+                entry = message(1, key.encode()) + message(2, value.encode())
+                parts.append(message(_EXTERNAL_DATA, entry))
+            parts += [tag(_DATA_LOCATION, VARINT), varint(_EXTERNAL)]
             file.seek(last)
         else:
             file.seek(begin)
             parts.append(file.read(last - begin))
     return b"".join(parts)
-
-
-def _message(number: int, content: bytes) -> bytes:
-    return _tag(number, _BYTES) + _written(len(content)) + content
-
-
-def _tag(number: int, kind: int) -> bytes:
-    return _written(number << 3 | kind)
-
-
-def _written(number: int) -> bytes:
-    """As a varint."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
 
 
 def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
@@ -134,7 +113,7 @@ def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
         else:
             file.seek(length, os.SEEK_CUR)
     if not {_IR_VERSION, _GRAPH} <= seen:
-        raise _NotOnnxError
+        raise WireError
     return metadata
 
 
@@ -144,32 +123,14 @@ def _entry(file: BinaryIO, end: int) -> tuple[str, str]:
     while file.tell() < end:
         number, length = _field(file, end)
         if number not in texts or length > _LONGEST_ENTRY:
-            raise _NotOnnxError
+            raise WireError
         texts[number] = file.read(length).decode()
     return texts[1], texts[2]
 
 
 def _field(file: BinaryIO, end: int) -> tuple[int, int]:
-    """Read a field's head: its number, and how many bytes of content follow (none for numbers, read already)."""
-    tag = _varint(file)
-    number, kind = tag >> 3, tag & 7
-    length = {_VARINT: 0, _FIXED64: 8, _FIXED32: 4}.get(kind, -1)
-    if kind == _VARINT:
-        _varint(file)
-    elif kind == _BYTES:
-        length = _varint(file)
-    if not 0 < number <= _LAST_FIELD or length < 0 or file.tell() + length > end:
-        raise _NotOnnxError
+    """As `read_head`, of a message of onnx.proto."""
+    number, length = read_head(file, end)
+    if number > _LAST_FIELD:
+        raise WireError
     return number, length
-
-
-def _varint(file: BinaryIO) -> int:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = file.read(1)
-        if not byte:
-            raise _NotOnnxError
-        value |= (byte[0] & 0x7F) << shift
-        if byte[0] < 0x80:
-            return value
-    raise _NotOnnxError

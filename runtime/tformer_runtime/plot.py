@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tformer_runtime.errors import MissingExtraError, OptionError, OutputError
 from tformer_runtime.generate import Result
-from tformer_runtime.inputs import Value
+from tformer_runtime.inputs import Input
 from tformer_runtime.model import Model
 from tformer_runtime.session import Array
 
@@ -30,11 +30,11 @@ class Drawing:
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError("drawing alignments needs matplotlib; pip install tformer[plot]")
         self._path, self._force, self._count = path, force, 0
-        self._inputs: deque[Value] = deque()
-        self._first: tuple[Model, Result, Value] | None = None  # until it is known whether it is the only one
+        self._inputs: deque[Input] = deque()
+        self._first: tuple[Model, Result, Input] | None = None  # until it is known whether it is the only one
         self._check(path)
 
-    def watch(self, inputs: Iterable[Value]) -> Iterator[Value]:
+    def watch(self, inputs: Iterable[Input]) -> Iterator[Input]:
         """The inputs, remembered until their results are there."""
         for value in inputs:
             self._inputs.append(value)
@@ -60,7 +60,7 @@ class Drawing:
     def _numbered(self, number: int) -> Path:
         return self._path.with_stem(f"{self._path.stem}-{number}")
 
-    def _draw(self, path: Path, model: Model, result: Result, value: Value) -> None:
+    def _draw(self, path: Path, model: Model, result: Result, value: Input) -> None:
         self._check(path)
         if result.alignments is not None:
             heat_map(path, result.alignments, *model.labels(value, result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,10 +9,8 @@ import numpy as np
 from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
-from tformer_runtime.sampling import Floats, Guess, Ints, Sampler, log_normalizer
+from tformer_runtime.sampling import Floats, Guess, Head, Ints, Sampler, log_normalizer, seed_of
 from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
-
-_UNREAD = np.empty((0, 0), np.float32)
 
 
 class _Row:
@@ -28,6 +25,7 @@ class _Row:
         self.stopped = task.stopped() if task.stopped is not None else None
         self.sampler = Sampler.of(task.settings, seed, task.index, copy) if task.settings.sampling else None
         self.plain = not (task.rules or self.guide or self.sampler)
+        self.free = not (task.rules or self.guide or task.settings.top_logprobs)
 
     def choose(self, logits: Floats, guess: Guess | None) -> int:
         """The token that follows, by the task's rules, grammar and way of choosing. guess: what may be it."""
@@ -56,6 +54,56 @@ class _Row:
         return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), trail)
 
 
+class _OnHost:
+    """What a step gives: (rows, vocabulary) logits."""
+
+    def __init__(self, logits: Floats) -> None:
+        self._logits, self._norms = logits, log_normalizer(logits)
+        self._tokens = logits.argmax(-1).tolist()
+
+    def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
+        """A row's next token and its log-probability. at: its row of logits."""
+        token = self._tokens[at] if row.plain else row.choose(self._logits[at], guess)
+        count = row.task.settings.top_logprobs
+        if count:
+            row.alternatives.append(likeliest(self._logits[at] - self._norms[at], count))
+        return token, float(self._logits[at, token] - self._norms[at])
+
+
+class _OnDevice:
+    """The same of logits that are on a device: rows come from there where less will not do.
+
+    A greedy row without rules needs what was chosen there, a sample without rules the head of its row. Whole rows are
+    needed by all of rules.py, which raise any token or lower the likeliest, by grammars, which forbid most tokens, by
+    top_logprobs, and by samples for which a head does not tell all that may be drawn (`sampling.warped_head`).
+    """
+
+    def __init__(self, chosen: Chosen, rows: Sequence[_Row], at: Sequence[int]) -> None:
+        self._chosen = chosen
+        self._tokens, self._logprobs = chosen.tokens.tolist(), chosen.logprobs.tolist()
+        self._logits: Floats | None = None
+        self._heads: list[Head] = []
+        drawn = [(i, row.sampler) for row, i in zip(rows, at, strict=True) if row.free and row.sampler is not None]
+        if any(sampler.of_few for _, sampler in drawn):
+            temperatures = np.ones(len(chosen), np.float32)
+            for i, sampler in drawn:
+                temperatures[i] = sampler.temperature
+            self._heads = chosen.heads(temperatures)
+
+    def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
+        if row.free and row.sampler is None:
+            return self._tokens[at], self._logprobs[at]
+        if row.free and row.sampler is not None and row.sampler.of_few:
+            head = self._heads[at]
+            token = row.sampler.of_head(head)
+            if token is not None:
+                behind = float(head.logits.max() - head.logits[np.searchsorted(head.tokens, token)])
+                return token, self._logprobs[at] - behind
+        if self._logits is None:
+            self._logits = self._chosen.copy()
+        return _OnHost(self._logits[at : at + 1]).choose(row, 0, guess)
+
+
 class RowSearch:
     """Rows that each take one token a step. Cost of a step: one pass over the logits, and some microseconds a row.
 
@@ -74,8 +122,7 @@ class RowSearch:
 
     def add(self, tasks: Sequence[Task]) -> None:
         for at, task in enumerate(tasks, self.width):
-            seed = task.settings.seed
-            seed = int.from_bytes(os.urandom(8), "big") if seed is None else seed
+            seed = seed_of(task.settings)
             self.tasks.append(task)
             self._done[task] = {}
             self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return)]
@@ -100,23 +147,16 @@ class RowSearch:
         trails: Sequence[Trail] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
-        likely: list[float] | None = None  # log-probabilities, where they are all that is needed of the logits
-        if isinstance(logits, Chosen) and all(row.plain and not row.task.settings.top_logprobs for row in self._rows):
-            tokens, likely, logits, norm = logits.tokens.tolist(), logits.logprobs.tolist(), _UNREAD, _UNREAD
-        else:
-            logits = logits.copy() if isinstance(logits, Chosen) else logits
-            tokens, norm = logits.argmax(-1).tolist(), log_normalizer(logits)
+        given = _OnDevice(logits, self._rows, self._at) if isinstance(logits, Chosen) else _OnHost(logits)
         left, chosen = [], []
         for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
             task = row.task
             try:
                 guess = guesses[at] if guesses else None
-                token = tokens[at] if row.plain else row.choose(logits[at], guess)
+                token, logprob = given.choose(row, at, guess)
                 if guess is not None and guess.token == token:
                     task.accepted += 1
-                if task.settings.top_logprobs:
-                    row.alternatives.append(likeliest(logits[at] - norm[at], task.settings.top_logprobs))
-                finish = row.take(token, float(logits[at, token] - norm[at]) if likely is None else likely[at])
+                finish = row.take(token, logprob)
             except Exception as error:  # of the task's own rule or listener: it ends alone
                 task.error = task.error or error
                 continue

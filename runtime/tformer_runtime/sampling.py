@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,12 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
+HEAD = 256  # tokens of a row's head: 3 KB, and more than most ask for
+# Of a sum that a device makes in float32, at most. In a tree of 1024 threads each adds up some hundred numbers,
+# rounding by 2⁻²⁴ each time, 2e-5 in all; what an exponential is off by, 2⁻²² and as much for its argument, is less.
+SLACK = 1e-4
+_EXACT = 1e-9  # of float64, at most: sums over a vocabulary, and exponentials of equal numbers
+
 
 def log_normalizer(logits: Floats) -> Floats:
     """log Σ exp(logits) of each row: logits minus this are log-probabilities."""
@@ -26,6 +33,24 @@ def log_normalizer(logits: Floats) -> Floats:
     np.exp(shifted, out=shifted)
     total: Floats = top + np.log(np.add.reduce(shifted, -1))
     return total
+
+
+def seed_of(settings: Settings) -> int:
+    """The seed that settings name, or another at each call if they name none."""
+    return int.from_bytes(os.urandom(8), "big") if settings.seed is None else settings.seed
+
+
+class Head(NamedTuple):
+    """The likeliest tokens of a row: no other has a greater logit than any of them.
+
+    tokens, logits: (count,), in the order of the vocabulary. total: Σ exp((logit - greatest) / temperature) of the
+    whole row, to within SLACK of itself. whole: whether there are no other tokens.
+    """
+
+    tokens: Ints
+    logits: Floats
+    total: float
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,7 @@ class Sampler:
         min_p: float | None = None,
     ) -> None:
         self._generator = np.random.default_rng([seed, index, copy])
-        self._temperature = 1.0 if temperature is None else temperature
+        self.temperature = 1.0 if temperature is None else temperature
         self._top_k = top_k or 0
         self._top_p = 1.0 if top_p is None else top_p
         self._min_p = min_p or 0.0
@@ -89,8 +114,19 @@ class Sampler:
         tokens, probabilities = self._warped(logits)
         return Guess(self._drawn(tokens, probabilities), tokens, probabilities)
 
+    @property
+    def of_few(self) -> bool:
+        """Whether what may be drawn is few tokens, as a rule, so that a head may tell it."""
+        return 0 < self._top_k < HEAD or (not self._top_k and (self._top_p < 1 or self._min_p > 0))
+
+    def of_head(self, head: Head) -> int | None:
+        """The very token for a row's head that a call would give for its logits; None, and nothing is drawn, if that
+        does not follow from the head alone."""
+        found = warped_head(head, self.temperature, self._top_k, self._top_p, self._min_p)
+        return None if found is None else self._drawn(*found)
+
     def _warped(self, logits: Floats) -> tuple[Ints, Doubles]:
-        return warped(logits, self._temperature, self._top_k, self._top_p, self._min_p)
+        return warped(logits, self.temperature, self._top_k, self._top_p, self._min_p)
 
     def _drawn(self, tokens: Ints, weights: Doubles) -> int:
         cumulative = np.cumsum(weights)
@@ -110,24 +146,71 @@ def warped(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: 
     top_k keeps ties with the k-th. top_p drops the least likely tokens as long as they sum to at most 1 - p. min_p
     drops those less than p times as likely as the likeliest. The likeliest always stays. (Holtzman et al. 2020 and
     Nguyen et al. 2024, as in transformers' TopPLogitsWarper and MinPLogitsWarper.)
-    Raises OptionError if all logits are -inf: there is nothing to draw.
+    Raises OptionError if all logits are -inf: there is nothing to draw. Sorts the vocabulary for top_p.
     """
     tokens = np.flatnonzero(logits != -np.inf)
     if not len(tokens):
         raise OptionError("the options leave no token that may come next")
     scores = logits[tokens].astype(np.float64) / temperature
-    if 0 < top_k < len(scores):
-        keep = np.flatnonzero(scores >= np.partition(scores, -top_k)[-top_k])
-        tokens, scores = tokens[keep], scores[keep]
-    probabilities = np.exp(scores - scores.max())
-    probabilities /= probabilities.sum()
+    tokens, scores = _of_top_k(tokens, scores, top_k)
+    weights = np.exp(scores - scores.max())
     if top_p < 1:
-        order = np.argsort(probabilities, kind="stable")
-        kept = np.cumsum(probabilities[order]) > 1 - top_p
+        order = np.argsort(weights, kind="stable")
+        kept = np.cumsum(weights[order]) > (1 - top_p) * weights.sum()
         kept[-1] = True
         keep = np.sort(order[kept])
-        tokens, probabilities = tokens[keep], probabilities[keep] / probabilities[keep].sum()
+        tokens, weights = tokens[keep], weights[keep]
+    return _of_min_p(tokens, weights, min_p)
+
+
+def warped_head(
+    head: Head, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> tuple[Ints, Doubles] | None:
+    """As `warped` for the whole row, bit for bit; None if a token that is not in the head may be drawn, or is not
+    clearly one that may not. A pass over the head, and for top_p a sort of it.
+
+    What is drawn depends on nothing but which tokens may be: their weights are exp((logit - greatest) / temperature) in
+    either case. top_k and min_p tell these by the head's own numbers. top_p asks how much all weigh, which is known to
+    within SLACK; where this could matter, it is not decided here.
+    """
+    if head.whole or head.logits.min() == -np.inf:
+        tokens, probabilities = warped(head.logits, temperature, top_k, top_p, min_p)
+        return head.tokens[tokens], probabilities
+    scores = head.logits.astype(np.float64) / temperature
+    least, greatest = scores.min(), scores.max()  # tokens that are not in the head may be as likely as its least
+    if top_k:
+        if top_k > np.count_nonzero(scores > least):
+            return None
+        kept = _of_top_k(np.arange(len(scores)), scores, top_k)[0]
+        tokens, probabilities = warped(head.logits[kept], temperature, 0, top_p, min_p)
+        return head.tokens[kept][tokens], probabilities
+    tokens, weights = head.tokens, np.exp(scores - greatest)
+    beyond = weights.min() * (1 + _EXACT)
+    if top_p < 1:
+        order = np.argsort(weights, kind="stable")
+        before = np.cumsum(weights[order[::-1]])[::-1] - weights[order]  # of the tokens that are likelier
+        before[-1] = 0
+        stays, goes = before < (top_p - SLACK) * head.total, before >= (top_p + SLACK) * head.total
+        stays[-1], goes[-1] = True, False
+        keep = np.sort(order[stays])
+        if not (stays | goes).all() or weights[keep].min() <= beyond:
+            return None
+        tokens, weights = tokens[keep], weights[keep]
+    elif min_p <= beyond:
+        return None
+    return _of_min_p(tokens, weights, min_p)
+
+
+def _of_top_k(tokens: Ints, scores: Doubles, top_k: int) -> tuple[Ints, Doubles]:
+    if not 0 < top_k < len(scores):
+        return tokens, scores
+    keep = np.flatnonzero(scores >= np.partition(scores, -top_k)[-top_k])
+    return tokens[keep], scores[keep]
+
+
+def _of_min_p(tokens: Ints, weights: Doubles, min_p: float) -> tuple[Ints, Doubles]:
+    """The tokens that min_p leaves, and their probabilities. weights: the greatest is 1."""
     if min_p > 0:
-        keep = np.flatnonzero(probabilities >= min_p * probabilities.max())
-        tokens, probabilities = tokens[keep], probabilities[keep] / probabilities[keep].sum()
-    return tokens, probabilities
+        keep = np.flatnonzero(weights >= min_p)
+        tokens, weights = tokens[keep], weights[keep]
+    return tokens, weights / weights.sum()

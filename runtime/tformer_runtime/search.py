@@ -23,7 +23,7 @@ from tformer_runtime.sampling import Floats, Guess, Ints
 from tformer_runtime.session import Array
 
 if TYPE_CHECKING:
-    from tformer_runtime.engine import State
+    from tformer_runtime.state import State
 
 NOTHING_LEFT = "the options leave no token that may come next: suppress less, or allow more beams"
 

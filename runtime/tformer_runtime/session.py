@@ -14,13 +14,14 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime import pages
-from tformer_runtime.device import choosing
+from tformer_runtime.bits import ONNX_BFLOAT16
+from tformer_runtime.device import choosing, heads
 from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
 from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
@@ -31,6 +32,7 @@ from tformer_runtime.stagefile import Stage, cut
 logger = logging.getLogger("tformer")
 
 Array = npt.NDArray[Any]
+Part = Stage | Literal["head"]  # what has a session of its own: `device.heads` too
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
@@ -81,17 +83,18 @@ class Session:
             self._sessions = self._load(apart)
         logger.info("device: %s", self.device)
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self._bits = frozenset(name for session in self._sessions.values() for name in _in_bfloat16(session))
         self.pool = Pool(self) if self.captures else None
 
-    def inputs(self, stage: Stage) -> Mapping[str, tuple[int | None, ...]]:
+    def inputs(self, stage: Part) -> Mapping[str, tuple[int | None, ...]]:
         """Name → shape of each graph input of a stage's session, free axes as None."""
         return self._inputs[stage]
 
-    def binding(self, stage: Stage) -> Any:
+    def binding(self, stage: Part) -> Any:
         """A new onnxruntime IOBinding of a stage's session: the buffers that one kind of call reads and writes."""
         return self._sessions[stage].io_binding()
 
-    def run(self, binding: Any, stage: Stage, graph: int | None = None) -> None:
+    def run(self, binding: Any, stage: Part, graph: int | None = None) -> None:
         """Run a stage on what `binding` holds. Any number of threads may be in here at once.
 
         graph: the number of a CUDA graph, which the first run captures and each other replays: on the very same buffers
@@ -108,13 +111,38 @@ class Session:
         except Exception as error:
             raise self._translated(error) from error
 
+    def bind_input(self, binding: Any, name: str, tensor: Any) -> None:
+        """Have a run read an input from a tensor. What the graph has in bfloat16 is held as its bits (`bits.py`), and
+        kept alive by the caller."""
+        if name in self._bits:
+            place = tensor.device_name(), 0, ONNX_BFLOAT16, tensor.shape(), tensor.data_ptr()
+            binding.bind_input(name, *place)
+        else:
+            binding.bind_ortvalue_input(name, tensor)
+
+    def bind_output(self, binding: Any, name: str, tensor: Any) -> None:
+        """The same of an output, which a run writes."""
+        if name in self._bits:
+            place = tensor.device_name(), 0, ONNX_BFLOAT16, tensor.shape(), tensor.data_ptr()
+            binding.bind_output(name, *place)
+        else:
+            binding.bind_ortvalue_output(name, tensor)
+
+    def array(self, tensor: Any) -> Array:
+        """What an output that was made anew holds; of bfloat16, a copy of its bits."""
+        if tensor.element_type() != ONNX_BFLOAT16:
+            array: Array = tensor.numpy()
+            return array
+        raw = ctypes.string_at(tensor.data_ptr(), tensor.tensor_size_in_bytes())
+        return np.frombuffer(raw, np.uint16).reshape(tensor.shape())
+
     def tensor(self, array: Array) -> Any:
         """An OrtValue on the session's device. On the CPU it *is* the array's memory, elsewhere a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
 
     def give(self, binding: Any, output: str) -> None:
-        """Have an output made anew by each run, on the session's device."""
-        binding.bind_output(output, self.device)
+        """Have an output made anew by each run, on the session's device; on the host if no other way leads there."""
+        binding.bind_output(output, "cpu" if output in self._bits else self.device)
 
     def write(self, tensor: Any, array: Array) -> None:
         """Put other numbers of the same type and shape into a tensor, where it is."""
@@ -136,32 +164,32 @@ class Session:
         if device not in DEVICES:
             raise DeviceError(f"there is no device {device!r}: choose one of {', '.join(DEVICES)}")
         if device == "cuda":
-            missing = self._cuda_missing()
+            missing = cuda_missing()
             if missing:
                 raise DeviceError(f"device cuda cannot be had: {missing}")
         elif device == "auto":
             # A file made for the CPU holds operators that CUDA has not, and would run on both by turns.
-            device = "cpu" if self.manifest.target == "cpu" or self._cuda_missing() else "cuda"
+            device = "cpu" if self.manifest.target == "cpu" or cuda_missing() else "cuda"
         return device
 
-    def _cuda_missing(self) -> str | None:
-        return cuda_missing()
-
-    def _load(self, apart: bool | None) -> dict[Stage, Any]:
-        """Stage → its session, which may be one for both."""
+    def _load(self, apart: bool | None) -> dict[Part, Any]:
+        """Stage → its session, which may be one for both; and what finds heads, if steps leave their logits there."""
         model, folder = mapped(self.path)
         cuda = self.device == "cuda"
         stages: tuple[Stage, ...] = ("encode", "decode")
         if not self.manifest.staged or not (cuda if apart is None else apart):
             chooses = self._chooses and self.manifest.encode is None
             session = self._capturing(model, folder) if chooses else self._open(model, folder)
-            loaded = dict.fromkeys(stages, session)
+            loaded: dict[Part, Any] = dict.fromkeys(stages, session)
         else:
             decode = cut(model, "decode")
             loaded = {
                 "encode": self._open(cut(model, "encode"), folder),
                 "decode": self._capturing(decode, folder) if self._chooses else self._open(decode, folder),
             }
+        if self.captures:
+            assert self.manifest.decode is not None
+            loaded["head"] = self._open(heads(int(self.manifest.decode.logits.shape[-1])), folder)
         for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
             pages.forget(file)
         return loaded
@@ -205,6 +233,13 @@ class Session:
                 disabled_optimizers=asked.disabled_optimizers if self.device == "cpu" else (),
             )
         except Exception as error:
+            if self.device == "cpu" and self.manifest.precision == "bf16":
+                missing = cuda_missing()
+                raise DeviceError(
+                    f"{self.path} computes in bfloat16, which onnxruntime does on CUDA alone"
+                    + (f", and {missing}; export the model" if missing else ": run it there, or export the model")
+                    + " with another precision"
+                ) from error
             if self.device == "cuda" and "CUDA" in str(error) and not settings:
                 raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
             raise self._translated(error) from error
@@ -265,6 +300,10 @@ def cuda_missing() -> str | None:
 
 def _shapes(session: Any) -> dict[str, tuple[int | None, ...]]:
     return {i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in session.get_inputs()}
+
+
+def _in_bfloat16(session: Any) -> list[str]:
+    return [v.name for v in (*session.get_inputs(), *session.get_outputs()) if v.type == "tensor(bfloat16)"]
 
 
 def _first_line(error: Exception) -> str:

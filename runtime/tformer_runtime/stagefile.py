@@ -7,12 +7,11 @@ into the file (`modelfile.mapped`); what both stages read, such as an embedding,
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tformer_runtime.errors import ModelFileError
-from tformer_runtime.modelfile import _BYTES, _VARINT, _message, _varint
+from tformer_runtime.protobuf import Field, WireError, fields, message
 
 Stage = Literal["encode", "decode"]
 
@@ -26,22 +25,21 @@ _NAME = 1
 _BRANCHES = {"decode": b"then_branch", "encode": b"else_branch"}
 
 
-class _Field(NamedTuple):
-    """number: of the field. content: its bytes, or what they tell of a number. whole: with its head."""
-
-    number: int
-    content: bytes
-    whole: bytes
-
-
 def cut(model: bytes, stage: Stage) -> bytes:
     """The model whose graph is one stage of a model with both.
 
     model: as `modelfile.mapped` gives it. Time and memory: those of the model without its weights. ModelFileError if
     the file has another form.
     """
-    graph = [field for part in _fields(model) if part.number == _MODEL_GRAPH for field in _fields(part.content)]
-    branch = list(_fields(_branch(graph, stage)))
+    try:
+        return _cut(model, stage)
+    except WireError as error:
+        raise ModelFileError("the file's graph is not whole: it is damaged, export the model again") from error
+
+
+def _cut(model: bytes, stage: Stage) -> bytes:
+    graph = [field for part in fields(model) if part.number == _MODEL_GRAPH for field in fields(part.content)]
+    branch = list(fields(_branch(graph, stage)))
     nodes = [field.content for field in branch if field.number == _NODE]
     outputs = [_texts(field.content, _NAME)[0] for field in graph if field.number == _OUTPUT]
     names = dict(zip((_texts(f.content, _NAME)[0] for f in branch if f.number == _OUTPUT), outputs, strict=True))
@@ -49,7 +47,7 @@ def cut(model: bytes, stage: Stage) -> bytes:
     empty = {name for node in nodes if not _texts(node, _NODE_INPUT) for name in _texts(node, _NODE_OUTPUT)} & {*names}
     own = {name for made, name in names.items() if made not in empty}
     read = {name for node in nodes for name in _reads(node)}
-    kept = [_message(_NODE, _renamed(n, names)) for n in nodes if not {*_texts(n, _NODE_OUTPUT)} & empty]
+    kept = [message(_NODE, _renamed(n, names)) for n in nodes if not {*_texts(n, _NODE_OUTPUT)} & empty]
     for field in (*graph, *branch):
         if field.number == _INITIALIZER and _texts(field.content, _TENSOR_NAME)[0] in read:
             kept.append(field.whole)
@@ -58,11 +56,11 @@ def cut(model: bytes, stage: Stage) -> bytes:
             field.number == _OUTPUT and _texts(field.content, _NAME)[0] in own
         ):
             kept.append(field.whole)
-    rest = b"".join(field.whole for field in _fields(model) if field.number != _MODEL_GRAPH)
-    return rest + _message(_MODEL_GRAPH, b"".join([*kept, _message(_GRAPH_NAME, stage.encode())]))
+    rest = b"".join(field.whole for field in fields(model) if field.number != _MODEL_GRAPH)
+    return rest + message(_MODEL_GRAPH, b"".join([*kept, message(_GRAPH_NAME, stage.encode())]))
 
 
-def _branch(graph: list[_Field], stage: Stage) -> bytes:
+def _branch(graph: list[Field], stage: Stage) -> bytes:
     for node in graph:
         if node.number == _NODE and _texts(node.content, _NODE_OP) == [b"If"]:
             for attribute in _texts(node.content, _NODE_ATTRIBUTE):
@@ -84,31 +82,13 @@ def _reads(node: bytes) -> Iterator[bytes]:
 
 def _renamed(node: bytes, names: dict[bytes, bytes]) -> bytes:
     parts = []
-    for field in _fields(node):
+    for field in fields(node):
         if field.number in (_NODE_INPUT, _NODE_OUTPUT):
-            parts.append(_message(field.number, names.get(field.content, field.content)))
+            parts.append(message(field.number, names.get(field.content, field.content)))
         else:
             parts.append(field.whole)
     return b"".join(parts)
 
 
-def _texts(message: bytes, number: int) -> list[bytes]:
-    return [field.content for field in _fields(message) if field.number == number]
-
-
-def _fields(message: bytes) -> Iterator[_Field]:
-    stream = io.BytesIO(message)
-    while (begin := stream.tell()) < len(message):
-        tag = _varint(stream)
-        number, kind = tag >> 3, tag & 7
-        start = stream.tell()
-        if kind == _VARINT:
-            _varint(stream)
-        elif kind == _BYTES:
-            length = _varint(stream)
-            start = stream.tell()
-            stream.seek(length, io.SEEK_CUR)
-        else:
-            stream.seek({1: 8, 5: 4}[kind], io.SEEK_CUR)
-        end = stream.tell()
-        yield _Field(number, message[start:end], message[begin:end])
+def _texts(content: bytes, number: int) -> list[bytes]:
+    return [field.content for field in fields(content) if field.number == number]

@@ -1,12 +1,13 @@
 """Decoding on a GPU at batch 1: ours, transformers with a static cache and torch.compile, and what the memory allows.
 
-    python tests/benchmarks/gpu.py [--size 1.1B|60M] [--out results.json] [--model FILE.onnx]
+    python tests/benchmarks/gpu.py [--size 1.1B|60M] [--precision fp16|bf16] [--out results.json] [--model FILE.onnx]
 
 The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
 weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
 device copies a gigabyte, is the floor. Ours is timed as a user meets it, `Model.generate`, and without what is around
-the steps, `Engine.choose`. Each time is the difference of a long and a short run over the tokens between them, the
-median of `--repeats`, after a run that captures and compiles.
+the steps, `Engine.choose`; and sampling, from the likeliest tokens of a row as it is, and from whole rows. Each time is
+the difference of a long and a short run over the tokens between them, the median of `--repeats`, after a run that
+captures and compiles.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from onnx import TensorProto, helper
 
 from tformer_export import export
 from tformer_runtime import Model
+from tformer_runtime.sampling import Sampler
 from tformer_runtime.session import cuda_missing
 
 SIZES: dict[str, dict[str, int]] = {
@@ -44,6 +46,8 @@ SIZES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 LONGEST = 1024
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 0}
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 PROMPT, SHORT, LONG = 128, 64, 320  # tokens
 COPIED = 2**30  # bytes
 
@@ -121,29 +125,43 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
             tokens = chosen.argmax(-1)[:, None] if isinstance(chosen, np.ndarray) else chosen.tokens[:, None]
         state.release()
 
-    return {
+    def sampled(count: int) -> None:
+        model.generate(prompt, max_new_tokens=count, **SAMPLING)
+
+    found = {
         "captured": engine.session.captures,
         "generate": per_token(lambda count: model.generate(prompt, max_new_tokens=count), repeats),
         "steps": per_token(steps, repeats),
+        "sampled": per_token(sampled, repeats),
     }
+    of_few, Sampler.of_few = Sampler.of_few, property(lambda sampler: False)  # type: ignore[method-assign]
+    try:
+        return {**found, "sampled from whole rows": per_token(sampled, repeats)}
+    finally:
+        Sampler.of_few = of_few  # type: ignore[method-assign]
 
 
-def theirs(size: str, repeats: int) -> dict[str, float]:
+def theirs(size: str, repeats: int, precision: str) -> dict[str, float]:
     """transformers' generate with a static cache, its forward compiled for CUDA graphs."""
-    module = build(size).to("cuda", torch.float16)
+    module = build(size).to("cuda", HALVES[precision])
     module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
     ids = torch.arange(5, 5 + PROMPT, device="cuda")[None]
 
-    def run(count: int) -> None:
-        module.generate(ids, do_sample=False, cache_implementation="static", min_new_tokens=count, max_new_tokens=count)
+    def run(count: int, **asked: Any) -> None:
+        module.generate(ids, cache_implementation="static", min_new_tokens=count, max_new_tokens=count, **asked)
         torch.cuda.synchronize()
 
-    return {"generate": per_token(run, repeats)}
+    way = {name: value for name, value in SAMPLING.items() if name != "seed"}
+    return {
+        "generate": per_token(lambda count: run(count, do_sample=False), repeats),
+        "sampled": per_token(lambda count: run(count, do_sample=True, **way), repeats),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.1B")
+    parser.add_argument("--precision", choices=HALVES, default="fp16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--model", type=Path, help="A file that was exported before, of the same size.")
     parser.add_argument("--out", type=Path)
@@ -156,22 +174,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model.onnx"
         if options.model is None:
-            report = export(build(options.size), path, target="cuda", precision="fp16", max_length=LONGEST)
+            report = export(build(options.size), path, target="cuda", precision=options.precision, max_length=LONGEST)
             print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
         own = ours(path, options.repeats)
-    rows: dict[str, float] = {"floor": floor, "ours, steps": own["steps"], "ours, generate": own["generate"]}
+    rows: dict[str, float] = {"floor": floor}
+    rows |= {f"ours, {what}": seconds for what, seconds in own.items() if what != "captured"}
     if torch.cuda.is_available():
-        rows["transformers, static cache, torch.compile"] = theirs(options.size, options.repeats)["generate"]
+        for what, seconds in theirs(options.size, options.repeats, options.precision).items():
+            rows[f"transformers, static, compiled, {what}"] = seconds
     else:
         print("transformers is not measured: this PyTorch is built without CUDA", file=sys.stderr)
     print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if own['captured'] else 'NOT captured'}")
     print(f"{'':45}{'ms a token':>12}{'of the floor':>14}{'× as fast as transformers':>28}")
-    other = next((seconds for name, seconds in rows.items() if name.startswith("transformers")), math.nan)
     for name, seconds in rows.items():
+        other = rows.get(f"transformers, static, compiled, {'sampled' if 'sampled' in name else 'generate'}", math.nan)
         print(f"{name:45}{seconds * 1e3:12.3f}{floor / seconds:13.0%} {other / seconds:27.2f}")
     if options.out:
         result = {
-            "size": options.size, "precision": "fp16", "bandwidth": copied, "seconds": rows,
+            "size": options.size, "precision": options.precision, "bandwidth": copied, "seconds": rows,
             "captured": own["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         }  # fmt: skip

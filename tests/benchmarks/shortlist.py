@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tformer_export import export
 from tformer_export.quantize import quantize
-from tformer_export.shortlist import SHARE, choose_columns, set_apart
+from tformer_export.shortlist import SHARE, set_apart, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_runtime import Model
 from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.shortlist import Shortlist, together
@@ -84,11 +84,8 @@ def prepared(folder: Path, precision: str) -> Path:
     set_apart(model)
     if precision == "int8":
         manifest = replace(manifest, quantization="int8", narrow=quantize(model).narrow)
-    assert manifest.decode is not None
-    decode = replace(manifest.decode, shortlist=choose_columns(model))
-    model.metadata_props[KEY] = replace(manifest, decode=decode, special=replace(manifest.special, end=())).to_json()
-    write(model, made)
-    return made
+    manifest = with_columns(model, manifest)
+    return save(model, replace(manifest, special=replace(manifest.special, end=())), made)
 
 
 def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, beams: int) -> str:

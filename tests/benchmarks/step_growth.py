@@ -17,7 +17,8 @@ import click
 import numpy as np
 
 from tformer_runtime.cache import bytes_of
-from tformer_runtime.engine import Engine, State
+from tformer_runtime.engine import Engine
+from tformer_runtime.state import State
 
 ROUNDS, STEPS, SOURCE = 9, 4, 24
 

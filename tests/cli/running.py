@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,19 @@ PROGRAM = [sys.executable, "-m", "tformer_runtime.cli"]
 
 def run(*arguments, stdin=""):
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
+
+
+def begun(*arguments):
+    """A process that reads and writes pipes, and heeds an interrupt, which it would not where tests run in the
+    background."""
+    return subprocess.Popen(
+        [str(a) for a in arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def failed(result, status=1, before=0):

@@ -355,7 +355,7 @@ def test_a_goal_that_nothing_serves(plain, refused):
 def test_quantisation_beyond_its_budget(plain, refused, monkeypatch):
     """That one token in ten changes is made up here: how many do is the weights' business."""
     changed = Degradation(token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0)
-    monkeypatch.setattr("tformer_export.api.measure", lambda *_, **__: changed)
+    monkeypatch.setattr("tformer_export.fewer_bits.measure", lambda *_, **__: changed)
     message = refused(plain, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", "0.09")
     assert "quantisation changes 10.0% of the tokens and 9.0% is allowed" in message
 

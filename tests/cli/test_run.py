@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import PROGRAM, failed, misused, run
+from running import PROGRAM, begun, failed, misused, run
 from toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__, cli
@@ -145,8 +145,8 @@ def test_version_and_help():
         (["--resume"], "--resume goes on with an output file: give --output-file too"),
     ],
 )
-def test_wrong_usage(arguments, message):
-    assert misused(run("x.onnx", "a", *arguments)).startswith(message)
+def test_wrong_usage(path, arguments, message):
+    assert misused(run(path, "a", *arguments)).startswith(message)
 
 
 def test_no_usage():
@@ -214,16 +214,7 @@ def test_a_reader_that_goes_away(path):
 
 def test_an_interrupt(path, tmp_path):
     out = tmp_path / "out"
-    command = subprocess.Popen(
-        [*PROGRAM, path, "--output-file", out],
-        stdin=-1,
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where the tests run in the background
-    )
+    command = begun(*PROGRAM, path, "--output-file", out)
     assert command.stdin is not None
     command.stdin.write("ab\n")
     command.stdin.flush()

@@ -7,12 +7,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
-from running import failed, run
+from running import begun, failed, run
 from toy_models import Toy
 
 SMALL = ["--workers", "1", "--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
@@ -34,15 +33,7 @@ def started(path, out, lines, *options):
     """A run that has done some of the lines, and waits for more. Eight are done, or more, of all but two windows."""
     journal = out.with_name(f"{out.name}.part.json")
     before = recorded(journal)
-    command = subprocess.Popen(
-        [sys.executable, "-c", OFTEN, path, *SMALL, "--output-file", str(out), *options],
-        stdin=-1,
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        # Ignored where the tests run in the background.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = begun(sys.executable, "-c", OFTEN, path, *SMALL, "--output-file", out, *options)
     assert command.stdin is not None
     command.stdin.write(joined(lines))
     command.stdin.flush()

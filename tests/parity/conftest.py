@@ -16,7 +16,7 @@ import torch
 from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 from filelock import FileLock
 
-import tformer_export.api as api
+import tformer_export.make as make
 from tformer_export import ExportReport, export
 from tformer_export.pipeline import Understood
 from tformer_export.source import Source
@@ -36,6 +36,7 @@ class Exported:
 
 
 Exporter = Callable[..., Exported]
+ON_CPU = "on_cpu.onnx"  # what the gate runs of a file in half precision; of bfloat16 the CPU can run nothing else
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +66,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                     begun = shared.with_suffix(".part")
                     begun.mkdir()
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(api, "understand", _understood(name, repr(extras.get("alignments")), held))
+                        patch.setattr(make, "understand", _understood(name, repr(extras.get("alignments")), held))
+                        patch.setattr(make, "save", _keeping(begun))
                         report = export(family.module, begun / path.name, **given)
                     (begun / "report.pickle").write_bytes(pickle.dumps(report))
                     begun.rename(shared)
@@ -73,16 +75,29 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
             pickled = folder / "report.pickle"
             report = pickle.loads(pickled.read_bytes())
             pickled.unlink()
-            engine = Engine(path, device="cpu", threads=1)
+            engine = Engine(folder / ON_CPU if report.precision == "bf16" else path, device="cpu", threads=1)
             made[key] = Exported(family, path, report, engine, Model(engine))
         return made[key]
 
     return get
 
 
+def _keeping(folder: Path) -> Callable[..., Path]:
+    """What the gate runs in the place of a file in half precision is kept beside the file."""
+    real = make.save
+
+    def save(model: Any, manifest: Any, path: Path) -> Path:
+        written = real(model, manifest, path)
+        if path.name == ON_CPU:
+            shutil.copy(written, folder / ON_CPU)
+        return written
+
+    return save
+
+
 def _understood(name: str, alignments: str, held: dict[tuple[object, ...], Understood]) -> Callable[..., Understood]:
     """A family's graph is captured once, however many files are made of it."""
-    real = api.understand
+    real = make.understand
 
     def understand(
         source: Source, target: str, length: int, stage: Any, wanted: Any, hidden: Any, half: bool

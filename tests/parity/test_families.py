@@ -30,8 +30,8 @@ def start(exported, sources):
     return exported.engine.start(requests, len(sources))
 
 
-def check_logits(exported):
-    """A ragged prompt at once, then single tokens: every logit of every row against the row alone in the source."""
+def stepped(exported):
+    """Each row's source, ids and logits, (time, vocabulary): of a ragged prompt at once, then of single tokens."""
     sources, rows = draw(1, SOURCES), draw(2, tuple(n + STEPS for n in PROMPTS))
     counts = np.array(PROMPTS)
     tokens = np.full((len(rows), counts.max()), PAD)
@@ -44,9 +44,14 @@ def check_logits(exported):
         logits = exported.engine.step(state, np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)]))
         for i in range(len(rows)):
             found[i].append(logits[i].copy())
-    for source, row, values in zip(sources, rows, found, strict=True):
+    return [(source, row, np.stack(own)) for source, row, own in zip(sources, rows, found, strict=True)]
+
+
+def check_logits(exported):
+    """Every logit of every row against the row alone in the source."""
+    for source, row, found in stepped(exported):
         expected = exported.family.logits(source, row)
-        np.testing.assert_allclose(np.stack(values), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
 def check_greedy(exported):

@@ -101,7 +101,7 @@ def test_the_caches_take_a_quarter_of_the_bytes(held, exported, name):
 def test_a_budget_holds_four_times_the_tokens(held, exported):
     prompt, options = draw(4, 30).tolist(), GenerationOptions(max_new_tokens=20)
     files = [held("wide-llama"), exported("wide-llama")]
-    slots = [file.engine.need(50, {}) for file in files]
+    slots = [file.engine.sizing.need(50, {}) for file in files]
     assert slots[0] * 4 == slots[1]
     limited = [Model.load(file.path, device="cpu", threads=1, max_memory=slots[0]) for file in files]
     assert len(limited[0].generate(prompt, options).token_ids) > 0

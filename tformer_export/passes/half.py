@@ -5,6 +5,9 @@ powers and sums over an axis take float32, for half overflows at 65504, which is
 sum in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its
 operands, so that what is made of sums stays float32 until the next product. Numbers made of integers, such as
 positions, and constants that half cannot hold, such as the lowest float32 of a mask, stay float32 wherever they go.
+
+float16 has 11 bits and ends at 65504, bfloat16 has 8 and float32's range: it is for models that were trained in it,
+whose values are beyond float16. An operator that has no kernel for it on CUDA takes float32, as sums do.
 """
 
 from __future__ import annotations
@@ -31,14 +34,33 @@ _SUMS = {
 _FLOAT, _BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 
 
+# What onnxruntime's CUDA provider has a kernel of in bfloat16 at opset 24: 1.31 was asked for each, by
+# `tests/benchmarks/stand_in/kernels.py`. Of what it has in float16 it lacks comparisons, Clip, Einsum, Pad, ReduceMax,
+# Round, LeakyRelu, PRelu, Log, Reciprocal, CumSum, ConvTranspose, BatchNormalization and some more.
+_BFLOAT16 = frozenset({
+    "Abs", "Add", "Attention", "AveragePool", "BiasGelu", "Concat", "Conv", "Cos", "Div", "Erf", "Exp", "Expand",
+    "FastGelu", "Flatten", "FusedMatMul", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "GroupQueryAttention",
+    "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN", "LayerNormalization", "LpNormalization", "MatMul", "Max",
+    "Min", "Mish", "Mod", "Mul", "MultiHeadAttention", "Neg", "Pow", "QuickGelu", "RMSNormalization", "ReduceL1",
+    "ReduceMean", "ReduceSum", "ReduceSumSquare", "Relu", "Reshape", "RotaryEmbedding", "ScatterElements", "ScatterND",
+    "Shape", "Sigmoid", "Sign", "SimplifiedLayerNormalization", "Sin", "Size", "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization", "Slice", "Softmax", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Sub",
+    "Sum", "Swish", "Tanh", "TensorScatter", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Precision:
-    """A half precision, in onnx and in torch. largest: the greatest finite number. least: the smallest normal one."""
+    """A half precision, in onnx and in torch. largest: the greatest finite number. least: the smallest normal one.
+
+    roundoff: a number is rounded by so much of itself at most. operators: that have kernels; None if all have."""
 
     dtype: ir.DataType
     rounding: torch.dtype
     largest: float
     least: float
+    roundoff: float
+    operators: frozenset[str] | None = None
 
     def holds(self, array: np.ndarray) -> bool:
         """Whether all finite numbers are in its range, and one that stands alone is not lost to it."""
@@ -46,12 +68,23 @@ class Precision:
         scalar = array.size == 1 and 0 < float(sizes.max()) < self.least
         return bool(sizes.max(initial=0) <= self.largest) and not scalar
 
-    def rounded(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.rounding).to(value.dtype)
+    def has(self, node: ir.Node) -> bool:
+        """Whether CUDA has a kernel of an operator."""
+        return self.operators is None or node.op_type in self.operators
+
+    def rounded(self, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Numbers off by as much as rounding puts any off, by what it does to numbers next to them: those of a model
+        that was trained in this precision are exact in it, and what is computed with them is not."""
+        noise = torch.rand(value.shape, generator=random, dtype=value.dtype) - 0.5
+        near = value + torch.ldexp(
+            self.roundoff * noise, torch.frexp(value).exponent
+        )  # from a half step below to above
+        return value + (near.to(self.rounding).to(value.dtype) - near)
 
 
 HALVES = {
-    "fp16": Precision(ir.DataType.FLOAT16, torch.float16, 65504.0, 2.0**-14),
+    "fp16": Precision(ir.DataType.FLOAT16, torch.float16, 65504.0, 2.0**-14, 2.0**-11),
+    "bf16": Precision(ir.DataType.BFLOAT16, torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-8, _BFLOAT16),
 }
 
 
@@ -162,15 +195,17 @@ class _Halving:
         widest = max((*computed, *(Kind.EXACT for v in given if v not in self.kinds and not self._fits(v))), default=0)
         if node.op_type in _ALWAYS:
             return Kind.HALF
-        if node.op_type in _PRODUCTS:
+        if node.op_type in _PRODUCTS and self.precision.has(node):
             for value in given:
                 if value not in self.kinds and not self._fits(value):
                     raise UnsupportedModelError(
                         f"the weight {value.name} holds numbers beyond {self.precision.largest:g}, the greatest that "
-                        "this precision has: choose fp32"
+                        "this precision has: choose bf16 or fp32"
                     )
             return Kind.EXACT if Kind.EXACT in computed else Kind.HALF
-        return Kind.SUM if node.op_type in _SUMS else Kind(widest)
+        if node.op_type in _SUMS:
+            return Kind.SUM
+        return Kind(widest) if self.precision.has(node) else Kind(max(widest, Kind.SUM))
 
     def _cast_node(self, node: ir.Node) -> None:
         """A cast to float32 changes nothing that is a float already; what it makes of integers is exact."""

@@ -30,18 +30,20 @@ measure      what the quantised file does differently
 """
 
 from tformer_export.quantize.caches import CACHES, hold_in_int8
-from tformer_export.quantize.measure import Degradation, measure
+from tformer_export.quantize.measure import Degradation, measure, measure_series
 from tformer_export.quantize.operands import Fixed
 from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick, measure_outputs
 from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
-from tformer_export.quantize.ranges import ACTIVATIONS
+from tformer_export.quantize.ranges import ACTIVATIONS, FIXED, ROWS
 from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
 
 __all__ = [
     "ACTIVATIONS",
     "CACHES",
+    "FIXED",
     "GOALS",
     "QUANTIZATIONS",
+    "ROWS",
     "THROUGHPUT",
     "Degradation",
     "Fixed",
@@ -54,5 +56,6 @@ __all__ = [
     "hold_in_int8",
     "measure",
     "measure_outputs",
+    "measure_series",
     "quantize",
 ]

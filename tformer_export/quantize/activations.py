@@ -17,9 +17,9 @@ from tformer_export.assemble import nothing
 from tformer_export.quantize.gptq import Hessian
 from tformer_export.quantize.products import Matrix, find_matrices
 from tformer_export.quantize.samples import Sample, of_one_length
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import BATCH, HIDDEN, KEY, Extra, Manifest
+from tformer_runtime.manifest import BATCH, HIDDEN, Extra, Manifest
 
 AT_ONCE = 1 << 30  # bytes of the matrices that are summed in one pass over the data
 
@@ -33,9 +33,7 @@ class Reading:
         given = _give(model, manifest, dict.fromkeys(values))
         self.names = {value: one.name for value, one in given.items()}
         manifest = _with_extras(manifest, list(given.values()))
-        model.metadata_props[KEY] = manifest.to_json()
-        write(model, path)
-        self._engine = Engine(path, device="cpu")
+        self._engine = Engine(save(model, manifest, path), device="cpu")
 
     def on(self, samples: Sequence[Sample], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """The outputs of these names on a few samples of one length, and then the next: arrays (…, width)."""

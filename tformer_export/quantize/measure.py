@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tformer_export.budget import Budget
+from tformer_export.forecasts import forecast_difference
+from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import Sample
 from tformer_export.verify import TOLERANCE, Gate, decode_greedily, run_case
@@ -79,6 +81,22 @@ def measure(
     )
 
 
+def measure_series(
+    gate: Gate, before: Engine, after: Engine, yardstick: OutputYardstick, exact: bool = True
+) -> OutputDegradation:
+    """Of a model that is stepped over numbers: teacher-forced over the yardstick's samples, and whole forecasts."""
+    lengths = tuple(3 + 2 * i for i in range(ROWS))
+    requests = gate.draw_requests(lengths)
+    sequences = [gate.draw_sequence(min(LENGTH, before.manifest.max_length)) for _ in lengths]
+    prompts = (1,) * ROWS
+    return OutputDegradation(
+        quality=yardstick.quality(after),
+        speed=_step_seconds(gate, before) / _step_seconds(gate, after),
+        row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
+        forecast=forecast_difference(gate, before, after),
+    )
+
+
 def _row_difference(
     before: Engine,
     after: Engine,
@@ -121,6 +139,7 @@ def _step_seconds(gate: Gate, engine: Engine) -> float:
     times = []
     for _ in range(min(8 * REPEATS, engine.manifest.max_length - tokens.shape[1])):
         begin = time.perf_counter()
-        tokens = engine.step(state, tokens).argmax(-1)[:, None]
+        given = engine.step(state, tokens)
+        tokens = tokens[:, -1:] if gate.series is not None else given.argmax(-1)[:, None]
         times.append(time.perf_counter() - begin)
     return float(np.median(times[1:] or times))

@@ -22,11 +22,13 @@ from functools import cached_property
 import numpy as np
 
 from tformer_export.budget import CLASSES, COSINE, Budget, Meaning
+from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, ParityError
 from tformer_runtime.manifest import Manifest, TensorSpec
+from tformer_runtime.series import Series
 from tformer_runtime.session import Array
 
 LENGTHS = (8, 3, 13, 5, 8, 8)  # of rows that are run together and alone
@@ -74,8 +76,10 @@ class OutputYardstick:
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.samples = samples
         self.expected = vectors_of(engine, samples)
-        self.of_classes = self.expected.shape[1] > 1 and (
-            _reads_as_classes(engine.manifest) or _are_probabilities(self.expected)
+        self.of_classes = (
+            self.expected.shape[1] > 1
+            and Series.of(engine.manifest) is None
+            and (_reads_as_classes(engine.manifest) or _are_probabilities(self.expected))
         )
 
     @property
@@ -117,7 +121,9 @@ def vectors_of(engine: Engine, samples: Sequence[Sample]) -> Array:
     scores of what is impossible are, is taken for zero."""
     spec = output_of(engine.manifest)
     found = []
-    for batch in of_one_length(samples):
+    if engine.manifest.decode is not None:
+        found = [rows for _, rows in sorted(predictions(engine, samples), key=lambda pair: pair[0])]
+    for batch in of_one_length(samples) if not found else ():
         rows = _run(engine, [sample.request for sample in batch])
         found.append(_vectors(rows, spec.shape))
     widths = {part.shape[1] for part in found}
@@ -131,6 +137,8 @@ def vectors_of(engine: Engine, samples: Sequence[Sample]) -> Array:
 
 def output_of(manifest: Manifest) -> TensorSpec:
     """The output that is measured. OptionError if it holds no numbers that can be near to others."""
+    if manifest.decode is not None:
+        return manifest.decode.logits
     assert manifest.encode is not None
     spec = manifest.encode.outputs[0]
     if not np.issubdtype(np.dtype(spec.dtype), np.floating):
@@ -176,11 +184,13 @@ def _run(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> Array:
 @dataclass
 class OutputDegradation:
     """quality: on the samples, as `OutputQuality`. speed: how many times faster one row is. row_difference: how far a
-    row alone is from the same in a batch, over the outputs' range."""
+    row alone is from the same in a batch, over the outputs' range. forecast: of a series, the root mean square of what
+    whole forecasts differ by, over their deviation."""
 
     quality: OutputQuality
     speed: float
     row_difference: float
+    forecast: float | None = None
 
     def beyond(self, budget: Budget) -> str | None:
         return self.quality.beyond(budget)
@@ -194,6 +204,8 @@ class OutputDegradation:
         ]  # fmt: skip
         if quality.of_classes and quality.agreement is not None:
             rows.insert(0, ("quantised", f"{quality.agreement:.2%} of {quality.positions} {unit} keep their class"))
+        if self.forecast is not None:
+            rows.append(("forecasts", f"{self.forecast:.2%} of their deviation from the unquantised file's"))
         rows.append(("speed", f"{self.speed:.1f} × the unquantised file, one row{': slower' * (self.speed < 1)}"))
         if self.row_difference > TOLERANCE:
             rows.append(("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch"))

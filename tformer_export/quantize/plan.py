@@ -122,9 +122,8 @@ class Planner:
         return self._yardstick(self.samples.measured)
 
     def _yardstick(self, samples: Sequence[Sample]) -> Yardstick | OutputYardstick:
-        return (
-            OutputYardstick(self.before, samples) if self.manifest.decode is None else Yardstick(self.before, samples)
-        )
+        of_numbers = self.manifest.decode is None or bool(self.manifest.decode.features)
+        return OutputYardstick(self.before, samples) if of_numbers else Yardstick(self.before, samples)
 
     def fix(self, samples: Sequence[Sample]) -> None:
         """Learn the fixed scales of what products read; to be done first, for it may rewrite the model."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from tformer_export.budget import TOKENS, Budget, Meaning
 from tformer_export.quantize.samples import Sample
+from tformer_export.verify import padded
 from tformer_runtime.engine import Engine
 
 AT_ONCE = 1 << 24  # logits of a batch, 64 MB
@@ -92,10 +93,7 @@ def predictions(engine: Engine, samples: Sequence[Sample]) -> Iterator[tuple[int
     for batch in _batches(samples, int(engine.decode.logits.shape[-1])):
         chosen = [samples[at] for at in batch]
         fed = [sample.tokens[:-1] for sample in chosen]
-        counts = np.array([len(tokens) for tokens in fed])
-        tokens = np.zeros((len(fed), int(counts.max())), np.int64)
-        for row, own in zip(tokens, fed, strict=True):
-            row[: len(own)] = own
+        counts, tokens = np.array([len(tokens) for tokens in fed]), padded(fed)
         names = list(chosen[0].request)
         requests = {name: [sample.request[name] for sample in chosen] for name in names} or None
         logits = engine.step(engine.start(requests, len(chosen)), tokens, counts, want="all")

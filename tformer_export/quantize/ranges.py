@@ -49,10 +49,10 @@ from tformer_export.quantize.products import Matrix, find_matrices
 from tformer_export.quantize.samples import Sample
 from tformer_runtime.manifest import Manifest
 
-ACTIVATIONS = ("rows", "fixed")
+ROWS, FIXED = ACTIVATIONS = ("rows", "fixed")
 BEARABLE = 4.0  # see above
 POWERS = (0.5, 0.75)  # α
-ROWS = 1024  # of each operand that are kept; half are fitted to
+KEPT = 1024  # rows of each operand; half are fitted to
 AT_ONCE = 1 << 29  # bytes of them all
 JUDGED = 256  # rows that products are computed on
 BINS = 4096
@@ -134,7 +134,7 @@ def _seen(
     copied = {products[own.products[0]].inputs[0]: own for own in operands.values()}
     reading = Reading(copy, manifest, [value for value in copied if value is not None], path)
     widths = {name: copied[value].matrices[0].shape[0] for value, name in reading.names.items()}
-    room = int(np.clip(AT_ONCE / (4 * max(1, sum(widths.values()))), 2, ROWS))
+    room = int(np.clip(AT_ONCE / (4 * max(1, sum(widths.values()))), 2, KEPT))
     seen = {name: _Seen(width, room) for name, width in widths.items()}
     for values in reading.on(samples, list(widths)):
         for name, rows in values.items():

@@ -4,7 +4,7 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, whatever is in it, or JSON of its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or JSON of its inputs, numbers where they are no ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.model import Model
 from tformer_runtime.requests import request_arrays
 
-HELD_OUT = 4  # every so manyth line is measured on and not fitted to
+HELD_OUT = 4  # one line in so many is measured on and not fitted to
 FEWEST = 8  # lines
 MOST = 65536  # positions that are fitted to
 MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB
@@ -77,6 +77,11 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
     unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
     """
     every = 3 + np.arange(ROWS) % 16
+    if gate.series is not None and gate.source.step is not None:
+        length = min(LENGTH, engine.manifest.max_length)
+        return Samples(
+            (), [Sample(request, gate.draw_sequence(length), 1) for request in gate.draw_requests(every.tolist())]
+        )
     if engine.manifest.decode is None:
         return Samples((), [once(gate.draw_request(int(n))) for n in every])
     longest = engine.manifest.max_length
@@ -96,7 +101,7 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
 def draw_long(gate: Gate, engine: Engine) -> Sample:
     """A sequence of random ids, as long as the gate's longest."""
     tokens = gate.draw_sequence(min(LONGEST_PROMPT, engine.manifest.max_length))
-    return Sample(gate.draw_request(LONG_SOURCE), tokens.astype(np.int64), 1)
+    return Sample(gate.draw_request(LONG_SOURCE), tokens if tokens.ndim > 1 else tokens.astype(np.int64), 1)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:
@@ -157,7 +162,8 @@ class _Reader:
         self.option = option
         self.inputs, self.manifest = Inputs(manifest), manifest
         self.step = manifest.decode.step.name if manifest.decode else None
-        sources = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
+        derived = ("mask", "types")
+        sources = [spec for spec in manifest.encode.inputs if spec.role not in derived] if manifest.encode else []
         steps = [self.step] if self.step is not None else []
         names = [spec.name for spec in sources] or steps
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
@@ -199,7 +205,10 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
-        if self.plain and (self.manifest.encode is None or self.step is None):
+        if self.plain and self.step is None:
+            first, *second = line.split("\t")
+            return (first, second[0]) if len(second) == 1 else line, None
+        if self.plain and self.manifest.encode is None:
             return line, None
         if self.plain:
             source, *target = line.split("\t")

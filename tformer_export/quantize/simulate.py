@@ -26,11 +26,10 @@ from tformer_export.constants import constant
 from tformer_export.quantize import weights
 from tformer_export.quantize.operands import GELU, POSITIVE, Fixed, is_gelu, is_positive
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, Manifest
-from tformer_runtime.session import Array, Session
-from tformer_runtime.stagefile import Stage
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.session import Array, Part, Session
 
 Dequantised = Callable[[Matrix, int], np.ndarray]  # (K, N) float32 of a matrix in so many bits
 Bits = Mapping[str, int]  # name of a matrix → bits
@@ -57,9 +56,7 @@ class Simulation:
         self.matrices, self.tables = find_matrices(copy), find_tables(copy)
         self._dequantised = dequantised
         _instrument(copy, self.matrices, self.tables, fixed)
-        copy.metadata_props[KEY] = replace(manifest, quantization="simulated").to_json()
-        write(copy, path)
-        self._session = _Exchanging(path)
+        self._session = _Exchanging(save(copy, replace(manifest, quantization="simulated"), path))
         self.engine = Engine(self._session)
         self._on = self._session.tensor(np.ones((), np.bool_))
         self._made: dict[str, tuple[int, dict[str, Any]]] = {}  # matrix → its bits, and its initializers' values
@@ -97,7 +94,7 @@ class _Exchanging(Session):
         super().__init__(path, "cpu")
         self.exchanged: dict[str, Any] = {}
 
-    def binding(self, stage: Stage) -> Any:
+    def binding(self, stage: Part) -> Any:
         io = super().binding(stage)
         for name, value in self.exchanged.items():
             io.bind_ortvalue_input(name, value)

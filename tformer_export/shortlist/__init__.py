@@ -4,10 +4,11 @@ learn    pairs of source and target ids → which go together
 make     … → the shortlist of a model, as large as the data ask for, measured
 graph    the output projection apart from the decode stage, of all ids or of gathered columns
 check    what the file computes with candidates against what it computes without
+add      all of it, for a file
 """
 
-from tformer_export.shortlist.check import check_columns
-from tformer_export.shortlist.graph import choose_columns, set_apart
-from tformer_export.shortlist.make import SHARE, Measured, make_shortlist
+from tformer_export.shortlist.add import add_shortlist, with_columns
+from tformer_export.shortlist.graph import set_apart
+from tformer_export.shortlist.make import SHARE, Measured
 
-__all__ = ["SHARE", "Measured", "check_columns", "choose_columns", "make_shortlist", "set_apart"]
+__all__ = ["SHARE", "Measured", "add_shortlist", "set_apart", "with_columns"]

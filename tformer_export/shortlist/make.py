@@ -41,7 +41,7 @@ SHARE = 0.995  # of lines that decode as with all ids
 MOST_LINES, MOST_LINKS = 2000, 8_000_000  # that are decoded; pairs of tokens that are learned from
 SMALLEST = 64  # common ids
 CHEAP, FEW = 1 / 16, 256  # of the vocabulary, or ids: so many candidates cost little, and other lines may need them
-HELD_OUT = 8  # every so manyth line estimates those
+HELD_OUT = 8  # one line in so many estimates those
 SAMPLE = 256  # lines by which the number of candidates is estimated
 REPEATS = 9
 

@@ -5,7 +5,13 @@ source.checkpoint    a `model.pt` of save_checkpoint
 source.factory       a function that makes a module, alone or with a state dict; a pickled module
 source.program       a `.pt2` of torch.export
 source.hugging_face  a transformers model, in memory or in a folder, with its tokenizers
+  purpose            which task its class is for
+  once               its inputs, labels and own answers, if it is run once
+  sentence_encoder   a folder of sentence-transformers: what follows the transformer
 source.module        any nn.Module with an example of its inputs
+
+source.pooled        a vector for each row of an encoder
+source.results       what results stand for, as whoever exports says
 """
 
 from tformer_export.source.base import Source

@@ -14,8 +14,9 @@ from torch import nn
 
 from tformer_export.source.adapter import Adapter, EncodeDecode
 from tformer_export.source.derived import Mask
+from tformer_export.source.pooled import Answer, Pooled
 from tformer_runtime.errors import OptionError, SourceError
-from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.manifest import Outcome, SpecialTokens
 
 
 @dataclass
@@ -24,8 +25,13 @@ class Source:
 
     masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
     in `example` too.
-    step: the autoregressive input. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
+    types: inputs that the runtime has from the tokenizer beside another's ids, by name.
+    step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `tformer_export.series`
+    reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
     tokens that the chat template may name, and their texts.
+    outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
+    so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
+    pairs of texts.
     """
 
     module: nn.Module
@@ -41,6 +47,11 @@ class Source:
     max_length: int | None = None
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
+    answer: Answer | None = None
+    pairs: bool = True
+    series: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:
@@ -52,7 +63,7 @@ class Source:
     def owner(self) -> nn.Module:
         """The user's own module, whose submodules' names users know."""
         module = self.module
-        while isinstance(module, (Adapter, EncodeDecode)):
+        while isinstance(module, (Adapter, EncodeDecode, Pooled)):
             module = module.module
         return module
 

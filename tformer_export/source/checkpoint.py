@@ -6,15 +6,16 @@ import os
 
 from tformer_export.checkpoint import EVERY_INPUT, load_checkpoint
 from tformer_export.source.base import Source, special_tokens
-from tformer_export.source.module import from_module, ids_for
+from tformer_export.source.module import from_module, has_one_length, ids_for, numbers_for
 from tformer_runtime.errors import SourceError
 
 
 def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> Source:
-    """forward's required parameters are taken as token ids, (batch, time) each."""
+    """forward's required parameters are taken as token ids, (batch, time) each; of a model that forecasts, as numbers,
+    (batch, time, features)."""
     checkpoint = load_checkpoint(path)
     module = checkpoint.build()
-    example = ids_for(module)
+    example = ids_for(module) if checkpoint.series is None else numbers_for(module, checkpoint.series, checkpoint.step)
     step = step or checkpoint.step
     if step is not None and step not in example:
         raise SourceError(f"{path}: forward has no parameter {step!r} to step over: it takes {', '.join(example)}")
@@ -28,6 +29,8 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
         tokenizers=dict.fromkeys(example, every) if every is not None else checkpoint.tokenizers,
         defaults=checkpoint.defaults,
         max_length=checkpoint.max_length,
+        series=checkpoint.series,
+        dynamic=dict.fromkeys(example, (0,)) if step is None and has_one_length(checkpoint.series or {}) else None,
     )
     source.name = os.path.basename(path)
     return source

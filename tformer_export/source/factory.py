@@ -28,6 +28,7 @@ from tformer_runtime.errors import OptionError, SourceError
 
 OPTIONS = {  # what a factory may say beside its module and example
     "step", "masks", "dynamic", "constants", "output", "task", "special", "tokenizer", "defaults", "max_length",
+    "series",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.source.adapter import Adapter
+from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
-from tformer_export.source.tokenizer import has_tokenizer, read_chat_template, read_chat_tokens, read_tokenizers
+from tformer_export.source.once import run_once, with_tokenizer
+from tformer_export.source.purpose import FEATURES, GENERATES, TRANSLATES, class_for, purpose_of
+from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
+from tformer_export.source.tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    read_chat_template,
+    read_chat_tokens,
+    read_tokenizers,
+)
 from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
@@ -28,31 +37,48 @@ def is_transformers_model(module: Any) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(module, "main_input_name")
 
 
-def from_folder(path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True) -> Source:
-    """A folder with config.json, weights and, if there are, a tokenizer and a chat template.
+def from_folder(
+    path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True, task: str | None = None
+) -> Source:
+    """A folder with config.json, weights and, if there are, a tokenizer, a chat template and modules.json.
 
-    step: for whoever names the step input all the same. tokenizer: whether the folder's own is wanted. SourceError if
-    something is missing, and for any weight that is missing, unexpected or misshapen: all are listed at once.
+    step: for whoever names the step input all the same. tokenizer: whether the folder's own is wanted. task: for
+    another than the folder's class is for. SourceError if something is missing, and for any weight that is missing,
+    unexpected or misshapen: all are listed at once.
     """
     folder = Path(path)
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
-        module = _load(folder)
-        source = from_transformers(module, name=folder.resolve().name)
+        module, found = _load(folder, task)
+        source = from_transformers(module, name=folder.resolve().name, task=found)
         if step not in (None, source.step):
-            raise SourceError(f"{folder} is stepped over {source.step!r}, not {step!r}: leave --step (step=) out")
+            stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
+            raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
+        if source.step is None:
+            return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
             request = next((n for n in source.example if n != source.step and n not in source.masks), None)
-            source.tokenizers = read_tokenizers(folder, request, source.step or "")
+            source.tokenizers = read_tokenizers(folder, request, source.step)
         source.chat_template = read_chat_template(folder)
         if source.chat_template is not None and source.tokenizers:
             source.chat_tokens = read_chat_tokens(folder)
     return source
 
 
-def _load(folder: Path) -> Any:
-    """The model with its weights; transformers itself would only warn of one that is missing, and draw it at random."""
+def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
+    """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
+    listed = source.task == FEATURES and (folder / MODULES).exists()
+    limits = [source.max_length, length_limit(folder) if listed else None]
+    source.max_length = min((n for n in limits if n is not None), default=None)
+    if tokenizer and has_tokenizer(folder):
+        source = with_tokenizer(source, load_tokenizer(folder))
+    return with_modules(folder, source) if listed else source
+
+
+def _load(folder: Path, task: str | None) -> tuple[Any, str]:
+    """The model with its weights, and its task; transformers itself would only warn of a weight that is missing, and
+    draw it at random."""
     import transformers
 
     if not (folder / "config.json").exists():
@@ -60,10 +86,12 @@ def _load(folder: Path) -> Any:
     given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **given)
-        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        kind, task = class_for(config, task)
         module, info = kind.from_pretrained(
             folder, **given, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
+    except SourceError as error:
+        raise SourceError(f"{folder}: {error}") from error
     except Exception as error:  # transformers, safetensors and torch raise many types
         if "trust_remote_code" in str(error):
             raise SourceError(
@@ -74,13 +102,33 @@ def _load(folder: Path) -> Any:
         raise SourceError(f"{folder} is not a Hugging Face folder that transformers can load: {reason}") from error
     misshapen = [f"{n} is {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in info["mismatched_keys"]]
     parts = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "misshapen": misshapen}
+    if type(module).__name__ not in (config.architectures or ()) and task not in (GENERATES, TRANSLATES):
+        parts["unexpected"] = ()  # the folder is of another class, whose head is left out
+    if parts["missing"] and task == FEATURES:
+        parts["missing"] = [name for name in parts["missing"] if _matters(module, name)]
     listed = [f"{label}: {', '.join(sorted(names))}" for label, names in parts.items() if names]
     if listed or info.get("error_msgs"):
         listed += [" ".join(text.split()) for text in info.get("error_msgs", ())]
         raise SourceError(
             f"{folder}'s weights do not fit the {type(module).__name__} that its config describes: {'; '.join(listed)}"
         )
-    return module
+    return module, task
+
+
+def _matters(module: Any, name: str) -> bool:
+    """Whether a weight changes what is exported; one run with another. A pooler beside the states does not."""
+    weight = module.state_dict()[name]
+    ids = {module.main_input_name: torch.arange(6).reshape(1, 6) % 3}
+    held = weight.clone()
+    try:
+        with torch.no_grad():
+            before = chosen_output(module(**ids))
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            return not torch.equal(before, chosen_output(module(**ids)))
+    except Exception:  # whatever the module does with such ids
+        return True
+    finally:
+        weight.copy_(held)
 
 
 @contextmanager
@@ -99,11 +147,16 @@ def _quiet_transformers() -> Iterator[None]:
             its.enable_progress_bar()
 
 
-def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, name: str | None = None) -> Source:
-    """Inputs: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`, which is stepped over.
+def from_transformers(module: Any, name: str | None = None, task: str | None = None) -> Source:
+    """Inputs of one that generates: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`,
+    which is stepped over. For others see `once`. task: by default what transformers says that the class is for, and
+    generation for a class that it does not know.
 
     A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
     """
+    task = task or purpose_of(type(module)) or GENERATES
+    if task not in (GENERATES, TRANSLATES):
+        return run_once(module, task, name)
     config, generation = module.config, getattr(module, "generation_config", None)
     ids = torch.arange(1, 7).reshape(2, 3) % 3
     example, masks = {"input_ids": ids}, {}
@@ -121,10 +174,9 @@ def from_transformers(module: Any, tokenizers: Mapping[str, str] | None = None, 
         example=example,
         step=step,
         name=name or type(module).__name__,
-        task="text2text-generation" if config.is_encoder_decoder else "text-generation",
+        task=TRANSLATES if config.is_encoder_decoder else GENERATES,
         masks=masks,
         special=special,
-        tokenizers={k: v for k, v in (tokenizers or {}).items() if k in example},
         defaults=_defaults(generation, len(special.start), limit),
         max_length=min(limit, 512) if limit else None,
     )

@@ -22,12 +22,13 @@ def load_source(
     config: str | os.PathLike[str] | None = None,
     trust_pickle: bool = False,
     tokenizer: bool = True,
+    task: str | None = None,
 ) -> Source:
     """A checkpoint of save_checkpoint, a state dict with a `factory`, a factory alone, a `.pt2` of torch.export, a
     Hugging Face folder, or, with `trust_pickle`, a pickled module: loading one runs the code that it names.
 
-    config: a JSON file with the factory's keyword arguments. tokenizer: whether a folder's own is wanted. SourceError
-    and OptionError say what is wrong.
+    config: a JSON file with the factory's keyword arguments. tokenizer: whether a folder's own is wanted. task: what a
+    folder is to be loaded for, if not what it was saved as. SourceError and OptionError say what is wrong.
     """
     text, path = os.fspath(spec), Path(spec)
     settings = None if config is None else Path(config)
@@ -43,7 +44,7 @@ def load_source(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
         )
     if path.is_dir():
-        return from_folder(path, step, tokenizer)
+        return from_folder(path, step, tokenizer, task)
     if is_program(path):
         return from_file(path, step, trust_pickle)
     if factory is not None:

@@ -14,6 +14,7 @@ from tformer_export.source.base import Source, as_float32, build_mask
 from tformer_export.source.derived import Mask, padding
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.series import TASK
 
 
 def from_module(
@@ -30,6 +31,7 @@ def from_module(
     tokenizers: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     max_length: int | None = None,
+    series: Mapping[str, Any] | None = None,
 ) -> Source:
     """See `tformer_export.export` for the arguments. SourceError if they do not fit forward's parameters."""
     described, fixed = dict(masks or {}), dict(constants or {})
@@ -50,24 +52,47 @@ def from_module(
         inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
     adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
     decoding = "text2text-generation" if len(example) > 1 else "text-generation"
+    if series is not None or (step is not None and step in example and example[step].is_floating_point()):
+        decoding = TASK
     return Source(
         module=adapter,
         example=inputs,
         step=step,
         name=type(module).__name__,
-        task=task or (decoding if step else "feature-extraction"),
+        task=task or (decoding if step or series is not None else "feature-extraction"),
         masks=given,
         dynamic=free_axes,
         special=special or SpecialTokens(),
         tokenizers=dict(tokenizers or {}),
         defaults=dict(defaults or {}),
         max_length=max_length,
+        series=series,
     )
 
 
 def ids_for(module: nn.Module) -> dict[str, torch.Tensor]:
     """An example for a module of which nothing is known: what forward requires is token ids, (batch, time) each."""
     return {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in required(module)}
+
+
+def has_one_length(series: Mapping[str, Any]) -> bool:
+    """Whether all histories have as many rows."""
+    return "longest" in series and series["longest"] == series.get("shortest")
+
+
+def numbers_for(module: nn.Module, series: Mapping[str, Any], step: str | None) -> dict[str, torch.Tensor]:
+    """The same for a model that forecasts, of which the columns are known: the history has all, the step input of a
+    decoder beside an encoder those that are forecast."""
+    columns = len(series.get("columns", ())) or 1
+    targets = len(series.get("targets", ())) or columns
+    names = required(module)
+    beside = len(names) > 1
+    rows = series["longest"] if has_one_length(series) else 3
+    return {
+        name: torch.linspace(-1, 1, 2 * rows * n).reshape(2, rows, n)
+        for name in names
+        for n in [targets if beside and name == step else columns]
+    }
 
 
 def _check_arguments(

@@ -66,7 +66,8 @@ class DecodeEmitter(Emitter):
         assert captured.step is not None
         assert captured.step_name is not None
         step = captured.step
-        tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW))
+        features = tuple(int(size) for size in meta(step).shape[2:])  # of a series; ids have none
+        tokens = self.input(captured.step_name, meta(step).dtype, (manifest.BATCH, manifest.NEW, *features))
         self.tokens = tokens
         for symbol in captured.batch:
             self.sizes[symbol] = (tokens, 0)
@@ -175,15 +176,11 @@ class DecodeEmitter(Emitter):
         self.selected = True
 
     def _logits(self) -> Extra:
+        """The output, (batch, time, vocabulary) or with the first two exchanged."""
         node = self.captured.output
-        times, batch = self.views.time_axes(node), self.views.batch_axis(node)
-        shape = meta(node).shape
-        if batch is None or len(shape) != 3 or len(times) != 1:
-            raise UnsupportedModelError(
-                f"the model's first output has the shape {tuple(shape)}; decoding needs logits of shape "
-                "(batch, time, vocabulary)"
-            )
-        return Extra("logits", node, (batch, times[0]), (manifest.BATCH, manifest.WANTED, int(shape[-1])))
+        (time,), batch = self.views.time_axes(node), self.views.batch_axis(node)
+        assert batch is not None
+        return Extra("logits", node, (batch, time), (manifest.BATCH, manifest.WANTED, int(meta(node).shape[-1])))
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
@@ -274,14 +271,14 @@ class DecodeEmitter(Emitter):
         assert rows is not None
         new = rows.split(self.call, self.made[node, views.roles(node)])
         if rows.own_axis != 0:
-            new = self.call(torch.movedim, new, rows.own_axis, 0)
+            new = self.call(operators.moved, new, rows.own_axis, 0)
         cache = self._cache(node, rows, rows.apart(axis))
         slot = cache.shape.index(manifest.SLOT)
         present = self.call(operators.write_slots, cache.input, new, self._control(manifest.START), slot)
         self._extended(cache, present)
         view = self.call(operators.slot_view, present, self._control(manifest.SLOTS), slot)
         if rows.own_axis != 0:
-            view = self.call(torch.movedim, view, 0, rows.own_axis)
+            view = self.call(operators.moved, view, 0, rows.own_axis)
         return rows.merge(self.call, view)
 
     def _fused(self, attention: CachedAttention) -> Node:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
+from tformer_export import operators
 from tformer_export.capture import Captured, aten, expression, meta
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.levels import Level, is_fixed
@@ -98,7 +99,7 @@ class Emitter:
     def rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
         """With its batch axis, and its time axis if that is given, in front."""
         front = tuple(range(len(axes)))
-        return value if axes == front else self.call(torch.movedim, value, axes, front)
+        return value if axes == front else self.call(operators.moved, value, axes, front)
 
     def apart(self, outputs: list[Node]) -> tuple[Node, ...]:
         """The outputs, each a node of its own that is not an input: names of a graph's outputs are one each."""

@@ -82,7 +82,10 @@ class PaddingTest:
 
 
 def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
-    """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary."""
+    """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary. An input
+    of numbers has none: no number of a series stands for padding."""
+    if meta(captured.inputs[name]).dtype not in IDS:
+        return []
     ids = torch.arange(max(3, ids_of(captured, name)))
     carriers, found = {captured.inputs[name]}, []
     for node in captured.nodes:

@@ -14,10 +14,8 @@ import torch
 from torch.fx import Node
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured, expression, meta, source_line
+from tformer_export.capture import expression, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
-from tformer_export.staging.evaluate import Constants
-from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.views import LENGTH, Views
 from tformer_runtime.errors import UnsupportedModelError
@@ -75,34 +73,27 @@ def is_causal_alone(attention: CachedAttention, tables: Mapping[Node, Table]) ->
 
 
 def make_tables(
-    captured: Captured,
-    level: Mapping[Node, Level],
-    views: Views,
-    constants: Constants,
-    nodes: Iterable[Node],
-    still: Iterable[Node],
-    wanted: int | None,
-    preferred: int | None = None,
+    views: Views, nodes: Iterable[Node], still: Iterable[Node], wanted: int | None, preferred: int | None = None
 ) -> tuple[dict[Node, Table], int]:
     """The tables and the maximum length: `wanted`, or else the greatest up to `preferred` that the model allows.
 
-    still: constants without positions, which are proven to be the same at any length. Raises UnsupportedModelError if
-    `wanted` is more than the model allows, or a constant is not prefix-consistent. Memory is that of the largest
-    constants, length² for a mask.
+    nodes: constants that are indexed by position. still: those without positions, which are proven to be the same at
+    any length. Raises UnsupportedModelError if `wanted` is more than the model allows, or a constant is not
+    prefix-consistent. Memory is that of the largest constants, length² for a mask.
     """
-    source = _Constants(captured, level, views, constants, list(nodes), list(still))
+    source = _Constants(views, list(nodes), list(still))
     if wanted is not None:
         source.check(wanted)
         length = wanted
     else:
         preferred = preferred or DEFAULT_LENGTH
-        length = _greatest(source.exist, min(preferred, captured.time_limit or preferred))
+        length = _greatest(source.exist, min(preferred, views.captured.time_limit or preferred))
         # A position embedding may change beyond the length that a model was first trained for.
         consistent = _greatest(source.are_consistent, length)
         length = consistent if consistent > 2 * LENGTH else length
     source.prove(length)
     values = source.at(length)
-    return {n: _table(captured, views, n, values[n]) for n in source.nodes}, length
+    return {n: _table(views, n, values[n]) for n in source.nodes}, length
 
 
 def _greatest(holds: Callable[[int], bool], most: int) -> int:
@@ -120,10 +111,7 @@ def _greatest(holds: Callable[[int], bool], most: int) -> int:
 class _Constants:
     """The constants that are to be tables, at any length. relative: biases of which only differences count."""
 
-    captured: Captured
-    level: Mapping[Node, Level]
     views: Views
-    constants: Constants
     nodes: list[Node]
     still: list[Node]
     relative: set[Node] = field(default_factory=set)
@@ -134,11 +122,10 @@ class _Constants:
 
     def at(self, length: int, nodes: list[Node] | None = None) -> dict[Node, torch.Tensor]:
         """Their values, for a batch of two."""
-        assert self.captured.time is not None
         nodes = [*self.nodes, *self.still] if nodes is None else nodes
-        held = [*self.captured.inputs.values(), *nodes]
+        held = [*self.views.captured.inputs.values(), *nodes]
         sizes = {s: 2 for n in held for d in n.meta["val"].shape for s in expression(d).free_symbols}
-        values = self.constants.at(nodes, {**sizes, self.captured.time: length})
+        values = self.views.constants.at(nodes, {**sizes, self.views.time: length})
         return {n: _from_first_key(value) if n in self.relative else value for n, value in values.items()}
 
     def exist(self, length: int) -> bool:
@@ -149,11 +136,11 @@ class _Constants:
         return all(values[n].shape[axis] == length for n in self.nodes for axis in self.views.time_axes(n))
 
     def check(self, wanted: int) -> None:
-        captured = self.captured
+        captured = self.views.captured
         if (captured.time_limit is None or wanted <= captured.time_limit) and self.exist(wanted):
             return
         limit = captured.time_limit
-        line = captured.bounded.get(captured.time) if captured.time is not None else None
+        line = captured.bounded.get(self.views.time)
         why = f"at most {limit} is possible, by {line}" if limit and line else "its position tables end before"
         raise UnsupportedModelError(f"the model cannot run at a length of {wanted}: {why}")
 
@@ -193,10 +180,10 @@ class _Constants:
     def _culprit(self, node: Node, length: int) -> Node:
         """The earliest ancestor that already changes with the length, for the message."""
         views = self.views
-        ancestors = self.constants.ancestors([node])
+        ancestors = views.constants.ancestors([node])
         tabled = [
             n
-            for n in self.captured.nodes
+            for n in views.captured.nodes
             if n in ancestors and views.time_axes(n) and all(views.is_exact(n, a) for a in views.time_axes(n))
         ]
         short, long = (self.at(size, tabled) for size in (length - 1, length))
@@ -216,10 +203,10 @@ def _from_first_key(bias: torch.Tensor) -> torch.Tensor:
     return bias - torch.where(first.isfinite() & (first.abs() < LOW), first, 0.0)
 
 
-def _table(captured: Captured, views: Views, node: Node, values: torch.Tensor) -> Table:
+def _table(views: Views, node: Node, values: torch.Tensor) -> Table:
     axes = tuple(views.time_axes(node))
     sized = [a for a, d in enumerate(meta(node).shape) if expression(d).free_symbols and a not in axes]
-    repeats = [times_batch(captured, meta(node).shape[a]) for a in sized]
+    repeats = [times_batch(views.captured, meta(node).shape[a]) for a in sized]
     if None in repeats or len(sized) > 1:
         raise UnsupportedModelError(
             f"`{node.target}` at {source_line(node)} makes a table over positions whose other axes are sized by the "

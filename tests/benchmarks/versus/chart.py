@@ -5,7 +5,6 @@ Of a decoder, the steps after a short prompt and the first token after one of up
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +64,10 @@ def _bars(row: Row, records: Sequence[Record]) -> Bars:
             continue
         case = Case(**record["case"])
         for at, measure in enumerate(SHOWN[row.shape.kind]):
-            values = record.get("ratio", {}).get(measure)
-            if values and _shown(row, case, measure):
+            ratio = record.get("ratio", {}).get(measure)
+            if ratio and _shown(row, case, measure):
                 key = (row.precisions.index(record["precision"]), at, case)
-                found.setdefault(key, {})[record["peer"]] = 1 / statistics.median(values)
+                found.setdefault(key, {})[record["peer"]] = 1 / ratio
     order = sorted(found, key=lambda key: (*key[:2], key[2].prompt, key[2].beams, key[2].batch))
     return [(_label(row, *key), found[key]) for key in order if len(found[key]) > 1]
 

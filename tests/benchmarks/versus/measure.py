@@ -1,5 +1,6 @@
 """Turns, and what is kept of them: each round gives every engine one turn, after a pause in which the last one's
-threads stop spinning. A ratio is of two turns of one round; what is told is the median of all rounds."""
+threads stop spinning. What is told is an engine's fastest round, and how far the median is above it: whatever else runs
+on the machine, or takes it away, only ever adds to a time. All rounds are kept."""
 
 from __future__ import annotations
 
@@ -63,10 +64,10 @@ def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
     return {"request": seconds, "first": first, **steps}
 
 
-def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Measure → for each round, how many times as long as ours theirs took."""
+def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Measure → how many times as long as ours theirs took, each at its fastest."""
     names = set(theirs[0] if theirs else ()) & set(ours[0] if ours else ())
-    return {name: [a[name] / b[name] for a, b in zip(theirs, ours, strict=False)] for name in sorted(names)}
+    return {name: min(a[name] for a in theirs) / min(b[name] for b in ours) for name in sorted(names)}
 
 
 def agreement(results: Sequence[Sequence[int]], source: Sequence[Sequence[int]]) -> float:
@@ -242,8 +243,7 @@ def told(record: Record, floor: Mapping[str, float]) -> str:
     for measure, least in floor.items():
         values = sorted(record["seconds"].get(measure, ()))
         if values:
-            middle = values[len(values) // 2]
-            parts.append(f"{measure} {middle * 1e3:.2f} ms ({least / middle:.0%} of the floor's speed)")
+            parts.append(f"{measure} {values[0] * 1e3:.2f} ms ({least / values[0]:.0%} of the floor's speed)")
     return ", ".join(parts)
 
 

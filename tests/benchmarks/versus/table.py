@@ -13,8 +13,8 @@ from versus.shapes import ROWS, Case, Row
 
 ORDER = [peer.name for peer in PEERS]
 LEGEND = (
-    "Medians, ± half of the spread; in parentheses how many times as long as tformer's it took in the same round, "
-    "and the share of the floor's speed."
+    "The fastest round, and by how much the median of them took longer; in parentheses how many times as long as "
+    "tformer's it took, and the share of the floor's speed."
 )
 TITLES = {
     ("translate", "request"): "milliseconds a step, of whole requests",
@@ -69,13 +69,11 @@ def _figure(seconds: float, case: Case, measure: str) -> float:
 
 
 def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
-    values = [_figure(value, case, measure) for value in record["seconds"][measure]]
-    middle = statistics.median(values)
-    spread = (max(values) - min(values)) / 2 / middle
-    share = floor / statistics.median(record["seconds"][measure])
-    ratio = statistics.median(record["ratio"][measure]) if record["ratio"].get(measure) else None
+    values = record["seconds"][measure]
+    least, ratio = min(values), record["ratio"].get(measure)
     beside = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
-    return f"{_number(middle)} ± {spread:.0%} ({beside}{share:.0%})"
+    above = statistics.median(values) / least - 1
+    return f"{_number(_figure(least, case, measure))} +{above:.0%} ({beside}{floor / least:.0%})"
 
 
 def _number(value: float) -> str:
@@ -113,7 +111,7 @@ def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
             if any(name in record for record in found.values()):
                 told = (form.format(found[c][name] * factor) if name in found.get(c, ()) else "–" for c in columns)
                 lines.append([precision, title, *told])
-        begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
+        begun = {r["peer"]: min(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
         if begun:
             told = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
             lines.append([precision, "seconds from the process's start to its first result", *told])
@@ -132,7 +130,7 @@ def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, f
     for record in records:
         seconds, case = record.get("seconds", {}), record.get("case")
         if record["precision"] == precision and "step" in seconds and case["batch"] == 1:
-            steps.setdefault(record["peer"], {})[case["prompt"]] = statistics.median(seconds["step"])
+            steps.setdefault(record["peer"], {})[case["prompt"]] = min(seconds["step"])
     prompts = sorted({prompt for values in steps.values() for prompt in values})
     if len(prompts) < 2:
         return None
@@ -158,11 +156,10 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
     kinds = {row.name: row.shape.kind for row in ROWS}
     found = []
     for record in records:
-        for measure, values in record.get("ratio", {}).items():
+        for measure, ratio in record.get("ratio", {}).items():
             case: Any = record["case"]
             kind = kinds.get(record["row"], "")
             wanted = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
-            ratio = statistics.median(values) if values else 1.0
             if record["peer"] in ORDER and record["peer"] != OURS.name and wanted and ratio < 1:
                 where = case if isinstance(case, str) else f"{Case(**case).name}, {measure}"
                 told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"

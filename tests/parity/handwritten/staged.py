@@ -33,7 +33,7 @@ class Staged:
             mock.patch.object(pipeline, "assemble"),
             mock.patch.object(pipeline, "run_passes", return_value={}),
         ):
-            compiled = pipeline.compile_source(source, "cpu", BLOCK)
+            compiled = pipeline.understand(source, "cpu", BLOCK).compile()
         self.manifest, self.found = compiled.manifest, compiled.found
         self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 

@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from small_graphs import model_of
 
 from tformer_export.passes import scaled, scores
 
@@ -18,18 +19,6 @@ SCALE = 0.3
 def weights(**shapes):
     random = np.random.default_rng(0)
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def model(nodes, inputs, outputs, held):
-    graph = helper.make_graph(
-        nodes,
-        "decode",
-        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
-        [numpy_helper.from_array(array, name) for name, array in held.items()],
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def attend(query, key, value, visible):
@@ -64,9 +53,9 @@ def test_the_scale_goes_into_what_makes_the_queries(query):
     nodes.append(helper.make_node(*(("Neg", ["x"]) if other is None else (other[0], ["x", other[1]])), ["also"]))
     attributes = {"num_heads": HEADS, "scale": SCALE}
     nodes.append(helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["y"], domain="com.microsoft", **attributes))
-    inputs = {name: (TensorProto.FLOAT, ["rows", None, WIDTH]) for name in "xkv"}
+    inputs = {name: ["rows", None, WIDTH] for name in "xkv"}
     used = {name: array for name, array in held.items() if name == "weight" or biased}
-    proto = model(nodes, inputs, ["y", "also"], used)
+    proto = model_of(nodes, inputs, {"y": None, "also": None}, used)
     after = ir.from_proto(proto)
     assert scaled.run(after, "MultiHeadAttention") == 1
     assert scaled.run(after, "MultiHeadAttention") == 0
@@ -88,12 +77,12 @@ def cached():
     """One attention over its own past."""
     operands = ["q", "k", "v", "past.0", "past.1", "last", "total"]
     attributes = {"num_heads": HEADS, "kv_num_heads": GROUPS, "scale": SCALE}
-    outputs = ["y", "present.0", "present.1"]
-    node = helper.make_node("GroupQueryAttention", operands, outputs, domain="com.microsoft", **attributes)
-    inputs = {name: (TensorProto.FLOAT, ["rows", "new", WIDTH if name == "q" else NARROW]) for name in "qkv"}
-    inputs |= {f"past.{i}": (TensorProto.FLOAT, ["rows", GROUPS, "slots", SIZE]) for i in range(2)}
+    outputs = dict.fromkeys(("y", "present.0", "present.1"))
+    node = helper.make_node("GroupQueryAttention", operands, [*outputs], domain="com.microsoft", **attributes)
+    inputs = {name: ["rows", "new", WIDTH if name == "q" else NARROW] for name in "qkv"}
+    inputs |= {f"past.{i}": ["rows", GROUPS, "slots", SIZE] for i in range(2)}
     inputs |= {"last": (TensorProto.INT32, ["rows"]), "total": (TensorProto.INT32, [])}
-    return model([node], inputs, outputs, {})
+    return model_of([node], inputs, outputs, {})
 
 
 @pytest.mark.parametrize("most", [1 << 28, 400 * 4 * HEADS, 0])

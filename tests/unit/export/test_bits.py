@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tformer_export.budget import Budget
-from tformer_export.pipeline import compile_source
+from tformer_export.pipeline import understand
 from tformer_export.quantize import Planner, quantize
 from tformer_export.quantize.activations import second_moments
 from tformer_export.quantize.products import FLOAT, find_matrices
@@ -17,11 +17,11 @@ from tformer_export.quantize.rounding import Rounding
 from tformer_export.quantize.samples import Sample, Samples
 from tformer_export.quantize.simulate import Simulation
 from tformer_export.source.module import from_module
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, SpecialTokens
+from tformer_runtime.manifest import SpecialTokens
 
 SOURCE, TARGET, WIDTH = 40, 37, 32
 LOUD = "decoder.0.feedforward.contract"  # the layer with a weight that no 4 bits can hold beside the others
@@ -44,7 +44,7 @@ class Case:
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
         self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
-        compiled = compile_source(self.source, "cpu")
+        compiled = understand(self.source, "cpu").compile()
         self.model, self.manifest, self.folder = compiled.model, compiled.manifest, folder
         self.engine = self.written(self.model, "model.onnx")
         random = np.random.default_rng(1)
@@ -58,9 +58,7 @@ class Case:
         ]
 
     def written(self, model, name):
-        model.metadata_props[KEY] = self.manifest.to_json()
-        write(model, self.folder / name)
-        return Engine(self.folder / name, device="cpu", threads=1)
+        return Engine(save(model, self.manifest, self.folder / name), device="cpu", threads=1)
 
     def logits(self, sample):
         with torch.no_grad():

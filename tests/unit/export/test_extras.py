@@ -9,14 +9,14 @@ from small_models import VOCABULARY, Mixer, Small, captured_of, causal, joined
 from torch import nn
 
 from tformer_export.alignments import _wanted_heads, add_alignments
-from tformer_export.api import _save
 from tformer_export.attention import recognise
-from tformer_export.pipeline import _capture, compile_source
+from tformer_export.pipeline import _capture, understand
 from tformer_export.source.module import from_module
 from tformer_export.staging.evaluate import run
 from tformer_export.staging.extras import find_extras
 from tformer_export.staging.levels import binding_times
 from tformer_export.verify import Gate
+from tformer_export.write import save
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError
 from tformer_runtime.engine import Engine
@@ -225,8 +225,9 @@ class Shifted(Engine):
 def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
     special = SpecialTokens((1,), (2,), 0)
     source = from_module(seq2seq(1).eval(), BOTH, "tgt", special=special)
-    compiled = compile_source(source, "cpu", alignments=True, hidden=["encoder.0", "decoder.0", "output"])
-    engine = Shifted(_save(compiled.model, compiled.manifest, tmp_path / "m.onnx"), device="cpu", threads=1)
+    understood = understand(source, "cpu", alignments=True, hidden=["encoder.0", "decoder.0", "output"])
+    compiled = understood.compile()
+    engine = Shifted(save(compiled.model, compiled.manifest, tmp_path / "m.onnx"), device="cpu", threads=1)
     gate = Gate(source, compiled.inputs, compiled.landmarks)
     errors = gate.check(engine).extras
     assert list(errors) == ["hidden.encoder.0", "hidden.decoder.0", "hidden.output", "alignments"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from tformer_export.pipeline import compile_source
+from tformer_export.pipeline import understand
 from tformer_export.source.module import from_module
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_models.seq2seq import Seq2SeqTransformer
@@ -39,7 +39,7 @@ class Compiled:
         special = SpecialTokens((1,), (2,), 0)
         self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
         self.source.module.eval()
-        compiled = compile_source(self.source, "cpu")
+        compiled = understand(self.source, "cpu").compile()
         self.inputs, self.path = compiled.inputs, path
         compiled.model.metadata_props[KEY] = compiled.manifest.to_json()
         ir.save(compiled.model, path)

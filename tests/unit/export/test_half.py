@@ -1,7 +1,11 @@
-"""What is computed in half precision, and what is not, on graphs of a few nodes; and what cannot be asked for."""
+"""What is computed in half precision, and what is not, on graphs of a few nodes; and what cannot be asked for.
+
+The CPU runs what `passes/widened.py` makes of a model.
+"""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -12,13 +16,16 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from tformer_export import export
+from tformer_export.passes import widened
 from tformer_export.passes.half import HALVES, run
-from tformer_runtime.errors import OptionError, UnsupportedModelError
+from tformer_runtime.errors import OptionError, ParityError, UnsupportedModelError
 
-FP16 = HALVES["fp16"]
+halves = pytest.mark.parametrize("half", HALVES)
+ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
+DTYPE = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
-def halved(nodes, inputs, held, shape=("n", 4)):
+def halved(nodes, inputs, held, half="fp16", shape=("n", 4)):
     """A model with the output y, in half. inputs: name → (numpy type, shape); held: name → array."""
     kinds = {np.float32: TensorProto.FLOAT, np.int64: TensorProto.INT64, np.bool_: TensorProto.BOOL}
     graph = helper.make_graph(
@@ -30,7 +37,7 @@ def halved(nodes, inputs, held, shape=("n", 4)):
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-    run(model, FP16)
+    run(model, HALVES[half])
     return model
 
 
@@ -41,21 +48,86 @@ def dtype(model, op):
 
 
 def computed(model, **feeds):
+    widened.run(model)
     return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(["y"], feeds)[0]
 
 
-def test_products_are_in_half_and_outputs_in_float32():
+@halves
+def test_products_are_in_half_and_outputs_in_float32(half):
     weight = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
-    model = halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight})
-    assert dtype(model, "MatMul") == ir.DataType.FLOAT16
+    model = halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight}, half)
+    assert dtype(model, "MatMul") == DTYPE[half]
     x = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
     found = computed(model, x=x)
     assert found.dtype == np.float32
-    exact = x.astype(np.float16).astype(np.float32) @ weight.astype(np.float16).astype(np.float32)
-    np.testing.assert_allclose(found, exact, rtol=2e-3, atol=2e-3)
+    kind = DTYPE[half].numpy()
+    exact = x.astype(kind).astype(np.float32) @ weight.astype(kind).astype(np.float32)
+    np.testing.assert_allclose(found, exact, rtol=ROUNDOFF[half] * 1.01, atol=0)
+    assert (found != exact).any()  # each product is rounded
 
 
-def test_squares_that_half_cannot_hold_are_summed_in_float32():
+@halves
+def test_what_the_cpu_computes_of_half_is_what_pytorch_does(half):
+    """Each operator's result is rounded, once."""
+    kind = HALVES[half].rounding
+    random = np.random.default_rng(3)
+    x, weight, bias = (random.standard_normal(size).astype(np.float32) for size in ((5, 4), (4, 4), (4,)))
+    model = halved(
+        [("MatMul", ["x", "w"], "h", {}), ("Add", ["h", "b"], "s", {}), ("Relu", ["s"], "y", {})],
+        {"x": (np.float32, ("n", 4))},
+        {"w": weight, "b": bias},
+        half,
+    )
+    x, weight, bias = (torch.from_numpy(array).to(kind) for array in (x, weight, bias))
+    product = (x.double() @ weight.double()).to(kind)
+    expected = torch.relu((product.double() + bias.double()).to(kind))
+    np.testing.assert_array_equal(computed(model, x=x.float().numpy()), expected.float().numpy())
+    assert {node.op_type for node in model.graph} == {"Cast", "MatMul", "Add", "Relu"}
+
+
+@pytest.mark.parametrize(("half", "expected"), [("fp16", ir.DataType.FLOAT16), ("bf16", ir.DataType.FLOAT)])
+def test_what_has_no_kernel_is_computed_in_float32_until_the_next_product(half, expected):
+    model = halved(
+        [
+            ("MatMul", ["x", "w"], "h", {}),
+            ("Clip", ["h", "low", "high"], "c", {}),
+            ("Neg", ["c"], "n", {}),
+            ("MatMul", ["n", "w2"], "y", {}),
+        ],
+        {"x": (np.float32, ("n", 4))},
+        {
+            "w": np.eye(4, dtype=np.float32), "w2": np.eye(4, dtype=np.float32),
+            "low": np.float32(-1), "high": np.float32(1),
+        },
+        half,
+    )  # fmt: skip
+    assert dtype(model, "Clip") == dtype(model, "Neg") == expected
+    assert {node.outputs[0].dtype for node in model.graph if node.op_type == "MatMul"} == {DTYPE[half]}
+    np.testing.assert_array_equal(computed(model, x=np.array([[0.5, 3, -2, 0]], np.float32)), [[-0.5, -1, 1, 0]])
+
+
+def test_a_product_without_a_kernel_is_computed_in_float32():
+    nodes = [("Einsum", ["x", "w"], "y", {"equation": "ab,bc->ac"})]
+    held = {"w": np.full((4, 4), 0.1, np.float32)}
+    for half, expected in (("fp16", ir.DataType.FLOAT16), ("bf16", ir.DataType.FLOAT)):
+        assert dtype(halved(nodes, {"x": (np.float32, ("n", 4))}, held, half), "Einsum") == expected
+
+
+@halves
+def test_weights_that_are_exact_in_half_are_put_off_as_much_as_others(half):
+    """By a rounding: up to the roundoff of each number, evenly."""
+    precision, random = HALVES[half], torch.Generator().manual_seed(0)
+    assert precision.roundoff == ROUNDOFF[half] == torch.finfo(precision.rounding).eps / 2
+    generic = torch.exp2(6 * torch.rand(200, 200, generator=random) - 3)
+    for weight in (generic, generic.to(precision.rounding).float()):
+        error = ((precision.rounded(weight, random) - weight) / weight).abs()
+        assert error.max() <= ROUNDOFF[half] * 1.02
+        # Mantissas m from 1 to 2 are spread as 1 / m here, so the mean is roundoff / 2 · E[1 / m] = roundoff / 4 ln 2.
+        assert error.mean() == pytest.approx(ROUNDOFF[half] / (4 * np.log(2)), rel=0.03)
+
+
+@halves
+def test_squares_that_half_cannot_hold_are_summed_in_float32(half):
     """√(mean(x²)) where x is 300 and x² is beyond 65504: written out, as norms often are."""
     axes, two, weight = np.array([-1]), np.array(2.0, np.float32), np.eye(4, dtype=np.float32)
     model = halved(
@@ -68,14 +140,16 @@ def test_squares_that_half_cannot_hold_are_summed_in_float32():
         ],
         {"x": (np.float32, ("n", 4))},
         {"w": weight, "two": two, "axes": axes},
+        half,
     )
-    assert dtype(model, "MatMul") == ir.DataType.FLOAT16
+    assert dtype(model, "MatMul") == DTYPE[half]
     assert dtype(model, "Div") == ir.DataType.FLOAT
     x = np.array([[300.0, -300.0, 300.0, 300.0]], np.float32)
     np.testing.assert_allclose(computed(model, x=x), [[1, -1, 1, 1]], rtol=1e-3)
 
 
-def test_a_mask_of_the_lowest_float32_stays_what_it_is():
+@halves
+def test_a_mask_of_the_lowest_float32_stays_what_it_is(half):
     """Rounded it would be −inf, and a row that it hides whole would be NaN."""
     low = np.array(np.finfo(np.float32).min)
     model = halved(
@@ -88,14 +162,16 @@ def test_a_mask_of_the_lowest_float32_stays_what_it_is():
         ],
         {"x": (np.float32, ("n", 4)), "keep": (np.bool_, ("n", 4))},
         {"w": np.eye(4, dtype=np.float32), "zero": np.zeros((), np.float32), "low": low},
+        half,
     )
     assert dtype(model, "Softmax") == ir.DataType.FLOAT
     x, keep = np.zeros((2, 4), np.float32), np.array([[True, True, False, False], [False] * 4])
     np.testing.assert_allclose(computed(model, x=x, keep=keep), [[0.5, 0.5, 0, 0], [0.25] * 4], atol=1e-3)
 
 
-def test_positions_stay_exact():
-    """4097 is no float16."""
+@halves
+def test_positions_stay_exact(half):
+    """4097 is no float16, nor a bfloat16."""
     frequency = np.array([[1.0, 0.5, 0.25, 0.125]], np.float32)
     model = halved(
         [
@@ -105,6 +181,7 @@ def test_positions_stay_exact():
         ],
         {"p": (np.int64, ("n", 1))},
         {"w": frequency},
+        half,
     )
     p = np.array([[4097], [60001]])
     np.testing.assert_allclose(computed(model, p=p), np.sin(p * frequency.astype(np.float64)), atol=5e-3)
@@ -112,7 +189,7 @@ def test_positions_stay_exact():
 
 def test_a_weight_beyond_half_is_refused():
     weight = np.full((4, 4), 1e5, np.float32)
-    with pytest.raises(UnsupportedModelError, match=r"weight w holds numbers beyond 65504.*choose fp32"):
+    with pytest.raises(UnsupportedModelError, match=r"weight w holds numbers beyond 65504.*choose bf16 or fp32"):
         halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight})
 
 
@@ -120,10 +197,77 @@ def test_a_weight_beyond_half_is_refused():
     ("options", "said"),
     [
         ({"precision": "fp16"}, "fp16 is for the target cuda"),
-        ({"precision": "fp8"}, "precision is one of fp32, fp16"),
+        ({"precision": "bf16"}, "bf16 is for the target cuda"),
+        ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16"),
+        ({"precision": "bf16", "target": "cuda", "quantize": "int4"}, "leave out bf16 or int4"),
         ({"precision": "fp16", "target": "cuda", "quantize": "int8"}, "leave out fp16 or int8"),
     ],
 )
 def test_what_cannot_be_had(tmp_path, options, said):
     with pytest.raises(OptionError, match=said):
         export(nn.Linear(4, 4), tmp_path / "m.onnx", {"x": torch.zeros(2, 4)}, **options)
+
+
+class Cancelling(nn.Module):
+    """What is left of two large products is what counts, and rounding either moves it by more."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(8, 8, bias=False)
+        self.other = nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.other.weight.copy_(self.one.weight + 1e-3 * torch.randn(8, 8))
+
+    def forward(self, x):
+        return self.one(x) - self.other(x)
+
+
+def test_a_model_that_rounding_would_make_another_is_refused(tmp_path):
+    with pytest.raises(
+        ParityError, match=r"rounding the weights to bf16, and nothing else, moves .*choose fp16 or fp32"
+    ):
+        export(Cancelling(), tmp_path / "m.onnx", {"x": torch.randn(2, 3, 8)}, target="cuda", precision="bf16")
+    assert not (tmp_path / "m.onnx").exists()
+
+
+class Loud(nn.Module):
+    """Values of some 10⁵, which a norm takes back to 1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.norm, self.out = nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 5)
+        with torch.no_grad():
+            self.one.weight *= 4e5
+
+    def forward(self, x):
+        return self.out(self.norm(self.one(x)))
+
+
+def test_what_is_beyond_float16_is_refused_there_and_computed_in_bfloat16(tmp_path):
+    call = {"example": {"x": torch.randn(2, 3, 64)}, "target": "cuda"}
+    with pytest.raises(
+        ParityError, match=r"^computed in fp16, .*: choose bf16, which has the range of float32, or fp32$"
+    ):
+        export(Loud(), tmp_path / "m.onnx", **call)
+    assert not (tmp_path / "m.onnx").exists()
+    parity = export(Loud(), tmp_path / "m.onnx", precision="bf16", **call).parity
+    assert 1e-4 < parity.relative_error <= parity.tolerance < 0.1
+
+
+def test_a_model_that_was_trained_in_bfloat16_keeps_its_weights(tmp_path):
+    """They are exact in it, so that rounding them does nothing; what is computed with them is rounded all the same."""
+    module = Loud().bfloat16()
+    call = {"example": {"x": torch.randn(2, 3, 64).bfloat16()}, "target": "cuda", "precision": "bf16"}
+    parity = export(module, tmp_path / "m.onnx", **call).parity
+    assert parity.exact_error < 1e-5 < 1e-4 < parity.relative_error <= parity.tolerance < 0.1
+    held = [numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer]
+    for weight in (module.one.weight, module.out.weight):
+        own = weight.detach().float().numpy()
+        assert any(
+            array.dtype == ml_dtypes.bfloat16
+            and array.shape == own.T.shape
+            and (array.astype(np.float32) == own.T).all()
+            for array in held
+        )

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
 
-from tformer_export import api, export, padding
+from tformer_export import export, make, padding
 from tformer_export.quantize.outputs import OutputYardstick, cosine_of, measure_outputs
 from tformer_export.quantize.samples import once
 from tformer_export.source.module import from_module
@@ -87,7 +87,7 @@ def classifier():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """Each module is compiled once, however often it is exported."""
-    held, real = {}, api.understand
+    held, real = {}, make.understand
 
     def understood(source, *rest):
         key = source.name, len(source.tokenizers)
@@ -96,7 +96,7 @@ def _compiled_once():
         return held[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "understand", understood)
+        patch.setattr(make, "understand", understood)
         yield
 
 

@@ -7,7 +7,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from small_graphs import model_of
 
 from tformer_export.passes import norms, projections, reshapes, strip, tied, turned, unused
 
@@ -15,14 +16,7 @@ WIDTH = 8
 
 
 def model(nodes, inputs, outputs, weights):
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    made = model_of(nodes, inputs, outputs, weights)
     onnx.checker.check_model(made)
     return made
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
+from small_graphs import model_of
 
 from tformer_export.quantize import quantize
 from tformer_export.quantize.rewrite import FEW
@@ -54,14 +55,8 @@ def tied(turned, steps=1):
     else:
         weights["columns"] = np.ascontiguousarray(table.T)
         nodes += [helper.make_node("MatMul", ["x", "columns"], ["p"]), helper.make_node("Add", ["p", "bias"], ["y"])]
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "time"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", VOCABULARY])],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10), table
+    ports = {"ids": (TensorProto.INT64, ["batch", "time"])}, {"y": ["rows", VOCABULARY]}
+    return model_of(nodes, *ports, weights), table
 
 
 @pytest.mark.parametrize("turned", [True, False])
@@ -86,14 +81,9 @@ def test_a_table_that_is_the_output_projection_too_is_held_once(turned):
 
 def test_small_matrices_stay():
     weight = np.eye(8, dtype=np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 8])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+    shape = ["rows", 8]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    model = ir.from_proto(model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight}))
     assert quantize(model).count == 0
     assert [node.op_type for node in model.graph] == ["MatMul"]
 
@@ -153,14 +143,8 @@ def projection(inner, relu=False, between="Tanh", name="graph"):
         helper.make_node("Relu" if relu else between, ["h"], ["a"]),
         helper.make_node("MatMul", ["a", "w2"], ["y"], name="out"),
     ]
-    graph = helper.make_graph(
-        nodes,
-        name,
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "new"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "new", VOCABULARY])],
-        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in held.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    ports = {"ids": (TensorProto.INT64, ["batch", "new"])}, {"y": ["batch", "new", VOCABULARY]}
+    return model_of(nodes, *ports, {name: array.astype(np.float32) for name, array in held.items()}, name)
 
 
 def run(proto, ids):
@@ -309,22 +293,14 @@ def test_constants_for_machines_that_saturate_halve_the_steps_of_activations():
 def test_a_group_without_rows():
     """Experts get the rows that chose them, and some get none."""
     weight = np.random.default_rng(0).standard_normal((32, 48)).astype(np.float32)
-    graph = helper.make_graph(
-        [
-            helper.make_node("Split", ["x", "sizes"], ["one", "other"], axis=0),
-            helper.make_node("MatMul", ["one", "w"], ["p"]),
-            helper.make_node("MatMul", ["other", "w"], ["q"]),
-            helper.make_node("Concat", ["p", "q"], ["y"], axis=0),
-        ],
-        "graph",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 32]),
-            helper.make_tensor_value_info("sizes", TensorProto.INT64, [2]),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 48])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10))
+    nodes = [
+        helper.make_node("Split", ["x", "sizes"], ["one", "other"], axis=0),
+        helper.make_node("MatMul", ["one", "w"], ["p"]),
+        helper.make_node("MatMul", ["other", "w"], ["q"]),
+        helper.make_node("Concat", ["p", "q"], ["y"], axis=0),
+    ]
+    ports = {"x": ["rows", 32], "sizes": (TensorProto.INT64, [2])}, {"y": ["rows", 48]}
+    model = ir.from_proto(model_of(nodes, *ports, {"w": weight}))
     quantize(model)
     x = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())

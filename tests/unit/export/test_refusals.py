@@ -343,6 +343,11 @@ class OneMore(FirstOnly):
         return self.out(F.pad(self.embed(tgt), (0, 0, 1, 0)))  # HERE
 
 
+class OneRow(FirstOnly):
+    def forward(self, tgt):
+        return self.out(self.embed(tgt)[:1])  # HERE
+
+
 class Ids(FirstOnly):
     def forward(self, tgt):
         return self.out(self.embed(tgt)).argmax(-1)  # HERE
@@ -359,6 +364,7 @@ OTHER = "which is not (batch, time, vocabulary)"
         (Pooled, "(batch, 1, 23)", NO_ROW),
         (Flattened, "(batch*time, 23)", OTHER),
         (OneMore, "(batch, time + 1, 23)", OTHER),
+        (OneRow, "(1, time, 23)", OTHER),
         (Ids, "(batch, time)", OTHER),
     ],
 )

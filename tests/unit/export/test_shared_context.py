@@ -7,7 +7,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from small_graphs import model_of
 
 from tformer_export.passes import shared
 
@@ -39,15 +40,7 @@ def decoder(*more, layers=2, bias="narrow"):
         value = f"a{i}"
     nodes += [helper.make_node("Relu", [value], ["y"]), *more]
     outputs = {"y": ["rows", "new", WIDTH], **{name: None for node in more for name in node.output}}
-    graph = helper.make_graph(
-        nodes,
-        "decode",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return model_of(nodes, inputs, outputs, weights, "decode")
 
 
 def rewritten(proto):

@@ -14,9 +14,11 @@ import torch
 from small_models import EXAMPLE, Mixer, refusal
 
 import tformer_runtime.shortlist as runtime
-from tformer_export import api, export
-from tformer_export.shortlist import check_columns, choose_columns, make_shortlist
+from tformer_export import export
+from tformer_export.shortlist.check import check_columns
+from tformer_export.shortlist.graph import choose_columns
 from tformer_export.shortlist.learn import Line, associate, each_needed
+from tformer_export.shortlist.make import make_shortlist
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import (
     AsyncModel,
@@ -62,7 +64,7 @@ def made(request, tmp_path_factory):
         return check_columns(gate, engine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "check_columns", checked)
+        patch.setattr("tformer_export.shortlist.add.check_columns", checked)
         report = export(
             model, folder / "model.onnx", {"src": ids, "tgt": ids}, "tgt", quantize=quantize, shortlist=lines,
             special={"start": [START], "end": [END], "pad": 0}, defaults={"max_new_tokens": MOST},
@@ -233,9 +235,9 @@ def test_memory_is_counted_and_given_back(made):
     state = engine.start({"src": SOURCES[:1]}, 1, candidates=[np.arange(30)])
     without = engine.start({"src": SOURCES[:1]}, 1)
     assert state.nbytes - without.nbytes == 30 * 32 * (1 if made.exact else 4)
-    held, without = engine.decode.shortlist, engine.need(8, {"time": 5})
+    held, without = engine.decode.shortlist, engine.sizing.need(8, {"time": 5})
     most = min(runtime.most_columns(IDS), held.common + 5 * held.each)
-    assert engine.need(8, {"time": 5}, named=0) - without == most * 32 * (1 if made.exact else 4)
+    assert engine.sizing.need(8, {"time": 5}, named=0) - without == most * 32 * (1 if made.exact else 4)
 
 
 # What options ask for

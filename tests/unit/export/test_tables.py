@@ -111,9 +111,7 @@ def stages(mixer):
 
 def tables_of(mixer, wanted=None, preferred=None):
     s = stages(mixer)
-    tables, length = make_tables(
-        s.captured, s.level, s.views, s.constants, s.plan.tables, s.plan.still, wanted, preferred
-    )
+    tables, length = make_tables(s.views, s.plan.tables, s.plan.still, wanted, preferred)
     return list(tables.values()), length
 
 

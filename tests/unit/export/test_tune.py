@@ -15,7 +15,6 @@ from onnx import numpy_helper
 from torch import nn
 from torch.nn import functional as F
 
-import tformer_export.api as api
 from tformer_export import export
 from tformer_export.cli import command
 from tformer_export.forms import (
@@ -36,12 +35,12 @@ from tformer_export.forms import (
 from tformer_export.pipeline import understand
 from tformer_export.quantize import measure, quantize
 from tformer_export.source.module import from_module
-from tformer_export.tune import FEWEST, MARGIN, ROUNDS, race, tune
+from tformer_export.tune import FEWEST, MARGIN, ROUNDS, race, requests, tune
 from tformer_export.verify import Gate
-from tformer_export.write import write
+from tformer_export.write import save
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError
-from tformer_runtime.manifest import KEY, Manifest, SessionSettings, SpecialTokens
+from tformer_runtime.manifest import Manifest, SessionSettings, SpecialTokens
 from tformer_runtime.modelfile import read_manifest
 
 IDS, WIDTH, HEADS, SIZE, LENGTH, PAD = 29, 32, 2, 16, 40, 0
@@ -125,9 +124,7 @@ def understood():
 
 
 def engine_of(model, manifest, path):
-    model.metadata_props[KEY] = manifest.to_json()
-    write(model, path)
-    return Engine(path, device="cpu", threads=1)
+    return Engine(save(model, manifest, path), device="cpu", threads=1)
 
 
 def operators(model):
@@ -340,15 +337,15 @@ def test_each_limit_of_few_rows_computes_the_same(understood, tmp_path, form, bi
 @pytest.fixture
 def timed(monkeypatch):
     """Requests take the time that is told for the forms of their file, and the engine really runs them besides."""
-    real = api.requests
+    real = requests
 
     def patch(times):
-        def requests(gate, engine):
+        def told(gate, engine):
             request, forms = real(gate, engine), engine.manifest.forms
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr(api, "requests", requests)
+        monkeypatch.setattr("tformer_export.tune.requests", told)
 
     return patch
 

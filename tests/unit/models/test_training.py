@@ -15,7 +15,7 @@ from tformer_models.cli import main
 from tformer_models.data import Batches, pad_rows
 from tformer_models.dropout import ByteDropout, use_byte_dropout
 from tformer_models.recipe import Output, Part, Recipe, Training, load_recipe
-from tformer_models.training import Task, rate, train
+from tformer_models.training import Seq2SeqTask, rate, train
 
 MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
 RECIPE = Recipe(
@@ -85,7 +85,7 @@ def test_same_seed_same_curve(tmp_path):
 def test_a_killed_run_resumes_on_the_same_path(tmp_path, monkeypatch, killed_at):
     recipe = changed(schedule="cosine", precision="bf16")
     whole = train(recipe, tmp_path / "whole")
-    step = Task.training_step
+    step = Seq2SeqTask.training_step
 
     def dies(self, batch, batch_idx):
         if self.global_step == killed_at:
@@ -93,7 +93,7 @@ def test_a_killed_run_resumes_on_the_same_path(tmp_path, monkeypatch, killed_at)
         return step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Task, "training_step", dies)
+        patch.setattr(Seq2SeqTask, "training_step", dies)
         with pytest.raises(RuntimeError, match="killed"):
             train(recipe, tmp_path / "broken")
     assert not (tmp_path / "broken" / "model.pt").exists()
@@ -123,7 +123,7 @@ def test_a_run_is_not_overwritten_unasked(tmp_path):
 def test_what_is_begun_anew_does_not_resume_the_old_run(tmp_path, monkeypatch):
     train(RECIPE, tmp_path / "used")
     with monkeypatch.context() as patch:
-        patch.setattr(Task, "training_step", lambda *_: 1 / 0)
+        patch.setattr(Seq2SeqTask, "training_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(changed(seed=5), tmp_path / "used", force=True)
     train(changed(seed=5), tmp_path / "used", resume=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 
 import numpy as np
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from side_by_side import side_by_side
 from tokenizers import Tokenizer, decoders, models, processors
 from toy_models import END_ID, LETTERS, START_ID, Toy, letters, with_manifest
 
@@ -100,11 +100,7 @@ def test_threads_share_a_prefix(model):
         seen[word] = model.generate(word, after=prefix, max_new_tokens=10).token_ids
 
     words = ["you", "me", "them", "it"] * 3
-    threads = [threading.Thread(target=work, args=(word,)) for word in words]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, words)
     assert seen == {word: model.generate("hello" + word, max_new_tokens=10).token_ids for word in words}
 
 

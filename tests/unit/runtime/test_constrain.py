@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from side_by_side import side_by_side
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tformer_models.g2p import target_tokenizer
@@ -420,11 +420,7 @@ def test_threads_share_a_grammar():
             found.append(json.loads(m.decode(m.walk(grammar.start(), seed * 100 + i))))
 
     m.closing()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, range(4))
     assert len(found) == 20
     for value in found:
         check(value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+import gc
+import weakref
 
 import numpy as np
 import pytest
+from side_by_side import side_by_side
 from toy_models import Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
@@ -163,23 +165,32 @@ def test_a_row_is_the_same_alone_and_in_company(made):
 
 def test_threads_share_an_engine(made):
     toy, engine = made
-    failures = []
 
     def work(seed: int) -> None:
-        try:
-            rows = Rows(toy, engine, rows=2, seed=seed)
-            rows.feed([5, 3])
-            for _ in range(20):
-                rows.feed([1, 1])
-        except Exception as error:
-            failures.append(error)
+        rows = Rows(toy, engine, rows=2, seed=seed)
+        rows.feed([5, 3])
+        for _ in range(20):
+            rows.feed([1, 1])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    side_by_side(work, range(6))
+
+
+def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
+    """Its session holds the weights, and whoever has several after one another must not wait for the collector."""
+    toy, engine = made
+    gc.collect()
+    gc.disable()
+    try:
+        own = Engine(engine.session)
+        rows = Rows(toy, own, rows=2)
+        rows.feed([5, 3])
+        rows.feed([1, 1])
+        assert own.sizing.need(8, {"source": 4 + own.slack}) > 0
+        gone = weakref.ref(own)
+        del own, rows
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_logits_array_is_reused_from_step_to_step(made):

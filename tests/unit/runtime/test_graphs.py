@@ -18,6 +18,7 @@ from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ModelFileError
 from tformer_runtime.graphs import Pool, Replayed
 from tformer_runtime.modelfile import mapped
+from tformer_runtime.sampling import HEAD, SLACK, Sampler
 from tformer_runtime.session import Session, cuda_missing
 from tformer_runtime.stagefile import cut
 
@@ -26,6 +27,7 @@ TOYS = {
     "decoder-only": Toy(seed=4, encoder=False, layers=2, end=()),
     "plain": Toy(seed=5, attention="scatter"),
     "shared": Toy(seed=6, shares=True),
+    "bfloat16": Toy(seed=8, layers=2, half=True),
 }
 toys = pytest.mark.parametrize("name", TOYS)
 
@@ -215,6 +217,125 @@ def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, nam
         tokens = plain.step(again, tokens).argmax(-1)[:, None]
     expected = plain.step(again, other)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A file with more tokens than a head has."""
+    toy = Toy(seed=7, encoder=False, vocabulary=900, tokenizer=False, end=(), sharpness=6.0)
+    return toy.write(tmp_path_factory.mktemp("wide") / "wide.onnx")
+
+
+class Counted:
+    """How many whole rows came from the device, and how often heads did."""
+
+    def __init__(self, monkeypatch):
+        self.whole = self.heads = 0
+        copy, heads = Chosen.copy, Chosen.heads
+
+        def counted_copy(chosen):
+            self.whole += 1
+            return copy(chosen)
+
+        def counted_heads(chosen, temperatures):
+            self.heads += 1
+            return heads(chosen, temperatures)
+
+        monkeypatch.setattr(Chosen, "copy", counted_copy)
+        monkeypatch.setattr(Chosen, "heads", counted_heads)
+
+
+def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
+    engine = Engine(Apart(wide))
+    state = engine.start(None, 3)
+    engine.step(state, np.array([[5, 6], [7, 8], [9, 3]]))
+    engine.step(state, np.array([[4], [5], [6]]))
+    for temperatures in ([1.0, 0.5, 3.0], [1.0, 0.5, 3.0], [2.0, 1e-3, 40.0]):
+        chosen = engine.choose(state, np.array([[4], [5], [6]]))
+        logits = chosen.copy()
+        for row, temperature, head in zip(logits, temperatures, chosen.heads(np.float32(temperatures)), strict=True):
+            assert len(head.tokens) == HEAD
+            assert not head.whole
+            np.testing.assert_array_equal(head.tokens, np.sort(np.argsort(-row, kind="stable")[:HEAD]))
+            np.testing.assert_array_equal(head.logits, row[head.tokens])
+            total = np.exp((row.astype(np.float64) - row.max()) / temperature).sum()
+            assert head.total == pytest.approx(total, rel=SLACK / 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"top_k": 40}, "none"),
+        ({"temperature": 1.6, "top_k": 12, "top_p": 0.8, "min_p": 0.02}, "none"),
+        ({"temperature": 0.6, "top_p": 0.9}, "few"),
+        ({"min_p": 0.05, "num_return": 3}, "few"),
+        ({"temperature": 3.0, "top_p": 0.93}, "some"),
+        ({"temperature": 1.2}, "all"),
+        ({"top_k": 40, "repetition_penalty": 1.2}, "all"),
+        ({"top_k": 40, "suppress": (5, 6)}, "all"),
+        ({"top_p": 0.9, "top_logprobs": 3}, "all"),
+        ({"top_k": 300}, "all"),
+    ],
+)
+def test_samples_of_heads_are_those_of_whole_rows(wide, monkeypatch, options, rows):
+    """Token for token; and whole rows come from the device only where a head does not tell."""
+    inputs = rows_of(8, (4, 9, 2, 6, 3), 900)
+
+    def generated():
+        results = Model(Engine(Apart(wide))).generate_batch(inputs, max_new_tokens=24, batch_size=9, seed=5, **options)
+        found = [result for first in results for result in (first, *first.alternatives)]
+        return [r.token_ids for r in found], [logprob for r in found for logprob in r.token_logprobs]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "of_few", False)
+        expected, logprobs = generated()
+    counted = Counted(monkeypatch)
+    found, own = generated()
+    assert found == expected
+    assert len(set(found)) > 3
+    np.testing.assert_allclose(own, logprobs, rtol=1e-5, atol=1e-5)
+    # Of 23 steps: one copies as it begins to use the buffers that stay.
+    least, most = {"none": (1, 1), "few": (1, 5), "some": (6, 22), "all": (23, 23)}[rows]
+    assert least <= counted.whole <= most
+    assert counted.heads == (0 if rows == "all" else 22)
+
+
+def test_greedy_rows_samples_and_rows_with_rules_beside_each_other(wide, monkeypatch):
+    """Each is what it is alone on the host."""
+    asked = [{}, {"top_k": 30, "seed": 1}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}]
+    inputs = rows_of(9, (4, 9, 2, 6), 900)
+    plain = Model(Engine(wide, "cpu", threads=1))
+    expected = [plain.generate_batch(inputs[: i + 1], max_new_tokens=20, **options) for i, options in enumerate(asked)]
+    model = Model(Engine(Apart(wide)))
+    counted = Counted(monkeypatch)
+    generator, tasks = model._generator, []
+    scheduler = generator.scheduler(None, 4)
+    for i, (row, options) in enumerate(zip(inputs, asked, strict=True)):
+        settings = model._settings(None, {"max_new_tokens": 20, **options})
+        tasks.append(generator.task(model._inputs.request(row, i, settings), settings))
+        scheduler.submit(tasks[-1])
+    while not scheduler.idle:
+        scheduler.step()
+    assert [generator.result(task).token_ids for task in tasks] == [list(own)[-1].token_ids for own in expected]
+    assert counted.whole > 15  # the rules'
+    assert counted.heads > 15
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"temperature": 0.6, "top_p": 0.9}, {"min_p": 0.05}])
+def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options):
+    model, inputs = Model(Engine(wide, "cuda")), rows_of(8, (4, 9, 2, 6, 3), 900)
+
+    def generated():
+        return [r.token_ids for r in model.generate_batch(inputs, max_new_tokens=24, seed=5, **options)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "of_few", False)
+        expected = generated()
+    counted = Counted(monkeypatch)
+    assert generated() == expected
+    assert counted.heads > counted.whole
 
 
 @pytest.mark.cuda

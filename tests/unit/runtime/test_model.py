@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from side_by_side import side_by_side
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
@@ -330,14 +330,7 @@ def test_threads_share_a_model(both):
     _, model = both
     expected = {w: model.generate(w, max_new_tokens=10).token_ids for w in WORDS}
     seen: dict[str, tuple[int, ...]] = {}
-    threads = [
-        threading.Thread(target=lambda w=w: seen.update({w: model.generate(w, max_new_tokens=10).token_ids}))
-        for w in WORDS
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(lambda w: seen.update({w: model.generate(w, max_new_tokens=10).token_ids}), WORDS)
     assert seen == expected
 
 

@@ -14,7 +14,8 @@ import tformer_runtime
 from tformer_runtime import errors
 
 NAMES = {
-    "AsyncModel", "DeadlineError", "DeviceError", "GenerationOptions", "InputError", "MemoryBudgetError",
+    "AsyncModel", "Classification", "DeadlineError", "DeviceError", "GenerationOptions", "InputError",
+    "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
     "SourceError", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
     "__version__",

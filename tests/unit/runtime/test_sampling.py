@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from tformer_runtime import OptionError
-from tformer_runtime.sampling import Guess, Sampler, log_normalizer, warped
+from tformer_runtime.sampling import SLACK, Guess, Head, Sampler, log_normalizer, warped, warped_head
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -131,3 +133,88 @@ def test_draws_are_those_of_the_seed_the_index_and_the_sample():
 def test_the_normalizer():
     logits = np.stack([_logits(1), _logits(2) + 300])
     np.testing.assert_allclose(log_normalizer(logits), torch.tensor(logits).logsumexp(-1).numpy(), rtol=1e-6)
+
+
+def _head(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> Head:
+    """What a device would find. off: how far its sum is off, as a share of it."""
+    order = np.lexsort((np.arange(len(logits)), -logits))[:count]
+    tokens = np.sort(order)
+    with np.errstate(invalid="ignore"):
+        total = np.exp((logits.astype(np.float64) - logits.max()) / temperature).sum() * (1 + off)
+    return Head(tokens, logits[tokens], float(total), count >= len(logits))
+
+
+def _same_or_none(logits: np.ndarray, head: Head, *way: float) -> bool:
+    """Whether the head tells what may be drawn; if so, it is what the row tells, bit for bit."""
+    found = warped_head(head, *way)
+    if found is None:
+        return False
+    tokens, probabilities = warped(logits, *way)
+    np.testing.assert_array_equal(found[0], tokens)
+    np.testing.assert_array_equal(found[1], probabilities)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ((1.0, 1, 1.0, 0.0), 1.0),
+        ((0.7, 40, 1.0, 0.0), 1.0),
+        ((1.3, 40, 0.8, 0.02), 1.0),
+        ((1.0, 64, 1.0, 0.0), 0.0),  # of 64 tokens, ties with the last may be beyond
+        ((0.5, 0, 0.9, 0.0), 0.9),
+        ((1.0, 0, 0.5, 0.1), 0.95),
+        ((1.0, 0, 0.999, 0.0), 0.0),
+        ((1.0, 0, 1.0, 0.05), 0.95),
+        ((4.0, 0, 1.0, 0.01), 0.0),
+        ((1.0, 0, 1.0, 0.0), 0.0),  # any token may come
+    ],
+)
+def test_a_head_tells_what_its_row_does_or_nothing(way, told):
+    """And it tells as often as it must, whatever its sum is off by, up to what is allowed."""
+    count = 0
+    for seed in range(60):
+        logits = (np.random.default_rng(seed).standard_normal(2000) * 3).astype(np.float32)
+        head = _head(logits, 64, way[0], SLACK * (-1, 0, 1)[seed % 3] * 0.99)
+        count += _same_or_none(logits, head, *way)
+    assert count == 0 if told == 0 else count >= told * 60
+
+
+_near = st.sampled_from([0.0, -0.0, 1e-40, 1e-8, 1.0, 1.0 + 2**-23, 2.0, 3.0, 50.0, -50.0, -np.inf])
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.given(
+    logits=st.lists(_near | st.floats(-4, 4, width=32), min_size=2, max_size=24),
+    count=st.integers(1, 24),
+    temperature=st.sampled_from([1e-4, 0.3, 1.0, 2.5, 1e6]),
+    top_k=st.integers(0, 12),
+    top_p=st.sampled_from([1.0, 0.5, 0.9, 0.25, 0.01]) | st.floats(0.01, 1),
+    min_p=st.sampled_from([0.0, 1.0, 0.5, 0.0]) | st.floats(0, 1),
+    off=st.floats(-0.99 * SLACK, 0.99 * SLACK),
+)
+def test_a_head_never_tells_otherwise(logits, count, temperature, top_k, top_p, min_p, off):
+    """Ties, numbers that are next to each other, and rows of which rules have left little."""
+    row = np.array(logits, np.float32)
+    hypothesis.assume(np.isfinite(row).any())
+    _same_or_none(row, _head(row, min(count, len(row)), temperature, off), temperature, top_k, top_p, min_p)
+
+
+def test_a_nucleus_that_ends_at_a_tie_or_close_to_its_share_is_not_told():
+    even = np.zeros(100, np.float32)  # any 50 of 100 are a half
+    assert warped_head(_head(even, 64, 1.0), 1.0, 0, 0.5) is None
+    steps = np.log(np.array([0.5, 0.25, 0.125, *[0.125 / 97] * 97])).astype(np.float32)
+    assert warped_head(_head(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
+    assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.74, 0.0)
+    assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.76, 0.0)
+
+
+def test_a_sampler_that_a_head_does_not_help_has_drawn_nothing():
+    """So that its next draw is that of the whole row."""
+    logits = _logits(4, 500)
+    one, other = Sampler(5, 0, 0, top_p=0.999), Sampler(5, 0, 0, top_p=0.999)
+    for _ in range(10):
+        assert one.of_head(_head(logits, 16, 1.0)) is None
+        assert one(logits) == other(logits)
+    few = Sampler(5, 0, 0, top_k=5), Sampler(5, 0, 0, top_k=5)
+    assert [few[0].of_head(_head(logits, 16, 1.0)) for _ in range(50)] == [few[1](logits) for _ in range(50)]

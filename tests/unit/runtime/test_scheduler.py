@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search import decoded, tasks_for
+from test_search import decoded, run, tasks_for
 
 from tformer_runtime.errors import DeadlineError, MemoryBudgetError
 from tformer_runtime.memory import Budget
@@ -95,11 +95,7 @@ def test_a_task_that_fails_fails_alone():
     for options in ({"max_new_tokens": 8}, {"max_new_tokens": 8, "beam_size": 2}):
         tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
         tasks[1].rules = [fails]
-        scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)))
-        for t in tasks:
-            scheduler.submit(t)
-        while not scheduler.idle:
-            scheduler.step()
+        run(Scheduler(hf.HfStarter(hf.gpt2(4))), tasks)
         assert isinstance(tasks[1].error, ZeroDivisionError)
         for i in (0, 2):
             ((alone,), _) = tasks_for("gpt2", [i], **options)
@@ -118,11 +114,7 @@ class Picky(hf.HfStarter):
 
 def test_a_task_that_cannot_begin_keeps_no_other_from_it():
     tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=4)
-    scheduler = Scheduler(Picky(hf.gpt2(4)))
-    for t in tasks:
-        scheduler.submit(t)
-    while not scheduler.idle:
-        scheduler.step()
+    run(Scheduler(Picky(hf.gpt2(4))), tasks)
     assert [t.error is None for t in tasks] == [True, True, False, True]
 
 
@@ -182,20 +174,14 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
     assert scheduler.idle
     broken = False
     again, _ = tasks_for("gpt2", [0], max_new_tokens=6, suppress=[hf.END])
-    scheduler.submit(again[0])
-    while not scheduler.idle:
-        scheduler.step()
+    run(scheduler, again)
     assert len(again[0].found[0].ids) == 6
 
 
 def test_prompts_are_read_in_portions():
     starter = hf.HfStarter(hf.gpt2(4))
-    scheduler = Scheduler(starter, rows=32, positions=12)
     tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress=[hf.END])
-    for t in tasks:
-        scheduler.submit(t)
-    while not scheduler.idle:
-        scheduler.step()
+    run(Scheduler(starter, rows=32, positions=12), tasks)
     assert starter.begun[0] == 2  # prompts of five tokens
     assert sum(starter.begun) == 5
     assert all(len(t.found[0].ids) == 3 for t in tasks)

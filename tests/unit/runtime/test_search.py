@@ -41,14 +41,18 @@ def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
     return tasks, inputs
 
 
-def decoded(model, tasks, rows=32):
-    """The tasks' hypotheses, decoded together; and what began and ran them."""
-    starter = hf.HfStarter(model)
-    scheduler = Scheduler(starter, rows)
+def run(scheduler, tasks):
+    """Until they are over."""
     for task in tasks:
         scheduler.submit(task)
     while not scheduler.idle:
         scheduler.step()
+
+
+def decoded(model, tasks, rows=32):
+    """The tasks' hypotheses, decoded together; and what began and ran them."""
+    starter = hf.HfStarter(model)
+    run(Scheduler(starter, rows), tasks)
     for task in tasks:
         assert task.error is None, task.error
     return [task.found for task in tasks], starter

@@ -180,7 +180,7 @@ def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
         return opened(file, options, providers, **others)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
-    monkeypatch.setattr(Session, "_cuda_missing", lambda self: None)
+    monkeypatch.setattr("tformer_runtime.session.cuda_missing", lambda: None)
     with pytest.raises(DeviceError, match=r"cannot be had: CUDA failure 35: the driver is too old$"):
         Session(other, "cuda")
     assert Session(other, "auto").device == "cpu"

@@ -390,7 +390,7 @@ def test_what_is_needed_is_no_less_than_what_is_held(made):
         for _ in range(slots - 1):
             world.feed(group, [[6]] * rows)
         sizes = {"source": length + engine.slack} if toy.encoder else {}
-        need = engine.need(slots, sizes, rows)
+        need = engine.sizing.need(slots, sizes, rows)
         assert group.state.nbytes <= need
         if toy.stride == 1 and not toy.shares:  # rows that share may come to have a context each
             assert need <= group.state.nbytes * 1.1

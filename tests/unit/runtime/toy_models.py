@@ -25,7 +25,7 @@ HEADS, SIZE = 2, 8  # GroupQueryAttention wants heads of a multiple of 8
 WIDTH = HEADS * SIZE
 PAD, START_ID, END_ID = 0, 1, 2
 LETTERS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
-ONNX_TYPE = {"int64": T.INT64, "int32": T.INT32, "bool": T.BOOL, "float32": T.FLOAT}
+ONNX_TYPE = {"int64": T.INT64, "int32": T.INT32, "bool": T.BOOL, "float32": T.FLOAT, "bfloat16": T.BFLOAT16}
 
 
 def letters() -> Tokenizer:
@@ -43,6 +43,7 @@ class Toy:
 
     stride: cross attention sees every so manieth position of the source.
     shares: neighbouring rows may have one row of context together.
+    half: keep keys and values, of the context too, in bfloat16, and compute in float32 as CPUs must.
     extras: give the mean of cross attention's weights, what the projection to the vocabulary reads, and what the
     encoder's keys are made of.
     """
@@ -62,6 +63,7 @@ class Toy:
     stride: int = 1
     shares: bool = False
     extras: bool = False
+    half: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -85,6 +87,7 @@ class Toy:
 
     def manifest(self) -> m.Manifest:
         encode = decode = None
+        kept = "bfloat16" if self.half else "float32"
         b, s = m.BATCH, "source"
         seen = s if self.stride == 1 else f"(source - 1)//{self.stride} + 1"
         if self.encoder:
@@ -94,8 +97,8 @@ class Toy:
                     m.RequestInput("src_mask", "bool", (b, s), "mask", of="src", keep=True),
                 ),
                 (
-                    m.TensorSpec("context.k", "float32", (b, HEADS, seen, SIZE)),
-                    m.TensorSpec("context.v", "float32", (b, HEADS, seen, SIZE)),
+                    m.TensorSpec("context.k", kept, (b, HEADS, seen, SIZE)),
+                    m.TensorSpec("context.v", kept, (b, HEADS, seen, SIZE)),
                     m.TensorSpec("context.bias", "float32", (b, 1, 1, seen)),
                 ),
                 (m.Extra("hidden.source", "float32", (b, s, WIDTH)),) if self.extras else (),
@@ -106,9 +109,7 @@ class Toy:
         gqa = self.attention == "gqa"
         controls = (m.POSITIONS, m.LAST, m.TOTAL) if gqa else (m.POSITIONS, m.START, m.SLOTS)
         caches = tuple(
-            m.Cache(
-                f"past.{n}{i}", f"present.{n}{i}", "float32", (b, HEADS, m.SLOT, SIZE), self.attention != "scatter-pair"
-            )
+            m.Cache(f"past.{n}{i}", f"present.{n}{i}", kept, (b, HEADS, m.SLOT, SIZE), self.attention != "scatter-pair")
             for i in range(self.layers)
             for n in "kv"
         )
@@ -131,6 +132,7 @@ class Toy:
             tokenizers=(letters().to_str(),) if self.tokenizer else (),
             tokenizer_of=({"src": 0, "tgt": 0} if self.encoder else {"tgt": 0}) if self.tokenizer else {},
             defaults=self.defaults,
+            precision="bf16" if self.half else "fp32",
             producer={"tformer": "0"},
             parity={"max_abs_error": 0.0},
         )
@@ -188,6 +190,9 @@ class Graph:
     def constant(self, value: Any, dtype: Any = np.int64) -> str:
         return self.op("Constant", [], value=numpy_helper.from_array(np.asarray(value, dtype)))
 
+    def wide(self, x: str, half: bool = True) -> str:
+        return self.op("Cast", [x], to=T.FLOAT) if half else x
+
     def heads(self, x: str) -> str:
         """(batch, time, width) → (batch, heads, time, size)"""
         return self.op("Transpose", [self.op("Reshape", [x, self.constant([0, 0, HEADS, SIZE])])], perm=[0, 2, 1, 3])
@@ -201,7 +206,7 @@ class Graph:
         return self.op("Reshape", [mixed, self.constant([0, 0, WIDTH])]), weights
 
 
-def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1) -> None:
+def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1, half: bool = False) -> None:
     x, mask = g.op("Gather", ["source", "src"]), "src_mask"
     if extras:
         g.op("Identity", [x], [f"{prefix}hidden.source"])
@@ -209,7 +214,8 @@ def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1) -> Non
         every = [g.constant(n) for n in ([0], [2**31], [1], [stride])]
         x, mask = (g.op("Slice", [value, *every]) for value in (x, mask))
     for n in "kv":
-        g.op("Identity", [g.heads(g.op("MatMul", [x, f"c{n}"]))], [f"{prefix}context.{n}"])
+        made, kept = g.heads(g.op("MatMul", [x, f"c{n}"])), T.BFLOAT16 if half else T.FLOAT
+        g.op("Cast", [made], [f"{prefix}context.{n}"], to=kept)
     bias = g.op("Where", [mask, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
     g.op("Unsqueeze", [bias, g.constant([1, 2])], [f"{prefix}context.bias"])
 
@@ -222,15 +228,20 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
         presents = [f"{prefix}present.{n}{i}" for n in "kv"]
         if toy.attention == "gqa":
             a = f"{g.prefix}attention{i}"
+            made = [f"{present}.wide" for present in presents] if toy.half else presents
             g.op(
                 "GroupQueryAttention",
-                [q, k, v, f"past.k{i}", f"past.v{i}", m.LAST, m.TOTAL],
-                [a, *presents],
+                [q, k, v, *(g.wide(f"past.{n}{i}", toy.half) for n in "kv"), m.LAST, m.TOTAL],
+                [a, *made],
                 "com.microsoft",
                 num_heads=HEADS,
                 kv_num_heads=HEADS,
             )
+            for wide, present in zip(made, presents, strict=True) if toy.half else ():
+                g.op("Cast", [wide], [present], to=T.BFLOAT16)
         else:
+            if toy.half:
+                k, v = (g.op("Cast", [new], to=T.BFLOAT16) for new in (k, v))
             keys, values = (
                 g.op(
                     "Gather",
@@ -239,6 +250,7 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
                 )
                 for n, new, p in zip("kv", (k, v), presents, strict=True)
             )
+            keys, values = (g.wide(x, toy.half) for x in (keys, values))
             seen = g.op("LessOrEqual", [m.SLOTS, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
             bias = g.op("Where", [seen, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
             a, _ = g.attend(q, keys, values, bias)
@@ -249,7 +261,8 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             if toy.shares:  # the positions of neighbouring rows are those of one
                 rows = g.op("Shape", ["past_context.k"], start=0, end=1)
                 query = g.op("Reshape", [query, g.op("Concat", [rows, g.constant([-1, WIDTH])], axis=0)])
-            cross, weights = g.attend(query, "past_context.k", "past_context.v", "past_context.bias")
+            keys, values = (g.wide(f"past_context.{n}", toy.half) for n in "kv")
+            cross, weights = g.attend(query, keys, values, "past_context.bias")
             cross = g.op("Reshape", [cross, size])
             alignments.append(g.op("ReduceMean", [weights, g.constant([1])], keepdims=0))
             x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
@@ -292,15 +305,16 @@ def build(toy: Toy) -> onnx.ModelProto:
         stages = []
         for prefix, made in (("then.", outputs), ("else.", contexts)):
             g = Graph(prefix)
-            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras, toy.stride)
+            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras, toy.stride, toy.half)
             both = []
             for o in [*contexts, *outputs]:
                 copy = onnx.ValueInfoProto()
                 copy.CopyFrom(o)
                 copy.name = prefix + o.name
                 if not any(o is x for x in made):  # the other stage's outputs, as nothing
-                    empty = np.zeros([0] * len(o.type.tensor_type.shape.dim), np.float32)
-                    g.nodes.append(h.make_node("Constant", [], [copy.name], value=numpy_helper.from_array(empty)))
+                    sizes = [0] * len(o.type.tensor_type.shape.dim)
+                    empty = h.make_tensor("empty", o.type.tensor_type.elem_type, sizes, [])
+                    g.nodes.append(h.make_node("Constant", [], [copy.name], value=empty))
                 del copy.type.tensor_type.shape.dim[:]
                 copy.type.tensor_type.ClearField("shape")
                 both.append(copy)

@@ -6,9 +6,18 @@ original (`original`) on texts and ids (`check`) is taken.
 
 from tformer_export.source.tokenizer.read import (
     has_tokenizer,
+    load_tokenizer,
     read_chat_template,
     read_chat_tokens,
+    read_encoder_tokenizer,
     read_tokenizers,
 )
 
-__all__ = ["has_tokenizer", "read_chat_template", "read_chat_tokens", "read_tokenizers"]
+__all__ = [
+    "has_tokenizer",
+    "load_tokenizer",
+    "read_chat_template",
+    "read_chat_tokens",
+    "read_encoder_tokenizer",
+    "read_tokenizers",
+]

@@ -25,12 +25,13 @@ SAMPLE = (
     "…",
     "word" * 12,
 )
+PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[8], SAMPLE[14]), (SAMPLE[14], SAMPLE[6]))
 SEQUENCES, LENGTH = 24, 10  # of ids drawn
 SPECIAL = 8  # special tokens that are looked for in a text
 
 
-def difference(original: Original, form: Form, reads: bool, writes: bool) -> str | None:
-    """The first text or ids on which the two differ, in words; None if they agree."""
+def difference(original: Original, form: Form, reads: bool, writes: bool, pairs: bool = False) -> str | None:
+    """The first text or ids on which the two differ, in words; None if they agree. pairs: of two texts, too."""
     draw = random.Random(0)
     drawn = [draw.choices(original.ids, k=LENGTH) for _ in range(SEQUENCES)]
     names = [str(token) for token in original.tokenizer.all_special_tokens[:SPECIAL]]
@@ -41,6 +42,14 @@ def difference(original: Original, form: Form, reads: bool, writes: bool) -> str
             found = form.tokenizer.encode(text).ids
             if not _same(found, expected, original.unknown, form.unknowns):
                 return f"it would read {text!r} as {_shown(found)}, not {_shown(expected)}"
+    if pairs:
+        for pair in PAIRS:
+            ids, types = original.encode_pair(*pair)
+            encoding = form.tokenizer.encode(*pair)
+            if not _same(encoding.ids, ids, original.unknown, form.unknowns):
+                return f"it would read the pair {pair} as {_shown(encoding.ids)}, not {_shown(ids)}"
+            if types is not None and len(ids) == len(encoding.ids) and types != encoding.type_ids:
+                return f"it would read the pair {pair} with the types {_shown(encoding.type_ids)}, not {_shown(types)}"
     if writes:
         for row in (*read, *drawn):
             expected_text, found_text = original.decode(row), form.tokenizer.decode(row, skip_special_tokens=True)

@@ -58,12 +58,31 @@ def _with_template(original: Original, made: Tokenizer) -> Tokenizer:
     """With the tokens that the original puts around a text."""
     before, after = original.around(SAMPLE[0]) if original.can_read else ([], [])
     if before or after:
-        special = [
-            {"id": f"token{i}", "ids": [i], "tokens": [made.id_to_token(i)]} for i in dict.fromkeys((*before, *after))
-        ]
         template = [*(f"token{i}" for i in before), "$A", *(f"token{i}" for i in after)]
-        made.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        pair, used = _pair_template(original)
+        special = [
+            {"id": f"token{i}", "ids": [i], "tokens": [made.id_to_token(i)]}
+            for i in dict.fromkeys((*before, *after, *used))
+        ]
+        made.post_processor = processors.TemplateProcessing(single=template, pair=pair, special_tokens=special)
     return made
+
+
+def _pair_template(original: Original) -> tuple[list[str], list[int]]:
+    """What the original puts around and between two texts, with the type of each, and the ids of that."""
+    try:
+        before, middle, after, types = original.between(SAMPLE[0], SAMPLE[1])
+    except Exception:  # of a tokenizer that reads no pairs, or not one text after the other
+        return ["$A:0", "$B:1"], []
+    first = len(original.encode(SAMPLE[0], special=False))
+    ends = [len(before), len(before) + first, len(before) + first + len(middle)]
+    types = types or [0] * (ends[2] + len(original.encode(SAMPLE[1], special=False)) + len(after))
+    tokens = [f"token{i}:{types[at]}" for at, i in enumerate(before)]
+    tokens.append(f"$A:{types[ends[0]]}")
+    tokens += [f"token{i}:{types[ends[1] + at]}" for at, i in enumerate(middle)]
+    tokens.append(f"$B:{types[ends[2]]}")
+    tokens += [f"token{i}:{types[at - len(after)]}" for at, i in enumerate(after)]
+    return tokens, [*before, *middle, *after]
 
 
 def _tidy(made: Tokenizer) -> Tokenizer:

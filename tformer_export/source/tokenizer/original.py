@@ -62,6 +62,12 @@ class Original:
         given = {"text_target": text} if self.target else {"text": text}
         return list(self.tokenizer(**given, add_special_tokens=special)["input_ids"])
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int] | None]:
+        """Ids of two texts, with the tokens that belong around and between them, and their types if it gives any."""
+        read = self.tokenizer(first, second)
+        types = read.get("token_type_ids")
+        return list(read["input_ids"]), None if types is None else list(types)
+
     def decode(self, ids: Sequence[int]) -> str | None:
         """The text of ids, special tokens left out; None if some are not of the language that it writes."""
         try:
@@ -89,6 +95,15 @@ class Original:
         whole, inner = self.encode(text), self.encode(text, special=False)
         at = next(i for i in range(len(whole) + 1) if whole[i : i + len(inner)] == inner)
         return whole[:at], whole[at + len(inner) :]
+
+    def between(self, first: str, second: str) -> tuple[list[int], list[int], list[int], list[int] | None]:
+        """The ids that it puts before, between and after two texts, and the types of all."""
+        whole, types = self.encode_pair(first, second)
+        one, other = self.encode(first, special=False), self.encode(second, special=False)
+        at = next(i for i in range(len(whole) + 1) if whole[i : i + len(one)] == one)
+        end = at + len(one)
+        then = next(i for i in range(end, len(whole) + 1) if whole[i : i + len(other)] == other)
+        return whole[:at], whole[end:then], whole[then + len(other) :], types
 
     @property
     def can_read(self) -> bool:

@@ -34,7 +34,7 @@ def read_tokenizers(folder: Path, source: str | None, step: str) -> dict[str, st
 
     SourceError where none can be made that reads and writes what the folder's own does.
     """
-    original = Original(_load(folder))
+    original = Original(load_tokenizer(folder))
     _check_vocabulary(original)
     both, differs = _agreeing(original, reads=True, writes=True)
     if source is None:
@@ -44,6 +44,15 @@ def read_tokenizers(folder: Path, source: str | None, step: str) -> dict[str, st
     text = _text(original, reading, differs)
     writing, differs = _agreeing(target, target.can_read, writes=True, first=reading)
     return {source: text, step: _text(target, writing, differs)}
+
+
+def read_encoder_tokenizer(tokenizer: Any) -> tuple[str, Any]:
+    """Of a transformers tokenizer: text in tokenizers' JSON format that reads texts and pairs as it does, and the
+    tokenizer itself. SourceError where none can be made."""
+    original = Original(tokenizer)
+    _check_vocabulary(original)
+    form, differs = _agreeing(original, reads=True, writes=False, pairs=True)
+    return _text(original, form, differs), original.tokenizer
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -64,10 +73,15 @@ def read_chat_template(folder: Path) -> str | None:
 
 def read_chat_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that a chat template may name, such as bos_token, and their texts."""
-    return {str(name): str(text) for name, text in _load(folder).special_tokens_map.items() if isinstance(text, str)}
+    return {
+        str(name): str(text)
+        for name, text in load_tokenizer(folder).special_tokens_map.items()
+        if isinstance(text, str)
+    }
 
 
-def _load(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' own."""
     import transformers
 
     try:
@@ -86,7 +100,9 @@ def _check_vocabulary(original: Original) -> None:
         raise SourceError(f"{original.kind}'s vocabulary is empty: the folder lacks the file that it is in")
 
 
-def _agreeing(original: Original, reads: bool, writes: bool, first: Form | None = None) -> tuple[Form | None, str]:
+def _agreeing(
+    original: Original, reads: bool, writes: bool, first: Form | None = None, pairs: bool = False
+) -> tuple[Form | None, str]:
     """The first form that agrees with the original, or None; and how the most faithful differs.
 
     first: a form that is tried before all others.
@@ -97,10 +113,10 @@ def _agreeing(original: Original, reads: bool, writes: bool, first: Form | None 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of converters, on what the check decides
         for number, form in enumerate(forms(original)):
-            found = difference(original, form, reads, writes)
+            form.tokenizer.no_padding()  # which a backend may have been left with, or its file
+            form.tokenizer.no_truncation()
+            found = difference(original, form, reads, writes, pairs)
             if found is None:
-                form.tokenizer.no_padding()
-                form.tokenizer.no_truncation()
                 return form, ""
             differs = found if number == 0 else differs
     return None, differs

@@ -1,0 +1,35 @@
+"""What a file is for, beside generating: each task in a file of its own, which says all that is particular to it.
+
+base            what a task is, in Python and on the command line
+classification  labels and their probabilities
+features        a vector for each input, and how near inputs are by their vectors
+forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
+
+once            runs a model of one stage over any number of inputs, whatever its task
+job             the same from `tformer-run`; generation, of which the engine and its search are, is a job beside it
+flags           options of the command line
+
+A task is added by a class like these, in `TASKS`: which names of tasks it serves, what it makes of a model's outputs,
+and how its results are written.
+"""
+
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.series import Series
+from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.classification import Classification, Classifier
+from tformer_runtime.tasks.features import Features
+from tformer_runtime.tasks.forecasting import Forecasting
+
+TASKS: tuple[type[Task], ...] = (Classifier, Features, Forecasting)
+
+
+def task_of(manifest: Manifest) -> Task:
+    """The task of a model that is run once, or forecasts; one that no class serves gives its outputs as they are, as
+    features."""
+    if Series.of(manifest) is not None:
+        return Forecasting(manifest)
+    kind = next((kind for kind in TASKS if manifest.task in kind.names), Features)
+    return kind(manifest)
+
+
+__all__ = ["TASKS", "Classification", "Classifier", "Features", "Forecasting", "Task", "task_of"]

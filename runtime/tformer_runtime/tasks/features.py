@@ -1,0 +1,91 @@
+"""Features: what the model makes of each input, a vector where the file pools, else one for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tformer_runtime.errors import OptionError, UnsupportedCallError
+from tformer_runtime.tasks.base import Array, Task, numbers_of
+from tformer_runtime.tasks.flags import switch
+
+if TYPE_CHECKING:
+    from tformer_runtime.inputs import Input
+    from tformer_runtime.tasks.job import Asked, Job
+
+PROMPT = "prompt"  # of the outcome's settings: what is put before each text
+
+
+class Features(Task):
+    names = ("feature-extraction", "sentence-similarity")
+    does = "turns each input into numbers"
+    call = "embed()"
+    flags = {  # noqa: RUF012
+        "Vectors": {
+            "similarity": switch(
+                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between its texts."
+            )
+        }
+    }
+
+    @property
+    def width(self) -> int | None:
+        """How many numbers an input's vector has; None where it has one for each of its positions, or no fixed size."""
+        assert self.manifest.encode is not None
+        shape = self.manifest.encode.outputs[0].shape[1:]
+        return shape[0] if len(shape) == 1 and isinstance(shape[0], int) else None
+
+    def must_pool(self, what: str) -> int:
+        """The width of vectors; UnsupportedCallError if there is none for an input as a whole."""
+        if self.width is None:
+            raise UnsupportedCallError(
+                f"this file gives numbers for each position of an input, not a vector for the whole, which {what} "
+                "needs: export it with --pool mean (pool='mean'), or take them with predict()"
+            )
+        return self.width
+
+    def value(self, input: Input) -> Input:
+        prompt = self.outcome.settings.get(PROMPT, "")
+        return prompt + input if prompt and isinstance(input, str) else input
+
+    def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Array:
+        return outputs[0]
+
+    def numbers(self, result: Array) -> Array:
+        return result
+
+    def line(self, result: Array) -> str:
+        return str(numbers_of(result))
+
+    def fields(self, result: Array) -> dict[str, Any]:
+        return {"vector" if result.ndim == 1 else "vectors": numbers_of(result)}
+
+    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
+        from tformer_runtime.tasks.job import Job
+        from tformer_runtime.tasks.vectors import Arrays, Cosines
+
+        settings = dict(settings)
+        nearness = settings.pop("similarity", False)
+        if asked.output is not None and asked.output.suffix == ".npy":
+            if asked.as_json or nearness:
+                raise OptionError(
+                    f"{asked.output} is one array of vectors: leave out --json and --similarity, or name another file"
+                )
+            return Arrays(self, settings, asked, self.must_pool("one array of all"))
+        if nearness:
+            self.must_pool("--similarity")
+            return Cosines(self, settings, asked)
+        return Job(self, settings, asked)
+
+
+def cosines(one: Array, other: Array) -> Array:
+    """(n, m) of the rows of (n, d) and (m, d); 0 where either has no length."""
+    return _unit(one) @ _unit(other).T
+
+
+def _unit(vectors: Array) -> Array:
+    vectors = np.asarray(vectors, np.float64)
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.where(length > 0, length, 1)

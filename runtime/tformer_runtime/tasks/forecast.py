@@ -1,0 +1,204 @@
+"""Forecasting: histories of numbers in, the steps that follow them out, in the data's own units.
+
+A model that is run once gives its whole horizon at once. One that decodes gives a step, which is fed back to it as its
+next input: one that reads the history itself (decoder-only) is fed the history first, one with an encoder what
+`Series.begin` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, UnsupportedCallError
+from tformer_runtime.memory import Budget
+from tformer_runtime.series import Series, Window
+from tformer_runtime.session import Array
+
+WINDOW = 16  # times the rows of a batch: how many histories are sorted by length together
+
+Forecast = npt.NDArray[np.float32]
+
+
+class Forecaster:
+    """The forecasts of one model file. Safe to share between threads."""
+
+    def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
+        """budget: what the memory of caches and contexts is taken from. UnsupportedCallError if the file is of another
+        kind."""
+        manifest = engine.manifest
+        series = Series.of(manifest)
+        if series is None:
+            raise UnsupportedCallError(
+                f"this model ({manifest.task}) was not exported to forecast: export it with series={{…}}"
+            )
+        self.engine, self.series, self._budget = engine, series, budget or Budget()
+        self._reads_itself = manifest.encode is None
+
+    def steps(self, horizon: int | None) -> int:
+        """How many steps are forecast. OptionError for more than the model can."""
+        steps, most = self.series.steps(horizon), self.most
+        if most is not None and steps > most:
+            held = self.engine.manifest.max_length
+            raise OptionError(f"horizon must be at most {most}, for the model holds {held} steps, not {steps}")
+        return steps
+
+    @property
+    def most(self) -> int | None:
+        """Steps that a decoder has room for, beside the shortest history if it reads that itself; None without one."""
+        if self.engine.manifest.decode is None:
+            return None
+        return self.engine.manifest.max_length - self._fed(0) - (self.series.shortest if self._reads_itself else 0)
+
+    def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> Window:
+        """A history as the model reads it. InputError for what it cannot read, or not together with so many steps."""
+        return self.series.window(history, self.room(steps), truncate)
+
+    def batch(self, windows: Sequence[Window], steps: int) -> list[Forecast]:
+        """(steps, targets) for each, in units. Where `Series.ragged` is false, all are of one length.
+
+        The cost is that of encoding, or of reading the histories, and of `steps` - 1 steps; of one run where the model
+        gives all at once.
+        """
+        values = [window.values for window in windows]
+        found = self._at_once(values, steps) if self.series.at_once else self._by_steps(windows, steps)
+        return [self.series.restored(rows, window) for rows, window in zip(found, windows, strict=True)]
+
+    def every(
+        self,
+        histories: Iterable[npt.ArrayLike],
+        horizon: int | None = None,
+        batch_size: int = 32,
+        workers: int = 1,
+        first: int = 0,
+        truncate: bool = False,
+    ) -> Iterator[Forecast]:
+        """Of any number of histories, in their order; see `Model.forecast_batch`."""
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}")
+        steps = self.steps(horizon)
+
+        def window(index: int, history: npt.ArrayLike) -> Window:
+            try:
+                return self.window(history, steps, truncate)
+            except InputError as error:
+                raise InputError(f"input {index + 1}: {error}") from error
+
+        def run(batch: Sequence[Window]) -> list[Forecast]:
+            return self.batch(batch, steps)
+
+        windows = (window(index, history) for index, history in enumerate(histories, first))
+        return _in_order(windows, run, self.series.ragged, batch_size, workers)
+
+    def _fed(self, steps: int) -> int:
+        """Rows that a decoder reads for so many steps, beside a history that it reads itself."""
+        begin = self.series.begin
+        return (begin if isinstance(begin, int) else len(begin)) + steps - 1
+
+    def room(self, steps: int) -> int | None:
+        """Rows of history that the model can read beside so many steps; None if there is no limit."""
+        if self._reads_itself:
+            return self.engine.manifest.max_length - self._fed(steps)
+        encode = self.engine.manifest.encode
+        assert encode is not None
+        spec = next(spec for spec in encode.inputs if spec.name == self.series.input)
+        return spec.shape[1] if isinstance(spec.shape[1], int) else spec.max_length
+
+    def _at_once(self, values: Sequence[Array], steps: int) -> Array:
+        """(rows, steps, targets)"""
+        assert self.engine.manifest.encode is not None
+        name = self.engine.manifest.encode.outputs[0].name
+        given: Array = self.engine.encode({self.series.input: list(values)}, len(values))[name].numpy()
+        if given.ndim == 2:  # of one target
+            given = given[:, :, None]
+        return given[:, :steps, list(self.series.feedback)]
+
+    def _by_steps(self, windows: Sequence[Window], steps: int) -> Array:
+        """(rows, steps, targets)"""
+        engine, rows, feedback = self.engine, len(windows), list(self.series.feedback)
+        values = [window.values for window in windows]
+        sources = None if self._reads_itself else {self.series.input: values}
+        fed = values if self._reads_itself else [self.series.first(window) for window in windows]
+        counts = np.array([len(own) for own in fed])
+        longest = int(counts.max())
+        share = self._budget.share()
+        sizes = [engine.sizing.sizes({} if sources is None else {self.series.input: own}) for own in values]
+        most = {axis: max(own[axis] for own in sizes) for axis in sizes[0]}
+        try:
+            share.ask(engine.sizing.need(longest + steps - 1, most, rows))
+        except MemoryBudgetError:
+            share.end()
+            if rows == 1:
+                raise
+            halves = (windows[: rows // 2], windows[rows // 2 :])
+            return np.concatenate([self._by_steps(half, steps) for half in halves])
+        state = None
+        try:
+            state = engine.start(sources, rows, budget=share)
+            tokens: Array = np.zeros((rows, longest, len(feedback)), np.float32)
+            for row, own in zip(tokens, fed, strict=True):
+                row[: len(own)] = own
+            found: Array = np.empty((rows, steps, len(feedback)), np.float32)
+            for at in range(steps):
+                found[:, at] = engine.step(state, tokens, counts if at == 0 else None)[:, feedback]
+                tokens = found[:, at : at + 1]
+            return found
+        finally:
+            if state is not None:
+                state.release()
+            share.end()
+
+
+def _in_order(
+    windows: Iterator[Window],
+    run: Callable[[Sequence[Window]], list[Forecast]],
+    ragged: bool,
+    batch_size: int,
+    workers: int,
+) -> Iterator[Forecast]:
+    """Results in the order of the windows, which are read as they are needed; those of like length run together.
+
+    A window that cannot be read raises in its turn, after the results of those before it.
+    """
+    failed: Exception | None = None
+    pool = ThreadPoolExecutor(workers, "tformer-forecast") if workers > 1 else None
+    try:
+        while failed is None:
+            some: list[Window] = []
+            try:
+                some.extend(islice(windows, WINDOW * batch_size * workers))
+            except Exception as error:
+                failed = error
+            if not some:
+                break
+            batches = list(_alike(some, ragged, batch_size))
+            inputs = [[some[i] for i in batch] for batch in batches]
+            results = pool.map(run, inputs) if pool is not None else map(run, inputs)
+            found: dict[int, Forecast] = {}
+            for batch, forecasts in zip(batches, results, strict=True):
+                found.update(zip(batch, forecasts, strict=True))
+            yield from (found[i] for i in range(len(some)))
+        if failed is not None:
+            raise failed
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+
+def _alike(windows: Sequence[Window], ragged: bool, batch_size: int) -> Iterator[list[int]]:
+    """Numbers of windows of like length, at most `batch_size` of them; of one length unless they may be ragged."""
+    lengths = [len(window.values) for window in windows]
+    batch: list[int] = []
+    for i in sorted(range(len(windows)), key=lambda i: lengths[i]):
+        if batch and (len(batch) == batch_size or (not ragged and lengths[batch[0]] != lengths[i])):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

@@ -1,0 +1,140 @@
+"""Forecasting on the command line: histories in files, forecasts as CSV, JSON or one array."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tformer_runtime.errors import OptionError
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.series import TASK, Series
+from tformer_runtime.tables import read_series
+from tformer_runtime.tasks.base import Array, Task, numbers_of
+from tformer_runtime.tasks.flags import Flag
+from tformer_runtime.tasks.job import Asked, Job, Write
+from tformer_runtime.tasks.vectors import npy_head
+
+if TYPE_CHECKING:
+    from tformer_runtime.model import Model
+
+
+class Forecasting(Task):
+    names = (TASK,)
+    does = "forecasts series of numbers"
+    call = "forecast()"
+    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}}  # noqa: RUF012
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        series = Series.of(manifest)
+        assert series is not None
+        self.series = series
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(given)
+        horizon = given.pop("horizon", None)
+        super().settings(given)
+        if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int)):
+            raise OptionError(f"horizon must be a whole number of at least 1, not {horizon!r}")
+        return {"horizon": self.series.steps(horizon)}
+
+    def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Array:
+        return outputs[0]
+
+    def numbers(self, result: Array) -> Array:
+        return result
+
+    def line(self, result: Array) -> str:
+        return str(numbers_of(result))
+
+    def fields(self, result: Array) -> dict[str, Any]:
+        return {"columns": self.series.names, "forecast": numbers_of(result)}
+
+    def read(self, line: str, ids: bool) -> Any:
+        return History(line, read_series(line, self.series.columns, self.series.features))
+
+    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
+        if asked.ids:
+            raise OptionError("a series holds numbers, and --ids is for ids: leave it out")
+        array = asked.output is not None and asked.output.suffix == ".npy"
+        if array and asked.as_json:
+            raise OptionError(f"{asked.output} is one array of forecasts: leave out --json, or name another")
+        return _Arrays(self, settings, asked) if array else _Forecasts(self, settings, asked)
+
+
+@dataclass(frozen=True)
+class History:
+    """values: (time, columns) of the file of that name."""
+
+    name: str
+    values: Array
+
+
+class _Forecasts(Job):
+    """A table of each forecast's steps, under one header, with the history's name in front if there are several; or an
+    object a line."""
+
+    def __init__(self, task: Forecasting, settings: Mapping[str, Any], asked: Asked) -> None:
+        super().__init__(task, settings, asked)
+        self.series, self.several = task.series, False
+        self.horizon = task.settings(self.settings)["horizon"]
+
+    def run(
+        self,
+        model: Model,
+        values: Iterable[Any],
+        write: Write,
+        advance: Callable[[], None],
+        batch_size: int,
+        workers: int,
+        first: int,
+    ) -> None:
+        rest = iter(values)
+        begin = list(islice(rest, 2))
+        self.several = first > 0 or len(begin) > 1
+        super().run(model, chain(begin, rest), write, advance, batch_size, workers, first)
+
+    def results(
+        self, model: Model, values: Iterable[Any], batch_size: int, workers: int, first: int
+    ) -> Iterator[tuple[str, Array]]:
+        names: deque[str] = deque()
+
+        def histories() -> Iterator[Array]:
+            for history in values:
+                names.append(history.name)
+                yield history.values
+
+        for forecast in model.forecast_batch(histories(), self.horizon, batch_size, workers, first, self.truncate):
+            yield names.popleft(), forecast
+
+    def written(self, result: tuple[str, Array], index: int) -> str | bytes:
+        name, forecast = result
+        if self.as_json:
+            return json.dumps({"index": index, "input": name, **self.task.fields(forecast)}, ensure_ascii=False) + "\n"
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        front = [name] if self.several else []
+        if index == 0:
+            table.writerow([*(["input"] if self.several else []), *self.series.names])
+        table.writerows([*front, *row] for row in forecast.astype(str))
+        return text.getvalue()
+
+
+class _Arrays(_Forecasts):
+    """All forecasts as one float32 array, (horizon, targets), or (n, horizon, targets) of several."""
+
+    def __init__(self, task: Forecasting, settings: Mapping[str, Any], asked: Asked) -> None:
+        super().__init__(task, settings, asked)
+        shape = (self.horizon, len(task.series.targets))
+        self.head = lambda rows: npy_head(shape if rows == 1 else (rows, *shape))
+
+    def written(self, result: tuple[str, Array], index: int) -> bytes:
+        return np.ascontiguousarray(result[1], "<f4").tobytes()

@@ -1,0 +1,84 @@
+"""What `tformer-run` does with a file, from lines to results, for any task of a model that is run once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tformer_runtime.tasks.base import TRUNCATE, Task
+
+if TYPE_CHECKING:
+    from tformer_runtime.inputs import Input
+    from tformer_runtime.model import Model
+
+Write = Callable[[Any], Any]  # of text, or bytes where a file is written
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What can be asked of any file. ids: inputs and results are ids. output: the file that results go to."""
+
+    ids: bool = False
+    as_json: bool = False
+    output: Path | None = None
+    resume: bool = False
+    force: bool = False
+
+
+class Job:
+    """asked: what results depend on beside the file and the inputs, by its name on the command line. batch_size: unless
+    one is asked for. head: of so many inputs, what stands before their results, always as long; None for nothing.
+    resumes: whether a run that was stopped leaves what another can go on with. streams: whether inputs are taken one
+    after the other, each result shown as it comes. max_memory: bytes of caches."""
+
+    asked: Mapping[str, Any] = {}
+    batch_size = 32
+    head: Callable[[int], bytes] | None = None
+    resumes = True
+    streams = False
+    max_memory: int | None = None
+
+    def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked) -> None:
+        """settings: of the task's results, and whether inputs are to be cut."""
+        self.task, self.as_json, self.ids = task, asked.as_json, asked.ids
+        self.truncate = bool(settings.get(TRUNCATE, False))
+        self.settings = {name: value for name, value in settings.items() if name != TRUNCATE}
+        task.settings(self.settings)  # refuses before the model is loaded
+        flags = {name: flag.flag for flags in task.every_flag().values() for name, flag in flags.items()}
+        self.asked = {flags[name]: value for name, value in settings.items()}
+
+    def read(self, line: str) -> Input:
+        """The input that a line stands for. InputError if it stands for none."""
+        return self.task.read(line, self.ids)
+
+    def prepare(self, model: Model, device: str, threads: int | None) -> None:
+        """The model has been loaded."""
+
+    def run(
+        self,
+        model: Model,
+        values: Iterable[Input],
+        write: Write,
+        advance: Callable[[], None],
+        batch_size: int,
+        workers: int,
+        first: int,
+    ) -> None:
+        """Write the results of all inputs, in their order. advance: told of each. first: how many came before."""
+        for index, result in enumerate(self.results(model, values, batch_size, workers, first), first):
+            write(self.written(result, index))
+            advance()
+
+    def results(
+        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
+    ) -> Iterator[Any]:
+        return model.predict(values, batch_size, workers=workers, truncate=self.truncate, first=first, **self.settings)
+
+    def written(self, result: Any, index: int) -> str | bytes:
+        """A result as it stands in the output."""
+        if not self.as_json:
+            return f"{self.task.line(result)}\n"
+        return json.dumps({"index": index, **self.task.fields(result)}, ensure_ascii=False) + "\n"

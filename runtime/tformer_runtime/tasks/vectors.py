@@ -1,0 +1,99 @@
+"""Vectors on the command line: as one array, and as the cosines between them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tformer_runtime.errors import InputError
+from tformer_runtime.tasks.base import Array, Task
+from tformer_runtime.tasks.features import cosines
+from tformer_runtime.tasks.job import Asked, Job
+
+if TYPE_CHECKING:
+    from tformer_runtime.inputs import Input
+    from tformer_runtime.model import Model
+
+HEAD = 128  # bytes before the numbers; numpy's format wants a multiple of 64
+
+
+class Arrays(Job):
+    """All vectors as one float32 array (n, width) in numpy's format, written row by row: how many there are is put into
+    its head at the end."""
+
+    def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked, width: int) -> None:
+        super().__init__(task, settings, asked)
+        self.head = lambda rows: npy_head((rows, width))
+
+    def written(self, result: Array, index: int) -> bytes:
+        return np.ascontiguousarray(result, "<f4").tobytes()
+
+
+def npy_head(shape: tuple[int, ...]) -> bytes:
+    """What a .npy file of float32 of this shape begins with, in HEAD bytes.
+
+    https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+    """
+    held = io.BytesIO()
+    np.lib.format.write_array_header_1_0(held, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    head = held.getvalue()
+    size = HEAD - 10  # of the description, after the magic string, the version and this number
+    return head[:8] + size.to_bytes(2, "little") + head[10:].rstrip(b"\n ").ljust(size - 1) + b"\n"
+
+
+class Cosines(Job):
+    """How near inputs are: the two texts of each pair, or all inputs to all, whose vectors are held until the end."""
+
+    def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked) -> None:
+        super().__init__(task, settings, asked)
+        self.asked = {**self.asked, "--similarity": True}
+
+    def results(
+        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
+    ) -> Iterator[Any]:
+        inputs = iter(values)
+        begin = next(inputs, None)
+        if begin is None:
+            return
+        pairs = isinstance(begin, tuple)
+        if not pairs and first:
+            raise InputError("a table is made of all inputs at once: start over with --force")
+        every = (_alike(value, pairs, at) for at, value in enumerate(chain([begin], inputs), first + 1))
+        if not pairs:
+            vectors = list(super().results(model, every, batch_size, workers, first))
+            table = np.stack(vectors)
+            for vector in vectors:
+                yield cosines(vector[None], table)[0]
+            return
+        texts = (text for pair in every for text in pair)
+        found = super().results(model, texts, batch_size, workers, 0)
+        number = first
+        while True:
+            number += 1
+            try:
+                one, other = next(found, None), next(found, None)
+            except InputError as error:
+                raise InputError(f"input {number}: {str(error).partition(': ')[2]}") from error
+            if one is None or other is None:
+                return
+            yield cosines(one[None], other[None])[0, 0]
+
+    def written(self, result: Any, index: int) -> str:
+        if self.as_json:
+            values = [float(f"{value:.6g}") for value in np.atleast_1d(result)]
+            fields = {"cosines": values} if np.ndim(result) else {"cosine": values[0]}
+            return json.dumps({"index": index, **fields}) + "\n"
+        return "\t".join(f"{value:.4f}" for value in np.atleast_1d(result)) + "\n"
+
+
+def _alike(value: Input, pairs: bool, number: int) -> Any:
+    """InputError for a single input among pairs, or a pair among single ones."""
+    if isinstance(value, tuple) != pairs:
+        one, others = ("one text", "pairs") if pairs else ("a pair", "single texts")
+        raise InputError(f"input {number}: it is {one} and those before are {others}: compare the one or the other")
+    return value

@@ -1,0 +1,164 @@
+"""tformer-export of a forecaster's checkpoint, and tformer-run of histories in files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from running import failed, misused, run
+
+from tformer_export.checkpoint import save_checkpoint
+from tformer_export.cli import command
+from tformer_models.forecaster import DecoderForecaster
+from tformer_runtime import Model
+from tformer_runtime.cli import main
+
+ARGUMENTS = {"features": 2, "width": 16, "heads": 2, "layers": 1, "feedforward": 32, "max_length": 32}
+SERIES = {"columns": ["load", "wind"], "normalize": {"mean": [50, -1], "scale": [5, 0.1]}, "horizon": 4, "longest": 20}
+HISTORY = np.random.default_rng(0).standard_normal((12, 2)).cumsum(0) * [5, 0.1] + [50, -1]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The file of a checkpoint, and its module."""
+    folder = tmp_path_factory.mktemp("forecast")
+    torch.manual_seed(0)
+    module = DecoderForecaster(**ARGUMENTS)
+    torch.nn.init.normal_(module.output.weight, std=0.3)
+    factory = "tformer_models.forecaster:DecoderForecaster"
+    save_checkpoint(
+        module, folder / "model.pt", factory=factory, arguments=ARGUMENTS, step="x", task="forecasting", series=SERIES
+    )
+    result = CliRunner().invoke(command, [str(folder / "model.pt"), "-o", str(folder / "model.onnx")])
+    assert result.exit_code == 0, result.output
+    assert "fed back step by step" in result.stderr
+    return folder / "model.onnx", module.eval()
+
+
+@pytest.fixture
+def path(made):
+    return made[0]
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "day,wind,load\n" + "".join(f"{i},{wind!r},{load!r}\n" for i, (load, wind) in enumerate(HISTORY.tolist()))
+    (tmp_path / "history.csv").write_text(text)
+    np.save(tmp_path / "other.npy", HISTORY[3:9])
+    return "history.csv"
+
+
+def table(text):
+    header, *rows = csv.reader(io.StringIO(text))
+    return header, rows
+
+
+def test_a_forecast_is_a_table_in_the_datas_units(made, history):
+    path, module = made
+    result = run(path, history, "--horizon", 6)
+    assert result.exit_code == 0, result.output
+    header, rows = table(result.stdout)
+    assert header == ["load", "wind"]
+    mean, scale = np.array([50, -1]), np.array([5, 0.1])
+    with torch.inference_mode():
+        given = torch.from_numpy(((HISTORY - mean) / scale).astype(np.float32))[None]
+        expected = module.forecast(given, 6)[0].numpy() * scale + mean
+    np.testing.assert_allclose(np.array(rows, float), expected, rtol=1e-5)
+    assert len(table(run(path, history).stdout)[1]) == SERIES["horizon"]
+
+
+def test_several_forecasts_are_told_apart(path, history):
+    header, rows = table(run(path, history, "other.npy", "--horizon", 3).stdout)
+    assert header == ["input", "load", "wind"]
+    assert [row[0] for row in rows] == ["history.csv"] * 3 + ["other.npy"] * 3
+    found = Model.load(path, device="cpu").forecast(HISTORY[3:9], 3)
+    np.testing.assert_allclose(np.array([row[1:] for row in rows[3:]], np.float32), found, rtol=1e-5)
+
+
+def test_json_and_arrays_hold_the_same(path, history, tmp_path):
+    lines = [json.loads(line) for line in run(path, history, "other.npy", "--json").stdout.splitlines()]
+    assert [(line["index"], line["input"], line["columns"]) for line in lines] == [
+        (0, "history.csv", ["load", "wind"]),
+        (1, "other.npy", ["load", "wind"]),
+    ]
+    assert run(path, history, "--output-file", "one.npy").exit_code == 0
+    np.testing.assert_allclose(np.load("one.npy"), np.float32(lines[0]["forecast"]), rtol=1e-5)
+    (tmp_path / "list.txt").write_text("history.csv\nother.npy\n")
+    assert run(path, "--input-file", "list.txt", "--output-file", "two.npy", "--workers", 2).exit_code == 0
+    np.testing.assert_allclose(np.load("two.npy"), np.float32([line["forecast"] for line in lines]), rtol=1e-5)
+
+
+def test_a_history_may_come_from_standard_input(path, history):
+    text = Path(history).read_text()
+    assert run(path, "-", stdin=text).stdout == run(path, history).stdout
+
+
+def test_what_is_too_long_is_cut_if_asked(path, history):
+    np.save("long.npy", np.concatenate([HISTORY, HISTORY]))
+    said = failed(run(path, "long.npy"))
+    assert said == (
+        "input 1: the history has 24 rows and the model reads at most 20: give the last of them, or have it cut "
+        "with --truncate (truncate=True)"
+    )
+    np.save("last.npy", np.concatenate([HISTORY, HISTORY])[-20:])
+    assert run(path, "long.npy", "--truncate").stdout == run(path, "last.npy").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "load\n1\n",
+            "input 1: broken.csv has no column 'wind': the model reads load, wind, and the file's first line",
+        ),
+        ("load,wind\n1,2\n3,four\n", "input 1: broken.csv, line 3: 'four' in column 'wind' is not a number"),
+        ("load,wind\n1,2\nnan,3\n", "input 1: row 2 of column 'load' is nan: fill gaps before"),
+        ("load,wind\n", "input 1: the history has 0 rows and the model reads 1 at least"),
+    ],
+)
+def test_what_is_wrong_with_a_history_is_said(path, history, text, sentence):
+    with open("broken.csv", "w") as file:
+        file.write(text)
+    assert failed(run(path, "broken.csv")).startswith(sentence)
+
+
+def test_options_of_other_files_are_refused(path, history):
+    assert failed(run(path, history, "--beam-size", 3), 2) == (
+        "model.onnx forecasts series of numbers (forecasting): it takes no --beam-size"
+    )
+    assert failed(run(path, history, "--horizon", 40), 2) == (
+        "--horizon must be at most 32, for the model holds 32 steps, not 40"
+    )
+    assert "whole number" in failed(run(path, history, "--horizon", "soon"), 2)
+    assert failed(run(path, "1 2", "--ids"), 2).startswith("a series holds numbers, and --ids is for ids")
+    assert failed(run(path, history, "--json", "--output-file", "one.npy"), 2).startswith("one.npy is one array")
+    assert failed(run(path, "nowhere.csv")) == "input 1: nowhere.csv cannot be read: No such file or directory"
+
+
+def test_a_run_that_was_stopped_goes_on(path, history, monkeypatch):
+    whole = run(path, history, "other.npy", history, "--batch-size", 1).stdout
+    with open("list.txt", "w") as file:
+        file.write("history.csv\nother.npy\nnowhere.csv\n")
+    arguments = (path, "--input-file", "list.txt", "--output-file", "out.csv", "--batch-size", 1)
+    failed(run(*arguments))
+    with open("list.txt", "w") as file:
+        file.write("history.csv\nother.npy\nhistory.csv\n")
+    result = run(*arguments, "--resume")
+    assert result.exit_code == 0, result.output
+    assert Path("out.csv").read_text() == whole
+
+
+def test_the_files_facts(path):
+    facts = json.loads(CliRunner().invoke(main, [str(path), "--info", "--json"]).stdout)
+    assert facts["task"] == "forecasting"
+    assert facts["series"]["columns"] == ["load", "wind"]
+    assert facts["series"]["horizon"] == 4
+    assert facts["vocabulary"] is None
+    assert misused(run(path, "a.csv", "--input-file", "b")) == "give INPUT or --input-file, not both"

@@ -1,0 +1,188 @@
+"""One's own encoders that are run once: pooling, a head, masks that hold or do not, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+from torch.nn import functional as F
+
+from tformer_export import export, padding
+from tformer_export.checkpoint import save_checkpoint
+from tformer_export.source import load_source
+from tformer_export.source.module import from_module
+from tformer_export.source.pooled import POOLS, pooled
+from tformer_runtime import Model, OptionError, ParityError, SourceError
+
+ANIMALS = "the quick brown fox jumps over lazy dog a e o"
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *ANIMALS.split()]
+WIDTH, HEADS, MOST = 16, 2, 48
+IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
+TEXTS = ["the quick brown fox", "a", "over the lazy dog the fox jumps over the lazy dog", "dog dog"]
+
+
+class Packed(nn.Module):
+    """A pre-norm encoder with packed projections and learned positions; padding by an additive mask."""
+
+    def __init__(self, labels=0):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(len(WORDS), WIDTH), nn.Embedding(MOST, WIDTH)
+        self.packed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.expand, self.contract = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, labels) if labels else None
+
+    def forward(self, ids, mask):
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        q, k, v = self.packed(self.norms[0](x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        x = x + self.contract(F.gelu(self.expand(self.norms[1](x))))
+        return x if self.head is None else self.head(x[:, 0])
+
+
+MASKS = {"mask": padding("ids", keep="additive", shape=("batch", 1, 1, "time"))}
+
+
+class Checked(Packed):
+    """The same for ids alone, whose padding it knows, as a checkpoint is of."""
+
+    def forward(self, ids):
+        mask = torch.where(ids == 0, -1e9, 0.0)[:, None, None]
+        return super().forward(ids, mask)
+
+
+class Leaks(nn.Module):
+    """Looks at padding once, and forgets it when it takes the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(len(WORDS), WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.out(self.embed(ids) * (ids != 0)[:, :, None]).mean(1)
+
+
+def tokenizer():
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return made
+
+
+def read(text):
+    return torch.tensor([tokenizer().encode(*((text,) if isinstance(text, str) else text)).ids])
+
+
+def seeded(kind, *arguments):
+    torch.manual_seed(5)
+    module = kind(*arguments).eval()
+    nn.init.normal_(module.embed.weight)
+    return module
+
+
+def test_pooled_vectors(tmp_path):
+    module = seeded(Packed)
+    report = export(
+        module, tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, tokenizer=tokenizer().to_str(), pool="max",
+        normalize=True, quantize="int8",
+    )  # fmt: skip
+    model = Model.load(tmp_path / "x.onnx", "cpu")
+    assert report.parity.raw.relative < 1e-5
+    assert "from raw inputs" in dict(report.rows())
+    assert "cosine" in dict(report.rows())
+    with torch.no_grad():
+        states = [module(read(text), torch.zeros(1, 1, 1, 1))[0].max(0).values for text in TEXTS]
+    expected = F.normalize(torch.stack(states), dim=1).numpy()
+    found = model.embed(TEXTS)
+    assert (found * expected).sum(1).min() > 0.999
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+
+
+def test_a_head_from_a_checkpoint(tmp_path):
+    module = seeded(Checked, 3)
+    save_checkpoint(
+        module, tmp_path / "model.pt", factory="test_own_encoders:Checked", arguments={"labels": 3}, step=None,
+        tokenizer=tokenizer().to_str(), special={"pad": 0},
+    )  # fmt: skip
+    labels = ["no", "perhaps", "yes"]
+    report = export(
+        load_source(tmp_path / "model.pt"), tmp_path / "x.onnx", task="text-classification", labels=labels,
+        problem="multi_label",
+    )  # fmt: skip
+    model = Model.load(tmp_path / "x.onnx", "cpu")
+    pairs = [("the fox", "a dog"), ("a", "the lazy dog")]
+    for text, result in zip([*TEXTS, *pairs], model.classify([*TEXTS, *pairs]), strict=True):
+        with torch.no_grad():
+            expected = module(read(text))[0].sigmoid().tolist()
+        assert list(result.scores) == labels
+        assert list(result.scores.values()) == pytest.approx(expected, abs=1e-5)
+        assert result.score == max(result.scores.values())
+    assert report.parity.ragged
+    assert report.parity.raw.pairs == 4
+
+
+def test_rows_that_padding_would_change_are_run_by_size(tmp_path):
+    module = seeded(Leaks)
+    report = export(module, tmp_path / "x.onnx", {"ids": IDS}, tokenizer=tokenizer().to_str(), special={"pad": 0})
+    model = Model.load(tmp_path / "x.onnx", "cpu")
+    assert not report.parity.ragged
+    assert not model.manifest.encode.ragged
+    assert report.parity.raw.relative < 1e-5
+    with torch.no_grad():
+        expected = [module(read(text))[0].numpy() for text in TEXTS]
+    np.testing.assert_allclose(model.embed(TEXTS), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pool_reads_a_row_s_own_positions(name):
+    torch.manual_seed(0)
+    source = pooled(from_module(seeded(Packed), {"ids": IDS}, None, masks=MASKS), [name])
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    keep = torch.tensor([[True] * 4, [True, True, False, False]])
+    with torch.no_grad():
+        both = source.module(ids, keep)
+        alone = torch.cat([source.module(ids[:1], keep[:1]), source.module(ids[1:, :2], keep[1:, :2])])
+        states = seeded(Packed)(ids[1:, :2], torch.zeros(1, 1, 1, 1))[0]
+    torch.testing.assert_close(both, alone)
+    plain = {
+        "mean": states.mean(0), "first": states[0], "last": states[1], "max": states.amax(0),
+        "mean_sqrt_len_tokens": states.sum(0) / 2**0.5, "weightedmean": (states[0] + 2 * states[1]) / 3,
+    }  # fmt: skip
+    torch.testing.assert_close(both[1], plain[name])
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "error", "message"),
+    [
+        (3, {"pool": "mean"}, SourceError, r"pooling needs a vector for each position, .* the model gives \(2, 3\)"),
+        (0, {"pool": "median"}, OptionError, "pool is one of mean, first, max, last, not 'median'"),
+        (0, {"normalize": True}, OptionError, "normalize is of pooled vectors: choose a pool too"),
+        (3, {"labels": ["a"]}, OptionError, r"labels and a problem are of task text-classification \(--task"),
+        (3, {"labels": ["a"], "task": "text-classification"}, OptionError, "1 labels are given for 3 scores"),
+        (0, {"task": "text-classification"}, SourceError, r"a classifier gives scores .* gives \(2, 3, 16\)"),
+        (
+            3,
+            {"problem": "ordinal", "task": "text-classification"},
+            OptionError,
+            "problem is one of single_label, multi",
+        ),
+        (0, {"tokenizer": len}, OptionError, "a tokenizer is text in tokenizers' JSON format"),
+    ],
+)
+def test_refusals(tmp_path, labels, options, error, message):
+    with pytest.raises(error, match=message):
+        export(seeded(Packed, labels), tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mask_that_is_the_wrong_way_round_is_refused(tmp_path):
+    class Wrong(Packed):
+        def forward(self, ids, hidden):
+            return super().forward(ids, torch.where(hidden, 0.0, -1e9)[:, None, None])
+
+    with pytest.raises(ParityError, match=r"differs from its source|the wrong way round|not finite"):
+        export(seeded(Wrong), tmp_path / "x.onnx", {"ids": IDS}, masks={"hidden": padding("ids", keep=False)})

@@ -1,0 +1,57 @@
+"""Numbers that are computed of sizes in tensors are sizes: what is cut by them fits any length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tformer_export.capture import aten, capture
+from tformer_export.source.module import from_module
+from tformer_export.staging.evaluate import run
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+MOST = 12
+
+
+class Spans(nn.Module):
+    """Adds rows from the middle of a table, as many on each side as there are positions, and bounds what it adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.table = nn.Embedding(20, 4), nn.Parameter(torch.randn(2 * MOST, 4))
+
+    def forward(self, ids):
+        span = torch.tensor(min(ids.shape[1], MOST))
+        rows = self.table[MOST - span : MOST + span, :]
+        places = torch.clamp(torch.arange(ids.shape[1]) * 3 - 2, 0, span * 2 - 1)
+        return self.embed(ids) + rows[places] + span.item()
+
+
+class Data(Spans):
+    """Cuts by its data, which is no size."""
+
+    def forward(self, ids):
+        return self.embed(ids) + self.table[: ids.max(), :].sum()
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(0)
+    return from_module(Spans().eval(), {"ids": IDS}, None).module
+
+
+@pytest.mark.parametrize("length", [2, 5, 11, 17])
+def test_a_size_through_a_tensor(module, length):
+    captured = capture(module, {"ids": IDS}, None)
+    assert not any(node.target is aten.item.default for node in captured.nodes)
+    ids = torch.arange(2 * length).reshape(2, length) % 20
+    with torch.no_grad():
+        found, expected = run(captured, {"ids": ids})[captured.output], module(ids)
+    torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(module)  # as it was before
+
+
+def test_data_are_no_sizes():
+    captured = capture(from_module(Data().eval(), {"ids": IDS}, None).module, {"ids": IDS}, None)
+    assert any(node.target is aten.item.default for node in captured.nodes)

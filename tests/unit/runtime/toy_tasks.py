@@ -1,0 +1,103 @@
+"""Small files of models that are run once, built with onnx.helper, and the same computation in numpy.
+
+x = E[ids] + T[types]; a vector is the mean of a row's own x, scores are that vector times W.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tformer_runtime import manifest as m
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "good", "bad", "day", "film", "a", "the", "night", "old"]
+WIDTH, LABELS, MOST = 6, ("NEGATIVE", "NEUTRAL", "POSITIVE"), 12
+_random = np.random.default_rng(4)
+EMBEDDING = _random.standard_normal((len(WORDS), WIDTH)).astype(np.float32)
+TYPES = _random.standard_normal((2, WIDTH)).astype(np.float32)
+HEAD = _random.standard_normal((WIDTH, len(LABELS))).astype(np.float32)
+
+
+def words() -> Tokenizer:
+    """[CLS] a text [SEP], or [CLS] one [SEP] another [SEP] with the second of type 1."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return tokenizer
+
+
+def read(text: str | tuple[str, str]) -> tuple[list[int], list[int]]:
+    """ids and types by hand"""
+    texts = [text] if isinstance(text, str) else list(text)
+    parts = [[WORDS.index(w) if w in WORDS else 3 for w in part.split()] for part in texts]
+    ids = [1, *(i for part in parts for i in [*part, 2])]
+    return ids, [0] * (2 + len(parts[0])) + [1] * (len(ids) - 2 - len(parts[0]))
+
+
+def vector(text: str | tuple[str, str]) -> np.ndarray:
+    ids, types = read(text)
+    return (EMBEDDING[ids] + TYPES[types]).mean(0)
+
+
+def states(text: str) -> np.ndarray:
+    ids, types = read(text)
+    return EMBEDDING[ids] + TYPES[types]
+
+
+def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: Any) -> Path:
+    """gives: "vector", "states" (of each position) or "scores". manifest: fields of it."""
+    b, time = m.BATCH, "ids_length"
+    inputs = (
+        m.RequestInput("ids", "int64", (b, time), "ids", max_length=MOST, vocabulary=len(WORDS)),
+        m.RequestInput("mask", "int64", (b, time), "mask", of="ids"),
+        m.RequestInput("types", "int64", (b, time), "types", of="ids"),
+    )
+    shape = {"vector": (b, WIDTH), "states": (b, time, WIDTH), "scores": (b, len(LABELS))}[gives]
+    output = m.TensorSpec("output", "float32", shape)
+    weights = {"E": EMBEDDING, "T": TYPES, "W": HEAD, "last": np.array([2]), "axis": np.array([1])}
+    nodes = [
+        h.make_node("Gather", ["E", "ids"], ["e"]),
+        h.make_node("Gather", ["T", "types"], ["t"]),
+        h.make_node("Add", ["e", "t"], ["output" if gives == "states" else "x"]),
+    ]
+    if gives != "states":
+        nodes += [
+            h.make_node("Cast", ["mask"], ["keep"], to=T.FLOAT),
+            h.make_node("Unsqueeze", ["keep", "last"], ["k"]),
+            h.make_node("Mul", ["x", "k"], ["kept"]),
+            h.make_node("ReduceSum", ["kept", "axis"], ["sum"], keepdims=0),
+            h.make_node("ReduceSum", ["k", "axis"], ["count"], keepdims=0),
+            h.make_node("Div", ["sum", "count"], ["output" if gives == "vector" else "v"]),
+        ]
+    if gives == "scores":
+        nodes.append(h.make_node("MatMul", ["v", "W"], ["output"]))
+    read_ = {name for node in nodes for name in node.input}
+    graph = h.make_graph(
+        nodes,
+        "toy",
+        [h.make_tensor_value_info(i.name, T.INT64, i.shape) for i in inputs],
+        [h.make_tensor_value_info("output", T.FLOAT, shape)],
+        [numpy_helper.from_array(value, name) for name, value in weights.items() if name in read_],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
+    fields: dict[str, Any] = {
+        "task": "text-classification" if gives == "scores" else "feature-extraction",
+        "outcome": m.Outcome(LABELS, m.SINGLE_LABEL) if gives == "scores" else m.Outcome(),
+        "tokenizers": (words().to_str(),),
+        "tokenizer_of": {"ids": 0},
+    }
+    made = m.Manifest(
+        max_length=0, encode=m.Encode(inputs, (output,), ragged=ragged), decode=None, **{**fields, **manifest}
+    )
+    h.set_model_props(model, {m.KEY: made.to_json()})
+    onnx.save(model, path)
+    return path

@@ -1,0 +1,120 @@
+"""The gate from raw input to final result: texts and pairs through the runtime's tokenizer, padding, file and task,
+against the source's own way to its results, of each input alone.
+
+The cases of `verify` prove what the file computes of ids. What comes before and after, which ids a text has, their
+types, where it is cut, which rows are padded, what is made of scores, is proven here, for any task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from tformer_export.source import Source
+from tformer_export.source.base import build_mask
+from tformer_export.source.pooled import Answer
+from tformer_export.source.tokenizer.check import SAMPLE
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import InputError, ParityError
+from tformer_runtime.manifest import MULTI_LABEL, SINGLE_LABEL
+from tformer_runtime.model import Model
+from tformer_runtime.tasks import task_of
+
+TEXTS = (*SAMPLE[:9], "a", " ".join(SAMPLE[:8] * 3))
+PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] * 3, SAMPLE[1] * 2))
+
+
+@dataclass(frozen=True)
+class RawParity:
+    """error: max |Δ| of results, relative: of their range. texts, pairs: how many were compared, padded together and
+    alone."""
+
+    error: float
+    relative: float
+    texts: int
+    pairs: int
+
+
+def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
+    """None for a source that has no tokenizer. ParityError where a result differs by more than the tolerance, times
+    what the results span: together they do, of one label each by itself is."""
+    reads = [name for name in source.example if name not in source.masks and name not in source.types]
+    if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
+        return None
+    model, task = Model(engine), task_of(engine.manifest)
+    assert engine.manifest.encode is not None
+    most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
+    answer = source.answer or _through_ids(source, reads[0])
+    samples = [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
+    if not samples:
+        return None
+    given = samples if source.answer is not None else [task.value(sample) for sample in samples]
+    expected = [_final(source, answer(sample, most)) for sample in given]
+    span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
+    worst = 0.0
+    for together in (len(samples), 1):
+        found = list(model.predict(samples, batch_size=together, truncate=True))
+        for sample, result, own in zip(samples, found, expected, strict=True):
+            numbers = np.asarray(task.numbers(result), np.float64)
+            error = float(np.abs(numbers - own).max()) if numbers.shape == own.shape else np.inf
+            worst = max(worst, error)
+            if not error <= tolerance * span:
+                how = "beside others" if together > 1 else "alone"
+                raise ParityError(
+                    f"the file's result for {_shown(sample)}, {how}, differs from its source's own by {error:.3g} "
+                    f"where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was written"
+                )
+    pairs = sum(not isinstance(sample, str) for sample in samples)
+    return RawParity(worst, worst / span, len(samples) - pairs, pairs)
+
+
+def _readable(model: Model, samples: Any) -> list[Any]:
+    """Those that the model's tokenizer can read: one of letters alone may refuse the rest."""
+    found = []
+    for sample in samples:
+        try:
+            model._inputs.once(sample, truncate=True)
+        except InputError:
+            continue
+        found.append(sample)
+    return found
+
+
+def _through_ids(source: Source, name: str) -> Answer:
+    """The way of a source that has no tokenizer of its own kind: the given one, and the module on one row."""
+    tokenizer = Tokenizer.from_str(source.tokenizers[name])
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        if most is not None:
+            tokenizer.enable_truncation(most)
+        read = tokenizer.encode(*((sample,) if isinstance(sample, str) else sample))
+        given = {name: torch.tensor([read.ids]).to(source.example[name].dtype)}
+        given |= {other: torch.tensor([read.type_ids]) for other in source.types}
+        masks = {other: build_mask(mask, given[mask.of]) for other, mask in source.masks.items()}
+        with torch.no_grad():
+            output: torch.Tensor = source.module(*({**given, **masks}[n] for n in source.example))[0]
+        return output
+
+    return answer
+
+
+def _final(source: Source, output: torch.Tensor) -> np.ndarray:
+    """The final step of the source's task, in PyTorch."""
+    if source.task.endswith("classification") and output.dim() == 1:
+        if source.outcome.problem == SINGLE_LABEL:
+            output = output.double().softmax(-1)
+        elif source.outcome.problem == MULTI_LABEL:
+            output = output.double().sigmoid()
+    found: np.ndarray = output.double().numpy()
+    return found
+
+
+def _shown(sample: Any) -> str:
+    text = repr(sample)
+    return text if len(text) < 80 else f"{text[:60]}…"
