@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tformer_export.pipeline import compile_source
+from tformer_export.pipeline import understand
 from tformer_export.quantize import Fixed, Planner, quantize
 from tformer_export.quantize.outputs import vectors_of
 from tformer_export.quantize.ranges import _steps, fix_scales
@@ -178,7 +178,7 @@ class Case:
         torch.manual_seed(0)
         self.module, self.folder = Small().eval(), folder
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-        compiled = compile_source(from_module(self.module, {"src": ids}, None), "cpu")
+        compiled = understand(from_module(self.module, {"src": ids}, None), "cpu").compile()
         self.model, self.manifest = compiled.model, compiled.manifest
         random = np.random.default_rng(0)
         self.samples = [once({"src": random.integers(0, VOCABULARY, 12)}) for _ in range(80)]
@@ -216,12 +216,19 @@ def test_what_is_fixed_and_what_is_scaled_by_row(case, learnt):
     for node in nodes(model):
         if node.op_type in ("MatMul", "Gemm"):
             kinds[node.name] = node.inputs[0].producer().op_type
-    assert sorted(kinds.values()) == ["Gather", "LayerNormalization", "Mul", "Relu"]
+    assert sorted(kinds.values()) == ["Gather", "LayerNormalization", "Mul", "Mul"]
     assert {kinds[name] for name in fixed} == set(kinds.values()) - {"Gather"}  # which has loud rows
-    assert fixed[next(name for name in kinds if kinds[name] == "Relu")].zero == 0
-    assert sum(node.op_type == "Mul" for node in nodes(model)) == 1 + sum(
-        node.op_type == "Mul" for node in nodes(case.model)
-    )
+    more = [node for node in nodes(model) if node.op_type == "Mul" and str(node.name).endswith(".divided")]
+    divided = {node.inputs[0].producer().op_type: node for node in more}
+    assert set(divided) == {"LayerNormalization", "Relu"}  # a norm that is added too; its neighbour's gain is divided
+    assert len(divided["LayerNormalization"].inputs[0].uses()) == 2
+    relu = next(name for name in fixed if divided["Relu"] in graph_of(model, name))
+    assert fixed[relu].zero == 0  # no steps are spent below zero
+
+
+def graph_of(model, name):
+    """What makes the operand of a product."""
+    return [node.inputs[0].producer() for node in nodes(model) if node.name == name]
 
 
 def test_dividing_channels_changes_no_float(case, learnt):
