@@ -184,7 +184,7 @@ def test_experts_without_rows(exported):
         assert np.array_equal(alone[0], logits[row])
 
 
-# -- activations with fixed scales --------------------------------------------------------------------------------------
+# -- activations with fixed scales -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
