@@ -21,13 +21,13 @@ fitted to) as they do row by row, with factors or without, is rounded row by row
 results are large, so that loud rows do not hide what steps that are made for them do to quiet ones. all-MiniLM-L6-v2
 (24 operands; weights by GPTQ; row by row a cosine of 0.99757 with the unquantised vectors, on 120 sentences):
 
-========  =====  =======  ======  =======  =============
+========  =====  =======  ======  =======  ===================================
 BEARABLE  fixed  divided  by row  cosine   least cosine
-========  =====  =======  ======  =======  =============
-any       24     0        0       0.993    0.988
+========  =====  =======  ======  =======  ===================================
+any       24     0        0       0.993    0.988 (weights rounded to nearest)
 4         23     11       1       0.99749  0.9928
 3         18     8        6       0.99818  0.9968
-========  =====  =======  ======  =======  =============
+========  =====  =======  ======  =======  ===================================
 
 With factors it can be better than row by row, for rows with a loud channel have large steps of their own. What rounding
 moves the mean of results by, added to the bias, changed next to nothing, and is left.
