@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.reading import Window
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, whole
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
 from tformer_runtime.tasks.flags import Flag, switch
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Answers(Task):
         settings["no_answer"] = bool(given.pop("no_answer", False))
         super().settings(given)
         for name in ("top_k", "longest", "window"):
-            whole(name, settings[name], least=1)
+            settings[name] = whole(name, settings[name])
         if settings["window"] > (most := self._most or settings["window"]):
             raise OptionError(f"window must be at most {most}, for the model takes no more, not {settings['window']}")
         if settings["stride"] is None:

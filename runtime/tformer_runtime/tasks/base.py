@@ -152,10 +152,3 @@ def numbers_of(array: Array) -> Any:
     if array.dtype == np.float32:
         return [float(text) for text in array.astype(str)] if array.ndim else float(str(array))
     return array.tolist()
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """A setting that counts. OptionError unless it is a whole number of at least that."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value

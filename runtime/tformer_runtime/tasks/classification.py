@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION
-from tformer_runtime.tasks.base import Array, Task, whole
+from tformer_runtime.tasks.base import Array, Task
 from tformer_runtime.tasks.flags import Flag
 
 
@@ -39,7 +40,7 @@ class Classifier(Task):
         given = dict(given)
         top = given.pop("top_k", None)
         super().settings(given)
-        return {"top_k": whole("top_k", 1 if top is None else top, least=1)}
+        return {"top_k": 1 if top is None else whole("top_k", top)}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Classification:
         scores = self._scores(np.asarray(outputs[0], np.float64).reshape(-1)).tolist()

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.reading import Reader, Window
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, whole
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
 from tformer_runtime.tasks.flags import Flag
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.reading import Reader
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, whole
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
 from tformer_runtime.tasks.flags import Flag
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Filling(Task):
             targets = list(dict.fromkeys(map(self._target, targets)))
             if not targets:
                 raise OptionError("targets names no token: give one, or leave it out")
-        return {"top_k": whole("top_k", top, least=1), "targets": targets}
+        return {"top_k": whole("top_k", top), "targets": targets}
 
     def _target(self, target: Any) -> int:
         """Its id. OptionError for what is no token, for another would answer another question."""

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, OptionError, TformerError
+from tformer_runtime.errors import InputError, TformerError
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.session import Array
 from tformer_runtime.tasks.base import Outputs, Reading
 
 WINDOW = 16  # times the rows of a batch: how many inputs are sorted together
-
 
 Keep = Callable[[Outputs, Mapping[str, Array]], Outputs]  # what of a request's outputs is needed
 
@@ -71,9 +71,8 @@ def run_once(
     as an InputError that names it by its number, counted from 1. workers: batches run side by side. first: how many
     inputs came before these. keep: what is held of a request's outputs until its turn comes.
     """
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+    whole("batch_size", batch_size)
+    whole("workers", workers)
     return _results(engine, iter(readings), batch_size, workers, first, keep)
 
 
