@@ -307,7 +307,8 @@ class Model:
 
         aggregation: how tokens are made spans, "none", "simple", "first", "average" or "max" (`tasks.entities`).
         ignore: labels of spans that are left out. stride: read a text that is too long in windows that share so many
-        tokens; of spans that overlap then, the longest is kept. Cost: that of the windows.
+        tokens, or half of what a window holds if that is fewer; of spans that overlap then, the longest is kept. Cost:
+        that of the windows.
         Raises UnsupportedCallError for a model of another task.
         """
         self._task("entities", Entities)
@@ -415,10 +416,15 @@ class Model:
     def _forecaster(self) -> Forecaster:
         return Forecaster(self._engine, self._budget)
 
+    @cached_property
+    def _only_task(self) -> Task:
+        """What a model that is run once is for; held, for some read the tokenizer."""
+        return task_of(self.manifest)
+
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)
         if self.manifest.decode is None:
-            offers = task_of(self.manifest).call
+            offers = self._only_task.call
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
             )
@@ -430,7 +436,7 @@ class Model:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
             )
-        task = task_of(self.manifest)
+        task = self._only_task
         if not isinstance(task, kind):
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
