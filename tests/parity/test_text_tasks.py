@@ -18,7 +18,7 @@ import transformers
 from text_models import MOST, SHAPE, TEXT, byte_pairs, pieces, scored
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import BertTokenizer, DebertaV2Tokenizer, DistilBertTokenizer, RobertaTokenizer
+from transformers import BertTokenizer, DebertaV2Tokenizer, RobertaTokenizer
 from transformers.pipelines.document_question_answering import select_starts_ends
 
 from tformer_export import export, padding
@@ -45,14 +45,6 @@ FAMILIES = {
         "Roberta",
         transformers.RobertaConfig(**SHAPE, vocab_size=270, pad_token_id=1, type_vocab_size=1),
         RobertaTokenizer(**byte_pairs("<s>", "<pad>", "</s>", "<unk>", "<mask>")),
-    ),
-    "distilbert": lambda: (
-        "DistilBert",
-        transformers.DistilBertConfig(
-            vocab_size=len(pieces()), dim=32, n_layers=1, n_heads=4, hidden_dim=48, max_position_embeddings=40,
-            initializer_range=0.3,
-        ),
-        DistilBertTokenizer(vocab=pieces()),
     ),
     "deberta-v2": lambda: (
         "DebertaV2",
