@@ -1,4 +1,7 @@
-"""Alignments on request: how much each step attends to each position of the request, from cross-attention's weights.
+"""What a model attends to, on request.
+
+Alignments are how much each step attends to each position of the request, from cross-attention's weights. A model that
+is run once gives the weights of all its attentions instead.
 
 A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Heads
 are averaged, as is the field's habit. Of which layer, it does not agree on: fairseq takes the last, Garg et al. 2019
@@ -19,25 +22,28 @@ from tformer_export.capture import Captured, arguments, aten, expression, meta
 from tformer_export.staging.levels import Level, binding_times
 from tformer_runtime.errors import OptionError
 from tformer_runtime.manifest import ALIGNMENTS
+from tformer_runtime.manifest import ATTENTION as ATTENTION_MAPS
 
 Wanted = bool | str | int | Sequence[int | tuple[int, int]]
 
 
 @torch.library.custom_op("tformer::attention_weights", mutates_args=())
 def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int]
+    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
 ) -> torch.Tensor:
-    """softmax(scale · query keyᵀ + bias), summed over `heads`: (batch, 1, new, slots). Operands as `attention` has."""
+    """softmax(scale · query keyᵀ + bias), summed over `heads`: (batch, 1, new, slots); or of each of them, (batch,
+    heads, new, slots). Operands as `attention` has."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.transpose(-2, -1) * scale
     if bias is not None:
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
-    return torch.softmax(scores, -1)[:, heads].sum(1, keepdim=True)
+    weights = torch.softmax(scores, -1)[:, heads]
+    return weights if each else weights.sum(1, keepdim=True)
 
 
 @attention_weights.register_fake
-def _(query, key, bias, scale, heads):  # type: ignore[no-untyped-def]
-    return query.new_empty((query.shape[0], 1, query.shape[2], key.shape[2]))
+def _(query, key, bias, scale, heads, each):  # type: ignore[no-untyped-def]
+    return query.new_empty((query.shape[0], len(heads) if each else 1, query.shape[2], key.shape[2]))
 
 
 WEIGHTS = torch.ops.tformer.attention_weights.default
@@ -59,10 +65,38 @@ def add_alignments(captured: Captured, wanted: Wanted) -> None:
     for layer, chosen in heads.items():
         make = _Builder(captured.graph, layers[layer])
         query, key, _, bias, scale = arguments(layers[layer])
-        summed = make(WEIGHTS, query, key, bias, scale, chosen)
+        summed = make(WEIGHTS, query, key, bias, scale, chosen, False)
         total = summed if total is None else make(aten.add.Tensor, total, summed)
     mean = make(aten.mul.Tensor, total, 1 / sum(map(len, heads.values())))
     captured.add_extra(ALIGNMENTS, make(aten.select.int, mean, 1, 0))
+
+
+def add_attention(captured: Captured) -> None:
+    """Give the graph the further output `attention`, (batch, layers, heads, positions, positions): what each position
+    takes of each, in all attentions, in the order in which the graph computes them. OptionError for a model that has
+    none, or whose attentions are not of one size. Cost of a run: about the scores of all attentions once more."""
+    if captured.step_name is not None:
+        raise OptionError(
+            f"attention is given by a model that is run once, and this one is stepped over {captured.step_name!r}: ask "
+            "for alignments, which are the weights of its cross-attention"
+        )
+    layers = [node for node in captured.nodes if node.target is ATTENTION]
+    if not layers:
+        raise OptionError(
+            "no attention was recognised in the model, so there are no weights to give; attention written by hand is "
+            "recognised as softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
+        )
+    make = _Builder(captured.graph, layers[-1])
+    sizes, weights = set(), []
+    for layer in layers:
+        query, key, _, bias, scale = arguments(layer)
+        heads = int(meta(query).shape[1])
+        sizes.add((heads, expression(meta(query).shape[2]), expression(meta(key).shape[2])))
+        weights.append(make(WEIGHTS, query, key, bias, scale, list(range(heads)), True))
+    if len(sizes) > 1:
+        shown = " and ".join(sorted(f"{heads} heads over {n} × {slots}" for heads, n, slots in sizes))
+        raise OptionError(f"attention is one array of all layers, and the model's differ, {shown}: it cannot be given")
+    captured.add_extra(ATTENTION_MAPS, make(aten.stack.default, weights, 1))
 
 
 def _cross_attentions(captured: Captured) -> list[Node]:

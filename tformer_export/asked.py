@@ -39,6 +39,7 @@ class Asked:
     max_length: int | None
     alignments: Wanted | None
     hidden: Sequence[str]
+    attention: bool
     shortlist: Path | None
     tune: bool
 
@@ -58,6 +59,7 @@ class Asked:
         max_length: int | None,
         alignments: Wanted | None,
         hidden: str | Sequence[str],
+        attention: bool,
         shortlist: str | os.PathLike[str] | None,
         tune: bool,
     ) -> Asked:
@@ -82,6 +84,7 @@ class Asked:
             max_length=max_length,
             alignments=alignments,
             hidden=[hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden)),
+            attention=attention,
             shortlist=Path(shortlist) if shortlist is not None else None,
             tune=tune,
         )

@@ -115,6 +115,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     metavar="FILE",
     help="Learn from lines as of --calibration which ids go with a source, and compute the logits of these alone.",
 )
+@click.option(
+    "--attention", is_flag=True, help="Give the weights of all attentions, of a model that is run once for an input."
+)
 @click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
 @click.option(
     "--tune", is_flag=True, help="Measure on this machine which forms of operators are the fastest, and keep them."

@@ -16,6 +16,7 @@ from tformer_export.staging.decode import CONTROLS
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.manifest import (
     ALIGNMENTS,
+    ATTENTION,
     HIDDEN,
     Cache,
     Decode,
@@ -111,7 +112,7 @@ def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool)
 
 def _extras(program: Program) -> tuple[Extra, ...]:
     ports = [port for port in program.outputs if port.name in program.extras]
-    return tuple(Extra(**_spec(p), kind=ALIGNMENTS if p.name == ALIGNMENTS else HIDDEN) for p in ports)
+    return tuple(Extra(**_spec(p), kind=p.name if p.name in (ALIGNMENTS, ATTENTION) else HIDDEN) for p in ports)
 
 
 def _spec(port: Port) -> dict[str, Any]:

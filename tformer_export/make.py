@@ -54,7 +54,14 @@ def make(source: Source, out: Path, asked: Asked, clock: Clock) -> Made:
     """
     with folder_beside(out) as folder:
         understood = understand(
-            source, asked.target, asked.max_length, clock.stage, asked.alignments, asked.hidden, asked.half is not None
+            source,
+            asked.target,
+            asked.max_length,
+            clock.stage,
+            asked.alignments,
+            asked.hidden,
+            asked.half is not None,
+            asked.attention,
         )
         compiled = understood.compile(stage=clock.stage)
         forms, tuning = DEFAULTS, None

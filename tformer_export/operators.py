@@ -38,9 +38,9 @@ def plain_attention(
 
 
 def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int]
+    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
 ) -> torch.Tensor:
-    """What each of the heads gives to each slot, summed: (B, H, N, D), (B, G, S, D) → (B, 1, N, S)."""
+    """What each of the heads gives to each slot, summed: (B, H, N, D), (B, G, S, D) → (B, 1, N, S); or not summed."""
     every, groups = query.shape[1], key.shape[1]
     if groups == every == len(heads):
         query, key = query * scale, key.transpose(-2, -1)
@@ -50,7 +50,8 @@ def attention_weights(
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
         scores = scores + _additive(bias if bias.shape[1] == 1 else bias[:, heads])
-    return torch.softmax(scores, -1).sum(1, keepdim=True)
+    weights = torch.softmax(scores, -1)
+    return weights if each else weights.sum(1, keepdim=True)
 
 
 def grouped_query_attention(

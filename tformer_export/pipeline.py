@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch.fx import Node
 
-from tformer_export.alignments import Wanted, add_alignments
+from tformer_export.alignments import Wanted, add_alignments, add_attention
 from tformer_export.assemble import CONTEXT, ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
@@ -158,13 +158,14 @@ def understand(
     alignments: Wanted | None = None,
     hidden: Sequence[str] = (),
     half: bool = False,
+    attention: bool = False,
 ) -> Understood:
     """Capture, recognise attention, find binding times. UnsupportedModelError says what cannot be.
 
     The model computes in float32; `half` says that it will not for long, which decides among operators.
 
-    `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments` and
-    `hidden` as in `export`; OptionError if the model does not have them.
+    `stage` is entered with the name of each part, for whoever shows progress or takes the time. `alignments`,
+    `hidden` and `attention` as in `export`; OptionError if the model does not have them.
     """
     with stage("capture"):
         captured = _sound(source, hidden)
@@ -173,9 +174,15 @@ def understand(
         attentions = recognise(captured)
         if alignments is not None and alignments is not False:
             add_alignments(captured, alignments)
+        if attention:
+            add_attention(captured)
         inputs = about_inputs(captured, source)
         _check_special(source, inputs)
         series = settle(source, captured, inputs)
+        if attention and series is not None:
+            raise OptionError(
+                "attention is given for what is run once as it is, and a series is cut, scaled and fed back"
+            )
         pad = source.special.pad
         fold_padding_tests(captured, None if pad in (*source.special.start, *source.special.end) else pad)
         merge_equal(captured)

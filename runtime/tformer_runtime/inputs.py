@@ -53,7 +53,11 @@ class Inputs:
     def source_labels(self, input: Input, length: int) -> list[str]:
         """What stands at each position of the source that is `length` long, to be shown beside alignments: its tokens,
         ids where there is no tokenizer, or the numbers of the positions."""
-        for name, values in self.parts(input)[0].items():
+        return self.places(self.parts(input)[0], length)
+
+    def places(self, sources: Mapping[str, Array], length: int) -> list[str]:
+        """The same of what has been read of an input."""
+        for name, values in sources.items():
             if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":
                 return self.labels(name, values.tolist())
         return [str(i) for i in range(length)]

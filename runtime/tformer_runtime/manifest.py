@@ -68,6 +68,7 @@ SLOT = "slot"
 WANTED = "wanted"
 
 ALIGNMENTS = "alignments"  # kinds of Extra
+ATTENTION = "attention"
 HIDDEN = "hidden"
 
 
@@ -113,8 +114,9 @@ class Cache:
 class Extra(TensorSpec):
     """What a stage gives beside what it is for.
 
-    kind: ALIGNMENTS, cross-attention's weights over the positions of the request, the name too; or HIDDEN, the output
-    of the source model's submodule `NAME`, called "hidden.NAME".
+    kind: ALIGNMENTS, cross-attention's weights over the positions of the request, the name too; ATTENTION, those of all
+    layers and heads of a model that is run once, the name too; or HIDDEN, the output of the source model's submodule
+    `NAME`, called "hidden.NAME".
     """
 
     kind: str = HIDDEN

@@ -19,7 +19,7 @@ from tformer_runtime.generate import Base, Generator, Request, Result, generate_
 from tformer_runtime.guesses import check_draft
 from tformer_runtime.info import file_info
 from tformer_runtime.inputs import Input, Inputs, Value
-from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra, Manifest
+from tformer_runtime.manifest import ALIGNMENTS, ATTENTION, HIDDEN, Extra, Manifest
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints, log_normalizer
@@ -363,6 +363,19 @@ class Model:
         self._task("fill", Filling)
         return list(self.predict(_several(texts), batch_size, workers, truncate, top_k=top_k, targets=targets))
 
+    def attention(self, input: Input, truncate: bool = False) -> tuple[Array, list[str]]:
+        """(layers, heads, positions, positions) float32, of a model that is run once: what each position takes of each,
+        so that a row sums to 1; and what stands at the positions: tokens, ids without a tokenizer, else numbers.
+
+        Layers and heads are in the order in which the model computes them. truncate: cut what is too long for it; else
+        that is an InputError. Raises UnsupportedCallError for a file that was exported without attention.
+        """
+        task = self._task("give attention")
+        self._extras(ATTENTION)
+        sources = self._inputs.once(task.value(input), truncate)
+        weights: Array = self._besides(sources, np.zeros(0, np.int64), (ATTENTION,))[ATTENTION]
+        return weights, self._inputs.places(sources, weights.shape[-1])
+
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
@@ -391,6 +404,7 @@ class Model:
         if not found:
             what = {
                 ALIGNMENTS: "alignments: export the model with --alignments (alignments=True)",
+                ATTENTION: "attention: export the model with --attention (attention=True)",
                 HIDDEN: "hidden states: export the model with --hidden NAME (hidden=[NAME, …])",
             }
             raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")

@@ -98,7 +98,7 @@ def test_what_cannot_be_asked_for(path, tmp_path):
         f"{plain} holds no alignments: export the model with --alignments (alignments=True)"
     )
     assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
-        "alignments are drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
+        "alignments can be drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
     assert "--alignments - adds to --json" in misused(run(path, "hello", "--alignments", "-"))
     assert "--hidden adds to --json" in misused(run(path, "hello", "--hidden"))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError, OptionError
-from tformer_runtime.manifest import Manifest
+from tformer_runtime.manifest import ATTENTION, Manifest
 from tformer_runtime.tasks.flags import Flag, switch
 
 if TYPE_CHECKING:  # the engine knows nothing of tasks, nor they of it
@@ -60,7 +60,8 @@ class Task(ABC):
     @classmethod
     def every_flag(cls) -> dict[str, dict[str, Flag]]:
         """Its own, and those that all tasks have."""
-        return {**{heading: dict(flags) for heading, flags in cls.flags.items()}, "What is read": dict(_READING)}
+        own = {heading: dict(flags) for heading, flags in cls.flags.items()}
+        return {**own, "What is read": dict(_READING), "Beside the results": dict(_BESIDE)}
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What was asked of the results, checked: OptionError for a value that cannot be."""
@@ -135,6 +136,8 @@ class Task(ABC):
 
 
 _READING = {TRUNCATE: switch("--truncate", "Cut what is too long for the model, a pair longest first.")}
+
+_BESIDE = {ATTENTION: Flag("--attention", "OUT.png", "Draw what each layer and head takes of each token.", str)}
 
 
 def ids_of(line: str) -> list[int]:

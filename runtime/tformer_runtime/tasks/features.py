@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tformer_runtime.errors import OptionError, UnsupportedCallError
+from tformer_runtime.manifest import ATTENTION
 from tformer_runtime.tasks.base import Array, Task, numbers_of
 from tformer_runtime.tasks.flags import switch
 
@@ -74,6 +75,8 @@ class Features(Task):
                     f"{asked.output} is one array of vectors: leave out --json and --similarity, or name another file"
                 )
             return Arrays(self, settings, asked, self.must_pool("one array of all"))
+        if nearness and settings.get(ATTENTION):
+            raise OptionError("attention is drawn of inputs that are read as they are: leave out --similarity")
         if nearness:
             self.must_pool("--similarity")
             return Cosines(self, settings, asked)

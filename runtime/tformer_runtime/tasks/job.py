@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tformer_runtime.errors import OptionError
+from tformer_runtime.manifest import ATTENTION
 from tformer_runtime.tasks.base import TRUNCATE, Task
 
 if TYPE_CHECKING:
     from tformer_runtime.inputs import Input
     from tformer_runtime.model import Model
+    from tformer_runtime.plot import Drawing
 
 Write = Callable[[Any], Any]  # of text, or bytes where a file is written
 
@@ -46,10 +49,21 @@ class Job:
         self.task, self.as_json, self.ids = task, asked.as_json, asked.ids
         self.batch_size = task.batch_size
         self.truncate = bool(settings.get(TRUNCATE, False))
-        self.settings = {name: value for name, value in settings.items() if name != TRUNCATE}
+        self.settings = {name: value for name, value in settings.items() if name not in (TRUNCATE, ATTENTION)}
         task.settings(self.settings)  # refuses before the model is loaded
+        self.drawing = self._drawing(Path(settings[ATTENTION]), asked) if ATTENTION in settings else None
+        self.resumes = self.drawing is None
         flags = {name: flag.flag for flags in task.every_flag().values() for name, flag in flags.items()}
-        self.asked = {flags[name]: value for name, value in settings.items()}
+        self.asked = {flags[name]: value for name, value in settings.items() if name != ATTENTION}
+
+    def _drawing(self, path: Path, asked: Asked) -> Drawing:
+        from tformer_runtime.plot import Maps  # which needs the model's class, and that tasks
+
+        if asked.resume:
+            raise OptionError("--resume goes on with results alone: leave out --attention")
+        if not any(extra.kind == ATTENTION for extra in self.task.manifest.extras):
+            raise OptionError("the file holds no attention to draw: export the model with --attention (attention=True)")
+        return Maps(path, asked.force, self.truncate)
 
     def read(self, line: str) -> Input:
         """The input that a line stands for. InputError if it stands for none."""
@@ -69,9 +83,14 @@ class Job:
         first: int,
     ) -> None:
         """Write the results of all inputs, in their order. advance: told of each. first: how many came before."""
-        for index, result in enumerate(self.results(model, values, batch_size, workers, first), first):
+        watched = self.drawing.watch(values) if self.drawing else values
+        for index, result in enumerate(self.results(model, watched, batch_size, workers, first), first):
             write(self.written(result, index))
+            if self.drawing:
+                self.drawing.add(model, result)
             advance()
+        if self.drawing:
+            self.drawing.finish()
 
     def results(
         self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int

@@ -1,0 +1,142 @@
+"""Pictures of what each position of an input takes of each, beside the results; and of which models they are refused."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from running import failed, run
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from toy_tasks import write
+
+from tformer_export import export, padding
+from tformer_runtime import Model, OptionError
+from tformer_runtime.plot import attention_maps
+
+WORDS = {word: i for i, word in enumerate(["[PAD]", "a", "good", "bad", "day", "$b", "night"])}
+
+
+class Encoder(nn.Module):
+    """heads: of each layer."""
+
+    def __init__(self, heads=(2, 2), width=8):
+        super().__init__()
+        self.embed, self.head, self.heads = nn.Embedding(len(WORDS), width), nn.Linear(width, 3), heads
+        self.packed = nn.ModuleList(nn.Linear(width, 3 * width) for _ in heads)
+
+    def forward(self, ids, keep):
+        x = self.embed(ids)
+        for packed, heads in zip(self.packed, self.heads, strict=True):
+            q, k, v = packed(x).unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, keep[:, None, None]).transpose(1, 2).flatten(2)
+        return self.head(x[:, 0])
+
+
+def exported(module, out, **options):
+    torch.manual_seed(2)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    words = Tokenizer(models.WordLevel(WORDS, unk_token="[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    example = {"ids": torch.tensor([[3, 4, 5], [2, 3, 4]])}
+    options = {"task": "text-classification", "attention": True, **options}
+    return export(module, out, example, masks={"keep": padding("ids")}, tokenizer=words.to_str(), **options)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    out = tmp_path_factory.mktemp("attention") / "model.onnx"
+    exported(Encoder(), out)
+    return out
+
+
+def picture(path):
+    """(height, width, red-green-blue) of a PNG file."""
+    from matplotlib.image import imread
+
+    return imread(path)[:, :, :3]
+
+
+def test_weights_are_those_of_the_module(path):
+    module = Encoder()
+    torch.manual_seed(2)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    model, expected = Model.load(path, "cpu"), []
+    with torch.no_grad():
+        x = module.embed(torch.tensor([[1, 2, 4]]))
+        for packed in module.packed:
+            q, k, v = packed(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.transpose(2, 3) / 2).softmax(-1)
+            expected.append(weights[0].numpy())
+            x = x + (weights @ v).transpose(1, 2).flatten(2)
+    found, tokens = model.attention("a good day")
+    np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
+    assert tokens == ["a", "good", "day"]
+
+
+def test_pictures_are_beside_the_results(path, tmp_path):
+    texts = ["a good day", "$b a bad night a day"]
+    drawn = run(path, *texts, "--attention", tmp_path / "out.png")
+    assert drawn.stdout == run(path, *texts).stdout
+    assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png"]
+    first, second = (picture(tmp_path / name).shape for name in ("out-1.png", "out-2.png"))
+    assert second[0] > first[0]
+    assert second[1] > first[1]
+    assert run(path, texts[0], "--attention", tmp_path / "one.pdf").exit_code == 0
+    assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_cell_is_as_dark_as_its_weight_in_the_square_of_its_layer_and_head(tmp_path):
+    weights = np.zeros((2, 3, 5, 5), np.float32)
+    weights[1, 0] = np.eye(5)
+    attention_maps(tmp_path / "out.png", weights, list("abcde"))
+    image = picture(tmp_path / "out.png")
+    gray = np.abs(image - 0.8).max(-1) < 0.01  # the lines between squares
+    dark = np.abs(image - np.array([8, 48, 107]) / 255).max(-1) < 0.02
+    dark[:, image.shape[1] * 7 // 10 :] = False  # the scale, which is beside the squares
+    across, down = np.flatnonzero(gray.mean(1) > 0.3), np.flatnonzero(gray.mean(0) > 0.3)
+    rows, columns = np.nonzero(dark)
+    assert rows.min() > across.max()  # of the second layer
+    assert columns.max() < down.min()  # of the first head
+    assert np.corrcoef(rows, columns)[0, 1] > 0.95
+    assert 5 * 8**2 < len(rows) < 5 * 25**2
+
+
+def test_what_is_refused(path, tmp_path):
+    out, plain = tmp_path / "out.png", write(tmp_path / "plain.onnx", "vector", task="feature-extraction")
+    assert failed(run(plain, "a", "--attention", out), 2) == (
+        "the file holds no attention to draw: export the model with --attention (attention=True)"
+    )
+    assert failed(run(path, "a", "--attention", "a"), 2) == (
+        "attention can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
+    )
+    resumed = run(path, "a", "--attention", out, "--resume", "--output-file", tmp_path / "x")
+    assert failed(resumed, 2) == "--resume goes on with results alone: leave out --attention"
+    out.write_text("old")
+    assert failed(run(path, "a", "--attention", out)) == f"{out} exists already: give --force to overwrite it"
+    assert failed(run(plain, "a", "--attention", out, "--similarity"), 2).endswith("leave out --similarity")
+
+
+def test_models_that_cannot_give_it(tmp_path):
+    with pytest.raises(
+        OptionError, match="the model's differ, 2 heads over .* and 4 heads over .*: it cannot be given"
+    ):
+        exported(Encoder((2, 4)), tmp_path / "x.onnx")
+    with pytest.raises(OptionError, match="no attention was recognised in the model, so there are no weights to give"):
+        exported(Encoder(()), tmp_path / "x.onnx")
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+        def forward(self, ids):
+            x = self.embed(ids)[:, None]
+            return self.out(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
+
+    with pytest.raises(OptionError, match="attention is given by a model that is run once, and this one is stepped"):
+        export(Step(), tmp_path / "x.onnx", {"ids": torch.tensor([[3, 4, 5], [2, 3, 4]])}, "ids", attention=True)
