@@ -24,6 +24,10 @@ from tformer_runtime.errors import OptionError
 from tformer_runtime.manifest import ALIGNMENTS
 from tformer_runtime.manifest import ATTENTION as ATTENTION_MAPS
 
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+SHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten.clone.default)
+PRODUCTS = (aten.matmul.default, aten.bmm.default)
+
 Wanted = bool | str | int | Sequence[int | tuple[int, int]]
 
 
@@ -80,23 +84,33 @@ def add_attention(captured: Captured) -> None:
             f"attention is given by a model that is run once, and this one is stepped over {captured.step_name!r}: ask "
             "for alignments, which are the weights of its cross-attention"
         )
-    layers = [node for node in captured.nodes if node.target is ATTENTION]
-    if not layers:
+    weights = [w for node in captured.nodes if (w := _weights(captured, node)) is not None]
+    if not weights:
         raise OptionError(
             "no attention was recognised in the model, so there are no weights to give; attention written by hand is "
-            "recognised as softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
+            "recognised by softmax over (batch, heads, time, time), whose result a matrix product takes first"
         )
-    make = _Builder(captured.graph, layers[-1])
-    sizes, weights = set(), []
-    for layer in layers:
-        query, key, _, bias, scale = arguments(layer)
-        heads = int(meta(query).shape[1])
-        sizes.add((heads, expression(meta(query).shape[2]), expression(meta(key).shape[2])))
-        weights.append(make(WEIGHTS, query, key, bias, scale, list(range(heads)), True))
+    sizes = {tuple(map(expression, meta(node).shape[1:])) for node in weights}
     if len(sizes) > 1:
         shown = " and ".join(sorted(f"{heads} heads over {n} × {slots}" for heads, n, slots in sizes))
         raise OptionError(f"attention is one array of all layers, and the model's differ, {shown}: it cannot be given")
+    make = _Builder(captured.graph, next(iter(weights[-1].users), weights[-1].next))
     captured.add_extra(ATTENTION_MAPS, make(aten.stack.default, weights, 1))
+
+
+def _weights(captured: Captured, node: Node) -> Node | None:
+    """(batch, heads, new, slots), if the node is an attention, or the softmax of one that is computed operation by
+    operation; None if it is neither."""
+    if node.target is ATTENTION:
+        query, key, _, bias, scale = arguments(node)
+        heads = list(range(int(meta(query).shape[1])))
+        return _Builder(captured.graph, node)(WEIGHTS, query, key, bias, scale, heads, True)
+    if node.target not in SOFTMAX or meta(node).dim() != 4 or arguments(node)[1] not in (3, -1):
+        return None
+    last, users = node, list(node.users)
+    while len(users) == 1 and users[0].target in SHAPES:
+        last, users = users[0], list(users[0].users)
+    return node if any(user.target in PRODUCTS and user.args[0] is last for user in users) else None
 
 
 def _cross_attentions(captured: Captured) -> list[Node]:

@@ -119,8 +119,8 @@ def export(
         0 in the order of computation. hidden: names of submodules whose outputs the file can give. Both are computed at
         each step from then on, whether asked for or not; alignments cost about as much as the scores of those layers'
         attention.
-    attention: the file can tell what each position of an input takes of each, in every layer and head of a model that is
-        run once; computed at each run from then on, at about the cost of the scores once more.
+    attention: the file can tell what each position of an input takes of each, in every layer and head, of a model that
+        is run once; computed at each run from then on, at about the cost of the scores once more.
     shortlist: a text file, lines as of calibration, from which candidates for each source id are learned, so that a
         step computes the logits of those alone. For a model with an encoder that reads ids. ParityError if fewer than
         99.5 % of the lines decode greedily as with all ids.

@@ -121,8 +121,8 @@ def heat_map(path: Path, weights: Array, source: Sequence[str], tokens: Sequence
 
 
 def attention_maps(path: Path, weights: Array, tokens: Sequence[str]) -> None:
-    """Draw weights (layers, heads, positions, positions): a row of squares for each layer and a column for each head, in
-    each a row for the position that takes and a column for that of which it does. Errors as of `heat_map`."""
+    """Draw weights (layers, heads, positions, positions): a row of squares for each layer and a column for each head,
+    in each a row for the position that takes and a column for that of which it does. Errors as of `heat_map`."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tformer_runtime.errors import OptionError
+from tformer_runtime.errors import OptionError, UnsupportedCallError
 from tformer_runtime.manifest import ATTENTION
 from tformer_runtime.tasks.base import TRUNCATE, Task
 
@@ -62,7 +62,9 @@ class Job:
         if asked.resume:
             raise OptionError("--resume goes on with results alone: leave out --attention")
         if not any(extra.kind == ATTENTION for extra in self.task.manifest.extras):
-            raise OptionError("the file holds no attention to draw: export the model with --attention (attention=True)")
+            raise UnsupportedCallError(
+                "the file holds no attention to draw: export the model with --attention (attention=True)"
+            )
         return Maps(path, asked.force, self.truncate)
 
     def read(self, line: str) -> Input:

@@ -1,4 +1,4 @@
-"""Pictures of what each position of an input takes of each, beside the results; and of which models they are refused."""
+"""Pictures of what each position of an input takes of each, beside the results; and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from toy_tasks import write
 
 from tformer_export import export, padding
-from tformer_runtime import Model, OptionError
+from tformer_runtime import Model, OptionError, UnsupportedCallError
 from tformer_runtime.plot import attention_maps
 
 WORDS = {word: i for i, word in enumerate(["[PAD]", "a", "good", "bad", "day", "$b", "night"])}
@@ -108,11 +108,13 @@ def test_a_cell_is_as_dark_as_its_weight_in_the_square_of_its_layer_and_head(tmp
 
 def test_what_is_refused(path, tmp_path):
     out, plain = tmp_path / "out.png", write(tmp_path / "plain.onnx", "vector", task="feature-extraction")
-    assert failed(run(plain, "a", "--attention", out), 2) == (
+    assert failed(run(plain, "a", "--attention", out)) == (
         "the file holds no attention to draw: export the model with --attention (attention=True)"
     )
+    with pytest.raises(UnsupportedCallError, match=r"plain.onnx holds no attention: export the model with --attention"):
+        Model.load(plain, "cpu").attention("a")
     assert failed(run(path, "a", "--attention", "a"), 2) == (
-        "attention can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
+        "--attention can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
     )
     resumed = run(path, "a", "--attention", out, "--resume", "--output-file", tmp_path / "x")
     assert failed(resumed, 2) == "--resume goes on with results alone: leave out --attention"
@@ -123,7 +125,7 @@ def test_what_is_refused(path, tmp_path):
 
 def test_models_that_cannot_give_it(tmp_path):
     with pytest.raises(
-        OptionError, match="the model's differ, 2 heads over .* and 4 heads over .*: it cannot be given"
+        OptionError, match=r"the model's differ, 2 heads over .* and 4 heads over .*: it cannot be given"
     ):
         exported(Encoder((2, 4)), tmp_path / "x.onnx")
     with pytest.raises(OptionError, match="no attention was recognised in the model, so there are no weights to give"):
