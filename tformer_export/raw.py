@@ -45,7 +45,7 @@ class RawParity:
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
     """None for a source that has no tokenizer. ParityError where a result differs by more than the tolerance, times
     what the results span: together they do, of one label each by itself is."""
-    reads = [name for name in source.example if name not in source.masks and name not in source.types]
+    reads = source.given
     if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
         return None
     model, task = Model(engine), task_of(engine.manifest)

@@ -102,7 +102,7 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
         )
     if source.outputs:
         raise SourceError(f"pooling is of one output, and the model gives {', '.join(source.outputs)}: name one")
-    of = next((n for n in source.example if n not in source.masks and n not in source.types), "")
+    of = next(iter(source.given), "")
     with source.ready(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
     rows = source.example[of].shape[:2]

@@ -31,17 +31,28 @@ class Asked:
     force: bool = False
 
 
+@dataclass(frozen=True)
+class Batches:
+    """How inputs are run: so many together, batches side by side, and how many inputs came before."""
+
+    size: int
+    workers: int = 1
+    first: int = 0
+
+
 class Job:
     """asked: what results depend on beside the file and the inputs, by its name on the command line. batch_size: unless
     one is asked for. head: of so many inputs, what stands before their results, always as long; None for nothing.
     resumes: whether a run that was stopped leaves what another can go on with. streams: whether inputs are taken one
-    after the other, each result shown as it comes. max_memory: bytes of caches."""
+    after the other, each result shown as it comes. max_memory: bytes of caches. drawing: what draws pictures of the
+    inputs, beside the results."""
 
     asked: Mapping[str, Any] = {}
     batch_size = 32
     head: Callable[[int], bytes] | None = None
     resumes = True
     streams = False
+    drawing: Drawing | None = None
     max_memory: int | None = None
 
     def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked) -> None:
@@ -75,29 +86,17 @@ class Job:
         """The model has been loaded."""
 
     def run(
-        self,
-        model: Model,
-        values: Iterable[Input],
-        write: Write,
-        advance: Callable[[], None],
-        batch_size: int,
-        workers: int,
-        first: int,
+        self, model: Model, values: Iterable[Input], how: Batches, write: Write, advance: Callable[[], None]
     ) -> None:
-        """Write the results of all inputs, in their order. advance: told of each. first: how many came before."""
-        watched = self.drawing.watch(values) if self.drawing else values
-        for index, result in enumerate(self.results(model, watched, batch_size, workers, first), first):
+        """Write the results of all inputs, in their order. advance: told of each."""
+        drawing = self.drawing
+        results = self.results(model, drawing.watch(values) if drawing else values, how)
+        for index, result in enumerate(drawing.drawn(model, results) if drawing else results, how.first):
             write(self.written(result, index))
-            if self.drawing:
-                self.drawing.add(model, result)
             advance()
-        if self.drawing:
-            self.drawing.finish()
 
-    def results(
-        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
-    ) -> Iterator[Any]:
-        return model.predict(values, batch_size, workers=workers, truncate=self.truncate, first=first, **self.settings)
+    def results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Any]:
+        return model.predict(values, how.size, how.workers, self.truncate, how.first, **self.settings)
 
     def written(self, result: Any, index: int) -> str | bytes:
         """A result as it stands in the output."""
