@@ -1,4 +1,4 @@
-"""Spans, answers and filled masks, from a folder to results: against transformers' pipelines on the same weights.
+"""Spans, answers, filled masks and attention, from a folder to results: against transformers on the same weights.
 
 transformers 5 has no pipeline for answers: that of version 4 is written down here, with the functions of it that are
 left, over the source model's own scores.
@@ -25,6 +25,7 @@ from tformer_export import export, padding
 from tformer_export.cli import main
 from tformer_export.source import load_source
 from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
+from tformer_runtime import manifest as m
 from tformer_runtime.tasks.entities import AGGREGATIONS
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
@@ -56,6 +57,8 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
+TAGGERS = ["bert", "deberta-v2"]  # of tokens that say that they go on with a word, and of others
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -66,12 +69,14 @@ def made(tmp_path_factory):
         prefix, config, tokenizer = FAMILIES[name]()
         if head == "TokenClassification":
             config.id2label, config.label2id = dict(enumerate(TAGS)), {tag: i for i, tag in enumerate(TAGS)}
-        torch.manual_seed(5)
+            config.num_hidden_layers = 2
+        torch.manual_seed(7)  # labels of all kinds, and spans of several words
         module, folder = getattr(transformers, f"{prefix}For{head}")(config).eval(), tmp_path_factory.mktemp(name)
         tokenizer.model_max_length = MOST
         module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        report = export(load_source(folder), folder / "model.onnx")
+        attention = head == "TokenClassification"
+        report = export(load_source(folder), folder / "model.onnx", attention=attention)
         return module, tokenizer, Model.load(folder / "model.onnx", "cpu", threads=1), report
 
     return get
@@ -88,16 +93,16 @@ def same_spans(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TAGGERS)
 def test_spans_are_those_of_the_pipeline(made, name):
     module, tokenizer, model, report = made(name, "TokenClassification")
     pipeline = transformers.TokenClassificationPipeline(model=module, tokenizer=tokenizer)
     several = False
     for aggregation in AGGREGATIONS:
-        for batch_size in (1, 4):
-            found = model.entities(TEXTS, aggregation, batch_size=batch_size, truncate=True)
-            for text, spans in zip(TEXTS, found, strict=True):
-                same_spans(spans, pipeline(text, aggregation_strategy=aggregation))
+        for batch_size, ignore in ((1, ["O"]), (4, [])):
+            found = model.entities([*TEXTS, LONG], aggregation, ignore, batch_size=batch_size, truncate=True)
+            for text, spans in zip([*TEXTS, LONG], found, strict=True):
+                same_spans(spans, pipeline(text, aggregation_strategy=aggregation, ignore_labels=ignore))
                 assert all(span.text == text[span.start : span.end] for span in spans)
                 several |= aggregation != "none" and any(" " in span.text.strip() for span in spans)
     assert several  # spans of more than one word have been compared
@@ -105,7 +110,7 @@ def test_spans_are_those_of_the_pipeline(made, name):
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", TAGGERS)
 def test_spans_of_what_is_too_long(made, name):
     module, tokenizer, model, _ = made(name, "TokenClassification")
     pipeline = functools.partial(transformers.TokenClassificationPipeline, model=module, tokenizer=tokenizer)
@@ -238,7 +243,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     draw = random.Random(0)
     drawn = [[" ".join(draw.choices(TEXT.split(), k=draw.randint(*k))) for k in ((1, 4), (5, 25))] for _ in range(160)]
     lines.write_text("".join(f"{question}\t{context}\n" for question, context in drawn))
-    options = ["--quantize", "int8", "--calibration", str(lines)]
+    options = ["--quantize", "int8", "--calibration", str(lines), "--attention"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
     main()
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
@@ -258,6 +263,13 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     assert len(kept) == 80
     assert rows["quantised"] == f"{np.mean(kept):.2%} of 80 rows keep their class"
     same_answers(eight.answer(CONTEXTS, top_k=3, batch_size=1), quantised, tokenizer, top_k=3)
+    assert rows["attention"].startswith("max |Δ| ")
+    with torch.no_grad():
+        module.set_attn_implementation("eager")
+        expected = module(**tokenizer(*drawn[0], return_tensors="pt"), output_attentions=True).attentions[0]
+    weights, _ = eight.attention(tuple(drawn[0]))
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    assert 0 < np.abs(weights - expected.numpy()).max() < 0.1
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -293,6 +305,27 @@ def test_what_cannot_be_asked_of_masks(made):
         model.fill(["[MASK]"], targets=["the", "bads"])
     with pytest.raises(OptionError, match="the target 'xyz' is not one token of the model's vocabulary"):
         model.fill(["[MASK]"], targets="xyz")
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TAGGERS)  # of the second, scores have a bias that is computed of queries and keys
+def test_attention_is_that_of_transformers(made, name):
+    module, tokenizer, model, report = made(name, "TokenClassification")
+    module.set_attn_implementation("eager")  # others give no weights
+    for given in (TEXTS[0], ("a day", TEXTS[2]), "we", LONG):
+        weights, tokens = model.attention(given, truncate=given is LONG)
+        read = tokenizer(*((given,) if isinstance(given, str) else given), truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            expected = module(**read, output_attentions=True).attentions
+        np.testing.assert_allclose(weights, torch.cat(expected).numpy(), atol=1e-5)
+        assert tokens == tokenizer.convert_ids_to_tokens(read["input_ids"][0])
+    (extra,) = model.manifest.extras
+    assert (extra.kind, extra.shape) == (m.ATTENTION, ("batch", 2, 4, "input_ids_length", "input_ids_length"))
+    assert report.parity.extras.keys() == {"attention"}  # of ragged rows, too
+    with pytest.raises(InputError, match="the model takes at most 38"):
+        model.attention(LONG)
 
 
 # -- one's own --------------------------------------------------------------------------------------------------------
