@@ -8,8 +8,7 @@ next input: one that reads the history itself (decoder-only) is fed the history 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +19,18 @@ from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, U
 from tformer_runtime.memory import Budget
 from tformer_runtime.series import Series, Window
 from tformer_runtime.session import Array
-
-WINDOW = 16  # times the rows of a batch: how many histories are sorted by length together
+from tformer_runtime.tasks.windows import WINDOW, in_windows
 
 Forecast = npt.NDArray[np.float32]
+NOTHING: Forecast = np.zeros((0, 0), np.float32)
+
+
+@dataclass
+class _Row:
+    """One history, and its forecast."""
+
+    window: Window
+    forecast: Forecast = field(default_factory=lambda: NOTHING)
 
 
 class Forecaster:
@@ -90,11 +97,29 @@ class Forecaster:
             except InputError as error:
                 raise InputError(f"input {index + 1}: {error}") from error
 
-        def run(batch: Sequence[Window]) -> list[Forecast]:
-            return self.batch(batch, steps)
+        def run(rows: Sequence[_Row]) -> None:
+            for row, forecast in zip(rows, self.batch([row.window for row in rows], steps), strict=True):
+                row.forecast = forecast
 
-        windows = (window(index, history) for index, history in enumerate(histories, first))
-        return _in_order(windows, run, self.series.ragged, batch_size, workers)
+        rows = (_Row(window(index, history)) for index, history in enumerate(histories, first))
+        done = in_windows(rows, self._alike(batch_size), run, WINDOW * batch_size, workers)
+        return (row.forecast for row in done)
+
+    def _alike(self, batch_size: int) -> Callable[[Sequence[_Row]], Iterator[list[_Row]]]:
+        """What makes batches of rows of like length; of one length each unless they may be ragged."""
+
+        def batches(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+            batch: list[_Row] = []
+            for row in sorted(rows, key=lambda row: len(row.window.values)):
+                other = batch and not self.series.ragged and len(batch[0].window.values) != len(row.window.values)
+                if len(batch) == batch_size or other:
+                    yield batch
+                    batch = []
+                batch.append(row)
+            if batch:
+                yield batch
+
+        return batches
 
     def _fed(self, steps: int) -> int:
         """Rows that a decoder reads for so many steps, beside a history that it reads itself."""
@@ -153,52 +178,3 @@ class Forecaster:
             if state is not None:
                 state.release()
             share.end()
-
-
-def _in_order(
-    windows: Iterator[Window],
-    run: Callable[[Sequence[Window]], list[Forecast]],
-    ragged: bool,
-    batch_size: int,
-    workers: int,
-) -> Iterator[Forecast]:
-    """Results in the order of the windows, which are read as they are needed; those of like length run together.
-
-    A window that cannot be read raises in its turn, after the results of those before it.
-    """
-    failed: Exception | None = None
-    pool = ThreadPoolExecutor(workers, "tformer-forecast") if workers > 1 else None
-    try:
-        while failed is None:
-            some: list[Window] = []
-            try:
-                some.extend(islice(windows, WINDOW * batch_size * workers))
-            except Exception as error:
-                failed = error
-            if not some:
-                break
-            batches = list(_alike(some, ragged, batch_size))
-            inputs = [[some[i] for i in batch] for batch in batches]
-            results = pool.map(run, inputs) if pool is not None else map(run, inputs)
-            found: dict[int, Forecast] = {}
-            for batch, forecasts in zip(batches, results, strict=True):
-                found.update(zip(batch, forecasts, strict=True))
-            yield from (found[i] for i in range(len(some)))
-        if failed is not None:
-            raise failed
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
-
-
-def _alike(windows: Sequence[Window], ragged: bool, batch_size: int) -> Iterator[list[int]]:
-    """Numbers of windows of like length, at most `batch_size` of them; of one length unless they may be ragged."""
-    lengths = [len(window.values) for window in windows]
-    batch: list[int] = []
-    for i in sorted(range(len(windows)), key=lambda i: lengths[i]):
-        if batch and (len(batch) == batch_size or (not ragged and lengths[batch[0]] != lengths[i])):
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch

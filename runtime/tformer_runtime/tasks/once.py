@@ -8,11 +8,8 @@ window, of two with several workers.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,8 +21,10 @@ from tformer_runtime.record import cut_to
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.session import Array
 from tformer_runtime.tasks.base import Outputs, Reading
+from tformer_runtime.tasks.windows import WINDOW, in_windows
 
-WINDOW = 16  # times the rows of a batch: how many inputs are sorted together
+POSITIONS = 512  # computed at once on a CPU at most: what one operator writes is still near when the next reads it
+PATCHES = 196  # that a picture is taken for: those of 224 × 224 pixels, 16 × 16 each
 
 Keep = Callable[[Outputs, Mapping[str, Array]], Outputs]  # what of a request's outputs is needed
 
@@ -41,6 +40,11 @@ class _Row:
     @property
     def size(self) -> int:
         return max((value.size for value in self.sources.values()), default=0)
+
+    @property
+    def positions(self) -> int:
+        """How many the model is likely to compute for it."""
+        return max((PATCHES if value.ndim > 2 else len(value) for value in self.sources.values()), default=1) or 1
 
 
 @dataclass
@@ -73,47 +77,23 @@ def run_once(
     """
     whole("batch_size", batch_size)
     whole("workers", workers)
-    return _results(engine, iter(readings), batch_size, workers, first, keep)
+    reads = (_made(read, index) for index, read in enumerate(readings, first))
+    done = in_windows(
+        reads,
+        lambda some: _batches(engine, [row for read in some for row in read.rows], batch_size),
+        lambda batch: _run(engine, batch, keep),
+        WINDOW * batch_size,
+        workers,
+    )
+    return map(_result, done)
 
 
-def _results(
-    engine: Engine, source: Iterator[Callable[[], Reading]], batch_size: int, workers: int, first: int, keep: Keep
-) -> Iterator[tuple[Reading, list[Outputs]]]:
-    pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
-    waiting: deque[tuple[list[_Read], list[Future[None]]]] = deque()
-    failed: Exception | None = None
-    more, count = True, first
-    try:
-        while more or waiting:
-            while more and len(waiting) < (1 if pool is None else 2):
-                window: list[_Read] = []
-                try:
-                    for read in islice(source, WINDOW * batch_size):
-                        window.append(_made(read, count + len(window)))
-                except Exception as error:  # of whoever gives the inputs
-                    failed = error
-                more = len(window) == WINDOW * batch_size
-                count += len(window)
-                batches = _batches(engine, [row for read in window for row in read.rows], batch_size)
-                started = [pool.submit(_run, engine, batch, keep) for batch in batches] if pool is not None else []
-                if pool is None:
-                    for batch in batches:
-                        _run(engine, batch, keep)
-                waiting.append((window, started))
-            window, started = waiting.popleft()
-            for batch_of_rows in started:
-                batch_of_rows.result()
-            for one in window:
-                if isinstance(one.failed, InputError):
-                    raise InputError(f"input {one.index + 1}: {one.failed}") from one.failed
-                if one.failed is not None:
-                    raise one.failed
-                yield one.reading, [row.outputs for row in one.rows]
-        if failed is not None:
-            raise failed
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+def _result(read: _Read) -> tuple[Reading, list[Outputs]]:
+    if isinstance(read.failed, InputError):
+        raise InputError(f"input {read.index + 1}: {read.failed}") from read.failed
+    if read.failed is not None:
+        raise read.failed
+    return read.reading, [row.outputs for row in read.rows]
 
 
 def _made(read: Callable[[], Reading], index: int) -> _Read:
@@ -124,7 +104,7 @@ def _made(read: Callable[[], Reading], index: int) -> _Read:
     return _Read(index, reading, [_Row(request) for request in reading.requests])
 
 
-def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> list[list[_Row]]:
+def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> Iterator[list[_Row]]:
     """The longest first; of one size each where rows of several sizes may not be run together."""
     encode = engine.manifest.encode
     assert encode is not None
@@ -132,7 +112,14 @@ def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> list[list
     for row in sorted(rows, key=lambda row: -row.size):
         shape = tuple(value.shape for value in row.sources.values())
         groups.setdefault(None if encode.ragged else shape, []).append(row)
-    return [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
+    for group in groups.values():
+        at = 0
+        while at < len(group):
+            count = batch_size
+            if engine.session.device == "cpu":
+                count = min(count, max(1, POSITIONS // group[at].positions))
+            yield group[at : at + count]
+            at += count
 
 
 def _run(engine: Engine, rows: Sequence[_Row], keep: Keep) -> None:
