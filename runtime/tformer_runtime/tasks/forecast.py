@@ -7,7 +7,7 @@ next input: one that reads the history itself (decoder-only) is fed the history 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,24 +102,10 @@ class Forecaster:
                 row.forecast = forecast
 
         rows = (_Row(window(index, history)) for index, history in enumerate(histories, first))
-        done = in_windows(rows, self._alike(batch_size), run, WINDOW * batch_size, workers)
+        done = in_windows(
+            rows, lambda some: _alike(some, self.series.ragged, batch_size), run, WINDOW * batch_size, workers
+        )
         return (row.forecast for row in done)
-
-    def _alike(self, batch_size: int) -> Callable[[Sequence[_Row]], Iterator[list[_Row]]]:
-        """What makes batches of rows of like length; of one length each unless they may be ragged."""
-
-        def batches(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-            batch: list[_Row] = []
-            for row in sorted(rows, key=lambda row: len(row.window.values)):
-                other = batch and not self.series.ragged and len(batch[0].window.values) != len(row.window.values)
-                if len(batch) == batch_size or other:
-                    yield batch
-                    batch = []
-                batch.append(row)
-            if batch:
-                yield batch
-
-        return batches
 
     def _fed(self, steps: int) -> int:
         """Rows that a decoder reads for so many steps, beside a history that it reads itself."""
@@ -178,3 +164,16 @@ class Forecaster:
             if state is not None:
                 state.release()
             share.end()
+
+
+def _alike(rows: Sequence[_Row], ragged: bool, batch_size: int) -> Iterator[list[_Row]]:
+    """Batches of rows of like length; of one length each unless they may be ragged."""
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda row: len(row.window.values)):
+        other = batch and not ragged and len(batch[0].window.values) != len(row.window.values)
+        if len(batch) == batch_size or other:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

@@ -12,7 +12,8 @@ from tformer_runtime import InputError, ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest, Preparation
 from tformer_runtime.series import Series
 from tformer_runtime.tables import read_series
-from tformer_runtime.tasks.forecast import _in_order
+from tformer_runtime.tasks.forecast import _alike, _Row
+from tformer_runtime.tasks.windows import in_windows
 
 RNG = np.random.default_rng(0)
 HISTORY = 50 + 3 * RNG.standard_normal((9, 3))
@@ -179,13 +180,14 @@ def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragg
     lengths = [5, 2, 9, 2, 5, 5, 7, 2]
     batches = []
 
-    def run(windows):
-        batches.append([len(window.values) for window in windows])
-        return [window.values[:1, :1] for window in windows]
+    def run(rows):
+        batches.append([len(row.window.values) for row in rows])
+        for row in rows:
+            row.forecast = row.window.values[:1, :1]
 
-    windows = [series().window(np.full((n, 3), i, float)) for i, n in enumerate(lengths)]
-    found = list(_in_order(iter(windows), run, ragged, batch_size=3, workers=workers))
-    assert [value.item() for value in found] == list(range(8))
+    rows = [_Row(series().window(np.full((n, 3), i, float))) for i, n in enumerate(lengths)]
+    found = list(in_windows(iter(rows), lambda some: _alike(some, ragged, 3), run, 48, workers))
+    assert [row.forecast.item() for row in found] == list(range(8))
     assert sorted(n for batch in batches for n in batch) == sorted(lengths)
     assert max(map(len, batches)) == 3
     assert ragged or all(len(set(batch)) == 1 for batch in batches)
