@@ -199,7 +199,7 @@ def test_a_history_that_cannot_be_read_is_told_after_the_results_before_it():
         yield series().window(HISTORY)
         raise InputError("input 2: it is not one")
 
-    found = _in_order(windows(), lambda some: [w.values for w in some], True, 4, 1)
+    found = (window.values for window in in_windows(windows(), lambda some: [some], lambda batch: None, 64))
     np.testing.assert_allclose(next(found), HISTORY.astype(np.float32))
     with pytest.raises(InputError, match="input 2"):
         next(found)
