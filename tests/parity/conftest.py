@@ -100,11 +100,11 @@ def _understood(name: str, alignments: str, held: dict[tuple[object, ...], Under
     real = make.understand
 
     def understand(
-        source: Source, target: str, length: int, stage: Any, wanted: Any, hidden: Any, half: bool
+        source: Source, target: str, length: int, stage: Any, wanted: Any, hidden: Any, half: bool, attention: bool
     ) -> Understood:
-        key = name, length, alignments, repr(hidden)
+        key = name, length, alignments, repr(hidden), attention
         if key not in held:
-            held[key] = real(source, target, length, stage, wanted, hidden, half)
+            held[key] = real(source, target, length, stage, wanted, hidden, half, attention)
         return replace(held[key], target=target, half=half)
 
     return understand
