@@ -1,5 +1,5 @@
-"""The gate from raw input to final result: texts and pairs through the runtime's tokenizer, padding, file and task,
-against the source's own way to its results, of each input alone.
+"""The gate from raw input to final result: texts and pairs through the runtime's tokenizer, padding, file and task, or
+pictures through what it makes of them, against the source's own way to its results, of each input alone.
 
 The cases of `verify` prove what the file computes of ids. What comes before and after, which ids a text has, their
 types, where it is cut, which rows are padded, what is made of scores, is proven here, for any task.
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
+from tformer_export.source.images import draw_pictures, reads_images, through_pixels
 from tformer_export.source.pooled import Answer
 from tformer_export.source.tokenizer.check import SAMPLE
 from tformer_runtime.engine import Engine
@@ -30,28 +31,45 @@ PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] 
 
 @dataclass(frozen=True)
 class RawParity:
-    """error: max |Δ| of results, relative: of their range. texts, pairs: how many were compared, padded together and
+    """error: max |Δ| of results, relative: of their range. texts, pairs, images: how many were compared, together and
     alone."""
 
     error: float
     relative: float
     texts: int
     pairs: int
+    images: int = 0
 
 
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
-    """None for a source that has no tokenizer. ParityError where a result differs by more than the tolerance, times
-    what the results span: together they do, of one label each by itself is."""
+    """None for a source that reads neither texts nor images. ParityError where a result differs by more than the
+    tolerance, times what the results span: together they do, of one label each by itself is."""
+    if source.step is None and (name := reads_images(source)) is not None:
+        pictures = draw_pictures(seed=1)
+        error, span = _worst(
+            source, Model(engine), pictures, source.answer or through_pixels(source, name), None, tolerance
+        )
+        return RawParity(error, error / span, 0, 0, len(pictures))
     reads = [name for name in source.example if name not in source.masks and name not in source.types]
     if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
         return None
-    model, task = Model(engine), task_of(engine.manifest)
+    model = Model(engine)
     assert engine.manifest.encode is not None
     most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
     answer = source.answer or _through_ids(source, reads[0])
     samples = [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
     if not samples:
         return None
+    worst, span = _worst(source, model, samples, answer, most, tolerance)
+    pairs = sum(not isinstance(sample, str) for sample in samples)
+    return RawParity(worst, worst / span, len(samples) - pairs, pairs)
+
+
+def _worst(
+    source: Source, model: Model, samples: list[Any], answer: Answer, most: int | None, tolerance: float
+) -> tuple[float, float]:
+    """max |Δ| of the results of samples, together and alone, and what results span. ParityError as of `check_raw`."""
+    task = task_of(model.manifest)
     given = samples if source.answer is not None else [task.value(sample) for sample in samples]
     expected = [_final(source, answer(sample, most)) for sample in given]
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
@@ -68,8 +86,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
                     f"the file's result for {_shown(sample)}, {how}, differs from its source's own by {error:.3g} "
                     f"where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was written"
                 )
-    pairs = sum(not isinstance(sample, str) for sample in samples)
-    return RawParity(worst, worst / span, len(samples) - pairs, pairs)
+    return worst, span
 
 
 def _readable(model: Model, samples: Any) -> list[Any]:
@@ -116,5 +133,5 @@ def _final(source: Source, output: torch.Tensor) -> np.ndarray:
 
 
 def _shown(sample: Any) -> str:
-    text = repr(sample)
+    text = f"an image of {sample.mode}, {sample.width} × {sample.height}" if hasattr(sample, "mode") else repr(sample)
     return text if len(text) < 80 else f"{text[:60]}…"

@@ -239,7 +239,8 @@ class Model:
         """What a model that is run once gives for any number of inputs, in their order: of each a `Classification`, an
         array of features, or what else the file's task makes of the outputs.
 
-        An input is a text, a pair of texts, ids or, by name, what else the model reads. Inputs are read as they are
+        An input is a text, a pair of texts, ids, an image (a file's name, bytes, a Pillow image or an array of uint8)
+        or, by name, what else the model reads. Inputs are read as they are
         needed, and `batch_size` of like length are run together. An InputError names the input, counted from 1.
 
         workers: batches run side by side; most results a second with as many as there are cores and a model that was
@@ -408,7 +409,7 @@ class Model:
 
 def _several(inputs: Iterable[Input]) -> Iterable[Input]:
     """InputError for one text, of which each character would be taken for an input."""
-    if isinstance(inputs, (str, Mapping)):
+    if isinstance(inputs, (str, bytes, Mapping)) or not isinstance(inputs, Iterable):
         raise InputError("give a list of inputs, of one too")
     return inputs
 

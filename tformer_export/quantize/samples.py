@@ -4,7 +4,8 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, or two with a tab between them, or JSON of its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or the name of an image's file, or JSON of its inputs, numbers where
+they are no ids.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
 from tformer_export.verify import LONGEST as LONGEST_PROMPT
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.images import KIND as IMAGE
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.model import Model
@@ -169,6 +171,8 @@ class _Reader:
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
+        prepared = manifest.preparation.get(names[0]) if self.step is None and len(names) == 1 else None
+        self.named = prepared is not None and prepared.kind == IMAGE  # a line is the name of a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
         try:
@@ -205,6 +209,8 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
+        if self.named:
+            return line, None
         if self.plain and self.step is None:
             first, *second = line.split("\t")
             return (first, second[0]) if len(second) == 1 else line, None

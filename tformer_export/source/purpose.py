@@ -8,12 +8,14 @@ from tformer_runtime.errors import SourceError
 
 GENERATES, TRANSLATES = "text-generation", "text2text-generation"
 FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
+IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
     "AutoModelForSequenceClassification": CLASSIFIES,
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForImageClassification": CLASSIFIES_IMAGES,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }
@@ -42,6 +44,7 @@ def class_for(config: Any, task: str | None) -> tuple[Any, str]:
     """
     import transformers
 
+    task = FEATURES if task == IMAGE_FEATURES else task  # of one class, whatever is read
     saved = [str(name) for name in getattr(config, "architectures", None) or ()]
     found = next((known for name in saved if (known := purpose_named(name)) is not None), None)
     if task in TASKS.values():

@@ -9,18 +9,21 @@ import torch
 
 from tformer_export.source.base import Source
 from tformer_export.source.pooled import CHOICES, pooled
-from tformer_export.source.purpose import CLASSIFIES
+from tformer_export.source.purpose import CLASSIFIES, CLASSIFIES_IMAGES
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome
+
+CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)
 
 
 def for_its_task(
     source: Source, labels: Sequence[str] | None, problem: str | None, pool: str | None, normalize: bool
 ) -> Source:
     """The source with what its results stand for. OptionError for what does not go together."""
-    if (labels is not None or problem is not None) and (source.step is not None or source.task != CLASSIFIES):
+    if (labels is not None or problem is not None) and (source.step is not None or source.task not in CLASSES):
         raise OptionError(
-            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}), and this model's is {source.task}"
+            f"labels and a problem are of tasks {' and '.join(CLASSES)} (--task {CLASSIFIES}), and this model's is "
+            f"{source.task}"
         )
     if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
         raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
@@ -30,7 +33,7 @@ def for_its_task(
         if pool not in CHOICES:
             raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {pool!r}")
         source = pooled(source, [pool], normalize=normalize)
-    if source.task == CLASSIFIES and source.step is None:
+    if source.task in CLASSES and source.step is None:
         given = tuple(source.outcome.labels if labels is None else map(str, labels))
         source = replace(source, outcome=_classes(source, given, problem or source.outcome.problem or SINGLE_LABEL))
     return source

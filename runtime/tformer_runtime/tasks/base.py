@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.images import KIND as IMAGE
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.tasks.flags import Flag, switch
 
@@ -74,11 +75,17 @@ class Task(ABC):
 
     def read(self, line: str, ids: bool) -> Input:
         """The input that a line stands for: a text, two with a tab between them, ids between spaces where that is
-        asked for, or JSON for a model without a tokenizer, of which it may be an array or an object of arrays."""
-        if ids:
-            return ids_of(line)
+        asked for, the name of an image's file, or JSON for a model without a tokenizer, of which it may be an array or
+        an object of arrays."""
         encode = self.manifest.encode
         wanted = [spec for spec in encode.inputs if spec.role in ("ids", "data")] if encode else []
+        prepared = self.manifest.preparation.get(wanted[0].name) if len(wanted) == 1 else None
+        if prepared is not None and prepared.kind == IMAGE:
+            if ids:
+                raise InputError("the model reads images, not ids: leave out --ids")
+            return line
+        if ids:
+            return ids_of(line)
         if len(wanted) == 1 and wanted[0].name in self.manifest.tokenizer_of:
             first, *rest = line.split("\t")
             if len(rest) > 1:

@@ -3,7 +3,7 @@ their order.
 
 Padding is computed too, so inputs of a window are sorted by length before they are put into batches, and cut out of the
 results. A file whose rows padding would change has batches of one size alone. Memory: the inputs and results of one
-window, of two with several workers.
+window, of two with several workers; a window of inputs that are all of one size is a batch for each worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tformer_runtime.record import cut_to
 from tformer_runtime.requests import own_sizes
 from tformer_runtime.session import Array
 
-WINDOW = 16  # times the rows of a batch: how many inputs are sorted together
+WINDOW = 16  # times the rows of a batch: how many inputs are sorted together, where there are several sizes
 
 
 @dataclass
@@ -64,6 +64,7 @@ def _rows(
     engine: Engine, source: Iterator[Callable[[], Mapping[str, Array]]], batch_size: int, workers: int, first: int
 ) -> Iterator[list[Array]]:
     pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
+    ahead = (WINDOW if _sized(engine) else workers) * batch_size
     waiting: deque[tuple[list[_Row], list[Future[None]]]] = deque()
     failed: Exception | None = None
     more, count = True, first
@@ -72,11 +73,11 @@ def _rows(
             while more and len(waiting) < (1 if pool is None else 2):
                 window: list[_Row] = []
                 try:
-                    for request in islice(source, WINDOW * batch_size):
+                    for request in islice(source, ahead):
                         window.append(_made(request, count + len(window)))
                 except Exception as error:  # of whoever gives the inputs
                     failed = error
-                more = len(window) == WINDOW * batch_size
+                more = len(window) == ahead
                 count += len(window)
                 batches = _batches(engine, window, batch_size)
                 started = [pool.submit(_run, engine, batch) for batch in batches] if pool is not None else []
@@ -98,6 +99,12 @@ def _rows(
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
+
+
+def _sized(engine: Engine) -> bool:
+    """Whether inputs have sizes of their own, as texts do and images that a model reads do not."""
+    encode = engine.manifest.encode
+    return encode is None or any(isinstance(axis, str) for spec in encode.inputs for axis in spec.shape[1:])
 
 
 def _made(request: Callable[[], Mapping[str, Array]], index: int) -> _Row:

@@ -1,0 +1,310 @@
+"""What is said of images at export: how pictures become pixels, for one's own module and by a transformers processor.
+
+`export(…, prepare={"pixels": image(size=224, crop=…, mean=…, std=…)})` puts into the file how an input is made, so that
+it reads pictures: a size is resized to, a crop is cut out of the middle, and numbers are scaled and normalised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tformer_export.source.adapter import Adapter
+from tformer_export.source.base import Source, as_float32
+from tformer_export.source.once import outcome_of
+from tformer_export.source.pooled import Answer
+from tformer_export.source.purpose import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
+from tformer_runtime.errors import MissingExtraError, OptionError, SourceError
+from tformer_runtime.images import FILTERS, KIND, Images
+from tformer_runtime.manifest import Outcome, Preparation
+
+SHAPES = ((96, 128), (200, 61), (31, 33), (64, 64), (257, 640), (480, 99))  # height and width of drawn pictures
+MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of Pillow, one after the other
+ROUNDINGS = 2.0**-22  # of pixels, over the greatest: a product, a difference and a quotient, each in float32
+
+
+def image(
+    size: int | Sequence[int] | Mapping[str, int] | None = None,
+    *,
+    crop: int | Sequence[int] | None = None,
+    resample: str = "bilinear",
+    scale: float | None = 1 / 255,
+    mean: float | Sequence[float] = (),
+    std: float | Sequence[float] = (),
+) -> Preparation:
+    """How pictures become an input (batch, channels, height, width), with 3 channels (RGB) or 1 (gray) as the example.
+
+    size: height and width, one number for both, or transformers' names of a size, such as {"shortest_edge": 256}. crop:
+    the same, cut out of the middle. resample: Pillow's filter: "nearest", "lanczos", "bilinear", "bicubic", "box" or
+    "hamming". scale: what numbers from 0 to 255 are multiplied with; None: nothing. mean, std: of each channel, or of
+    all: (x · scale - mean) / std. OptionError for what cannot be.
+    """
+    mean, std = (tuple(map(float, v)) if isinstance(v, Sequence) else (float(v),) for v in (mean, std))
+    named = (
+        dict(size)
+        if isinstance(size, Mapping)
+        else dict(zip(("height", "width"), _both(size), strict=size is not None))
+    )
+    made = Images(named, resample, _both(crop), scale, mean, std, channels=max(1, len(mean), len(std)))
+    return _checked(made).preparation
+
+
+def with_preparation(source: Source, prepare: Any, classes: bool) -> Source:
+    """The source with how its inputs are made, by name: `image(…)` or a transformers image processor; one that is not
+    named is the only input's. classes: whether the outputs are said to be of labels. OptionError for what does not fit
+    the model."""
+    if not isinstance(prepare, Mapping):
+        names = [n for n in source.example if n not in source.masks and n != source.step]
+        if len(names) != 1:
+            raise OptionError(f"say which input is prepared, prepare={{name: …}}: there are {', '.join(names)}")
+        prepare = {names[0]: prepare}
+    for name, how in prepare.items():
+        if name not in source.example:
+            raise OptionError(f"there is no input {name!r} to prepare: {', '.join(source.example)}")
+        if isinstance(how, Preparation):
+            source = _prepared(source, name, Images.of(how))
+        elif hasattr(how, "preprocess"):
+            source = with_processor(source, how, name)
+        else:
+            raise OptionError(f"{name} is prepared by image(…) or an image processor, not {type(how).__name__}")
+    if source.step is None and source.task == "feature-extraction":
+        source = replace(source, task=CLASSIFIES_IMAGES if classes else IMAGE_FEATURES)
+    return source
+
+
+def with_processor(source: Source, processor: Any, name: str | None = None) -> Source:
+    """The source of a transformers model on images, with its image processor: what that does to pictures is put into
+    the file, and its way from a picture to pixels is what the file is compared with. name: of the input; by default the
+    first.
+
+    SourceError for a processor that does something else than resize, crop, scale and normalise: its pixels of pictures
+    of several sizes and kinds are compared, whatever its class is called.
+    """
+    need_pillow()
+    name = name or next(iter(source.example))
+    pictures = draw_pictures()
+    measured = [(_apart(made, processor, pictures), made) for made in _read(processor)]
+    apart, found = min(measured, key=lambda pair: pair[0])
+    if not apart <= 1:
+        raise SourceError(
+            f"the image processor {type(processor).__name__} does something else than resize, crop at the centre, "
+            f"scale and normalise (its pixels are {apart:.3g} times what rounding explains from that): prepare the "
+            "images yourself, or describe what is done, prepare=image(…)"
+        )
+    source = _prepared(_of_size(source, name, found), name, found)
+    module = source.module
+
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        given = torch.from_numpy(_theirs(processor, sample))[None]
+        with torch.no_grad():
+            output: torch.Tensor = module(given)[0]
+        return output.float()
+
+    return replace(source, answer=answer)
+
+
+def from_transformers_on_images(module: Any, task: str, name: str | None = None) -> Source:
+    """A transformers model that is run once on pixels, of the size that its config says: 224 × 224 if it says none.
+    What makes these of pictures is told by `with_processor`."""
+    config = module.config
+    size = getattr(config, "image_size", None) or 224
+    shape = (2, int(getattr(config, "num_channels", None) or 3), *_both(size))
+    return Source(
+        module=Adapter(as_float32(module), [module.main_input_name]),
+        example={module.main_input_name: torch.randn(shape, generator=torch.Generator().manual_seed(0))},
+        step=None,
+        name=name or type(module).__name__,
+        task=IMAGE_FEATURES if task == FEATURES else task,
+        dynamic={module.main_input_name: (0,)},
+        outcome=outcome_of(config) if task == CLASSIFIES_IMAGES else Outcome(),
+    )
+
+
+def load_processor(folder: Path) -> Any | None:
+    """A folder's image processor, of Pillow and numpy; None if it has none. SourceError if it cannot be loaded."""
+    if not any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
+        return None
+    need_pillow()
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SourceError(f"{folder}'s image processor cannot be loaded: {reason}") from error
+
+
+def need_pillow() -> None:
+    if importlib.util.find_spec("PIL") is None:
+        raise MissingExtraError(
+            "a model on images is compared on pictures, which needs Pillow: pip install 'tformer[image]'"
+        )
+
+
+def draw_pictures(seed: int = 0) -> list[Any]:
+    """Pillow images of several sizes and modes: coarse patches of colour with noise on them, so that a filter, a crop
+    or a turned axis shows."""
+    from PIL import Image
+
+    random = np.random.default_rng(seed)
+    made = []
+    for (height, width), mode in zip(SHAPES, MODES, strict=True):
+        coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), np.uint8)).resize((width, height))
+        noise = random.integers(-40, 41, (height, width, 3))
+        values = np.clip(np.asarray(coarse).astype(int) + noise, 0, 255).astype(np.uint8)
+        made.append(Image.fromarray(values).convert(mode))
+    return made
+
+
+def _read(processor: Any) -> list[Images]:
+    """What a processor's settings say, in the ways that they may be meant."""
+
+    def setting(name: str) -> Any:
+        return getattr(processor, name, None)
+
+    def numbers(name: str) -> tuple[float, ...]:
+        value = setting(name) if setting("do_normalize") else None
+        return () if value is None else tuple(value) if isinstance(value, Sequence) else (float(value),) * 3
+
+    def named(name: str) -> dict[str, int]:
+        value = setting(name) or {}
+        given = dict(value) if not isinstance(value, int) else {"height": value, "width": value}
+        return {n: int(v) for n, v in given.items() if v is not None}
+
+    resample = int(setting("resample")) if setting("resample") is not None else FILTERS.index("bilinear")
+    crop = named("crop_size") if setting("do_center_crop") else {}
+    made = Images(
+        size=named("size") if setting("do_resize") else {},
+        resample=FILTERS[resample],
+        crop=(crop.get("height", 0), crop.get("width", 0)) if crop else (),
+        scale=float(setting("rescale_factor")) if setting("do_rescale") else None,
+        mean=numbers("image_mean"),
+        std=numbers("image_std"),
+    )
+    ways = [made]
+    edge, share = made.size.get("shortest_edge"), setting("crop_pct")
+    if edge is not None and share is not None:  # a share of the resized picture that is cut out, or none of it
+        ways.append(replace(made, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
+        ways.append(replace(made, size={"height": edge, "width": edge}))
+    sound = [way for way in ways if _sound(way)]
+    if not sound:
+        raise SourceError(
+            f"the image processor {type(processor).__name__} has settings that are not taken: size {dict(made.size)}, "
+            f"crop {made.crop}"
+        )
+    return sound
+
+
+def _sound(made: Images) -> bool:
+    try:
+        made.check()
+    except ValueError:
+        return False
+    return True
+
+
+def _apart(made: Images, processor: Any, pictures: Sequence[Any]) -> float:
+    """How far the runtime's pixels are from the processor's, over what rounding explains."""
+    worst = 0.0
+    for picture in pictures:
+        own, theirs = made.pixels(picture), _theirs(processor, picture)
+        if own.shape != theirs.shape:
+            return float("inf")
+        allowed = ROUNDINGS * max(1.0, float(np.abs(theirs).max()))
+        worst = max(worst, float(np.abs(own.astype(np.float64) - theirs).max()) / allowed)
+    return worst
+
+
+def _theirs(processor: Any, picture: Any) -> np.ndarray:
+    """(channels, height, width) float32 of the processor, as transformers' pipelines give it pictures."""
+    pixels: np.ndarray = np.asarray(processor(images=picture.convert("RGB"), return_tensors="np")["pixel_values"])[0]
+    return pixels.astype(np.float32)
+
+
+def _of_size(source: Source, name: str, made: Images) -> Source:
+    """The source with an example as large as pictures are made, if the module runs on that."""
+    held = source.example[name]
+    if made.shape in (None, tuple(held.shape[2:])):
+        return source
+    other = torch.randn((*held.shape[:2], *(made.shape or ())), generator=torch.Generator().manual_seed(0))
+    try:
+        with source.ready(), torch.no_grad():
+            source.module(other)
+    except Exception:  # whatever forward makes of it: the size is refused in its turn
+        return source
+    return replace(source, example={**source.example, name: other})
+
+
+def through_pixels(source: Source, name: str) -> Answer:
+    """The way of a source that has no image processor: pictures as they were described, and the module on one."""
+    made = Images.of(source.preparation[name])
+
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        pixels = torch.from_numpy(made.pixels(sample)).to(source.example[name].dtype)
+        with torch.no_grad():
+            output: torch.Tensor = source.module(pixels[None])[0]
+        return output.float()
+
+    return answer
+
+
+def reads_images(source: Source) -> str | None:
+    """The name of the source's input, if that is one of images and of no other."""
+    names = [name for name in source.example if name not in source.masks and name not in source.types]
+    held = source.preparation.get(names[0]) if len(names) == 1 else None
+    return names[0] if held is not None and held.kind == KIND else None
+
+
+def _prepared(source: Source, name: str, made: Images) -> Source:
+    """The source whose input is made so, with an example of the size that pictures are given."""
+    held = source.example[name]
+    if held.dim() != 4 or not held.is_floating_point():
+        raise OptionError(
+            f"an image is an input of floats (batch, channels, height, width), and {name} is {held.dtype} "
+            f"{tuple(held.shape)}"
+        )
+    made = replace(
+        made,
+        channels=held.shape[1],
+        mean=made.mean * held.shape[1] if len(made.mean) == 1 else made.mean,
+        std=made.std * held.shape[1] if len(made.std) == 1 else made.std,
+    )
+    made = _checked(made)
+    if made.shape is None:
+        raise OptionError(
+            "pictures must all get one size, which the file has: give a height and a width, or a crop at the centre"
+        )
+    if made.shape != tuple(held.shape[2:]):
+        raise OptionError(
+            f"images are made {made.shape[0]} × {made.shape[1]}, height by width, and {name} is "
+            f"{held.shape[2]} × {held.shape[3]}: give the size that the model reads"
+        )
+    return replace(
+        source,
+        preparation={**source.preparation, name: made.preparation},
+        dynamic={**source.dynamic, name: (0,)},
+    )
+
+
+def _checked(made: Images) -> Images:
+    try:
+        made.check()
+    except ValueError as error:
+        raise OptionError(f"what is said of images cannot be: {error}") from error
+    return made
+
+
+def _both(size: Any) -> tuple[int, ...]:
+    """Height and width."""
+    if size is None:
+        return ()
+    both = (size, size) if isinstance(size, int) else tuple(size)
+    if len(both) != 2:
+        raise OptionError(f"a size is one number, or a height and a width, not {size!r}")
+    return both
