@@ -92,7 +92,7 @@ class Images:
                 f"{name} is {picture.width} × {picture.height} pixels and would be resized to {width} × {height}: cut "
                 "it to a shape that is less long"
             )
-        return picture.resize((width, height), resample=FILTERS.index(self.resample))  # type: ignore[arg-type]
+        return picture.resize((width, height), resample=FILTERS.index(self.resample))
 
     def _cropped(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The middle of (channels, height, width); where it is smaller, zeros around it, the odd one in front."""
