@@ -169,7 +169,8 @@ def _feedback(given: Mapping[str, Any], outputs: int, targets: int) -> tuple[int
         if outputs != targets:
             raise OptionError(
                 f"forward gives {outputs} numbers a step and {targets} are fed back: say which of them each target is, "
-                "series={'feedback': […]}; what is known ahead is not supported"
+                "series={'feedback': […]}; what is known ahead is not supported, and a model of tokens is stepped over "
+                "their ids"
             )
         return tuple(range(targets))
     if len(feedback) != targets or not all(isinstance(i, int) and 0 <= i < outputs for i in feedback):

@@ -11,6 +11,7 @@ from small_models import LENGTH, WIDTH, Mixer, Small, causal, here, joined, refu
 from torch import nn
 
 from tformer_export import export
+from tformer_runtime.errors import OptionError
 
 ONCE = "export the model without a step input (step=None) to run it once per input"
 AHEAD = (
@@ -376,9 +377,11 @@ def test_an_output_that_is_not_logits_for_every_position(model, shape, what, tmp
     )
 
 
-def test_a_step_input_that_is_not_ids(tmp_path):
-    message = refusal(nn.Linear(8, 9), tmp_path, example={"input": torch.randn(2, 3, 8)}, step="input")
-    assert message.startswith("the step input 'input' holds torch.float32, not token ids: let forward take the ids")
+def test_a_step_input_of_embeddings(tmp_path):
+    with pytest.raises(OptionError) as raised:
+        export(nn.Linear(8, 9), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)}, "input")
+    assert str(raised.value).startswith("forward gives 9 numbers a step and 8 are fed back: say which of them")
+    assert str(raised.value).endswith("a model of tokens is stepped over their ids")
 
 
 # -- torch.onnx -------------------------------------------------------------------------------------------------------
