@@ -16,7 +16,7 @@ from tformer_export.asked import Asked
 from tformer_export.budget import Budget
 from tformer_export.make import make
 from tformer_export.place import check_writable
-from tformer_export.quantize import THROUGHPUT
+from tformer_export.quantize import ROWS, THROUGHPUT
 from tformer_export.report import Clock, ExportReport, peak_memory
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
@@ -40,6 +40,7 @@ def export(
     *,
     quantize: str = "none",
     optimize_for: str = THROUGHPUT,
+    activations: str = ROWS,
     cache: str = "float",
     target: str = "cpu",
     precision: str | None = None,
@@ -84,6 +85,10 @@ def export(
         any batch, bit for bit; "latency" has another for steps of two or three rows at most, which is faster, rounds
         activations otherwise and needs a second copy of the decoder's weights in memory; "balanced" has that for large
         products alone.
+    activations: what scales the numbers that quantised products read: "rows", each row by its own largest, or "fixed",
+        scales that were learnt from the calibration data, or from what the model makes of random ids. These are faster,
+        the more so the more rows; a row's result is its own as well, but rows louder than those data are clipped.
+        What would err by too much is scaled by row; the report counts both.
     cache: "float", or "int8" for the keys and values of earlier positions in a byte each, on the cpu: a quarter of the
         memory and a faster step where much is cached, for a slower prompt.
     max_length: of a sequence; by default the most that the model allows, up to 512.
@@ -128,6 +133,7 @@ def export(
     asked = Asked.of(
         quantize=quantize,
         optimize_for=optimize_for,
+        activations=activations,
         cache=cache,
         target=target,
         precision=precision,
@@ -160,6 +166,7 @@ def export(
         target=target,
         precision=made.manifest.precision,
         quantization=quantize,
+        activations=activations,
         cache=cache,
         max_length=made.manifest.max_length,
         parameters=sum(p.numel() for p in source.module.parameters()),

@@ -11,7 +11,7 @@ from tformer_export.alignments import Wanted
 from tformer_export.budget import COSINE, Budget
 from tformer_export.forms import Forms, session_settings
 from tformer_export.passes.half import HALVES
-from tformer_export.quantize import CACHES, GOALS, QUANTIZATIONS, THROUGHPUT
+from tformer_export.quantize import ACTIVATIONS, CACHES, GOALS, QUANTIZATIONS, ROWS, THROUGHPUT
 from tformer_export.source import Source
 from tformer_export.target import TARGETS
 from tformer_runtime.errors import OptionError
@@ -29,6 +29,7 @@ class Asked:
 
     quantize: str
     optimize_for: str
+    activations: str
     cache: str
     target: str
     half: str | None
@@ -47,6 +48,7 @@ class Asked:
         *,
         quantize: str,
         optimize_for: str,
+        activations: str,
         cache: str,
         target: str,
         precision: str | None,
@@ -61,9 +63,16 @@ class Asked:
     ) -> Asked:
         """As `export` is given them. OptionError for what cannot be, or not together."""
         _check(quantize, optimize_for, cache, target, tune)
+        if activations not in ACTIVATIONS:
+            raise OptionError(f"activations is one of {', '.join(ACTIVATIONS)}, not {activations!r}")
+        if activations != ROWS and quantize == "none":
+            raise OptionError(
+                f"{activations} activations are those of quantised products: quantize to int8 or int4 too"
+            )
         return cls(
             quantize=quantize,
             optimize_for=optimize_for,
+            activations=activations,
             cache=cache,
             target=target,
             half=_half(precision, target, quantize),

@@ -47,6 +47,14 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     "weights held twice. balanced: that for large products alone.",
 )
 @click.option(
+    "--activations",
+    type=click.Choice(["rows", "fixed"]),
+    default="rows",
+    show_default=True,
+    help="Scales of what quantised products read. rows: each row has its own. fixed: learnt from the calibration data, "
+    "or from random ids; faster, the more so the more rows, but rows louder than those data are clipped.",
+)
+@click.option(
     "--cache",
     type=click.Choice(["float", "int8"]),
     default="float",

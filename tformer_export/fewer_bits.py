@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import onnx_ir as ir
-
 from tformer_export.asked import Asked
 from tformer_export.budget import Budget
 from tformer_export.forms import Forms, few_rows
 from tformer_export.pipeline import Compiled
 from tformer_export.quantize import (
+    FIXED,
     Degradation,
     Mixture,
     OutputDegradation,
@@ -74,7 +73,7 @@ def in_fewer_bits(
     measured_on = planner.samples.measured if mixed or asked.calibration is not None else ()
     for plan in plans:
         with clock.stage("quantise"):
-            manifest, products = _rewritten(compiled, manifest, planner.model, plan, asked, gate.source.step, forms)
+            manifest, products = _rewritten(compiled, manifest, planner, plan, asked, gate.source.step, forms)
             written = save(compiled.model, manifest, folder / "quantised.onnx")
         with clock.stage("measure"):
             after = Engine(written, device="cpu")
@@ -114,6 +113,10 @@ def _calibrated(
     planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
     if asked.quantize == "none":
         return planner, manifest
+    if asked.activations == FIXED:
+        seen = planner.samples.seen
+        random = samples is None and gate.source.step is not None
+        planner.fix([*seen, draw_long(gate, before)] if random else seen)
     if samples is not None:
         planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[asked.quantize])
     return planner, replace(manifest, quantization=asked.quantize, optimized_for=asked.optimize_for)
@@ -137,13 +140,13 @@ def _plans(planner: Planner, asked: Asked, budget: Budget) -> Sequence[Plan]:
 
 
 def _rewritten(
-    compiled: Compiled, manifest: Manifest, model: ir.Model, plan: Plan, asked: Asked, step: str | None, forms: Forms
+    compiled: Compiled, manifest: Manifest, planner: Planner, plan: Plan, asked: Asked, step: str | None, forms: Forms
 ) -> tuple[Manifest, dict[str, Product]]:
-    """The compiled model becomes a copy of `model` in the plan's bits, with its output projection apart if a shortlist
-    is to come. Returns its manifest, and what is quantised by name."""
+    """The compiled model becomes a copy of the planner's in the plan's bits, with its output projection apart if a
+    shortlist is to come. Returns its manifest, and what is quantised by name."""
     columns = asked.shortlist is not None and asked.quantize != "none"  # else it has been done
     products: dict[str, Product] = {}
-    compiled.model = model.clone()
+    compiled.model = planner.model.clone()
     if columns:
         set_apart(compiled.model)
     if asked.quantize != "none":
@@ -155,7 +158,9 @@ def _rewritten(
             plan.ready,
             few_rows=few_rows(forms),
             on_cpu=asked.target == "cpu",
+            fixed=planner.fixed,
         )
+        compiled.found |= {"fixed": made.fixed, "by_row": made.by_row}
         compiled.found["quantised"], products = made.count, made.products
         manifest = replace(manifest, narrow=made.narrow)
     if columns:

@@ -56,6 +56,7 @@ class ExportReport:
     """seconds: stage → time. found: what the compiler recognised, by name. size: the file's bytes, weights included.
     peak_memory: the most that the process has held resident since it began, bytes; the loaded model is part of it.
 
+    activations: what scales the numbers that products read; found tells how many of them are "fixed" and "by_row".
     cache: what keys and values of earlier positions are held in.
     degradation: what quantisation cost, against the unquantised file; None without quantisation. mixture: of bits, and
     those that were tried; None unless quantisation is mixed. products: what is quantised, by name. optimized_for: which
@@ -70,6 +71,7 @@ class ExportReport:
     target: str
     precision: str
     quantization: str
+    activations: str
     cache: str
     max_length: int
     parameters: int
@@ -157,6 +159,11 @@ class ExportReport:
         if found.get("grouped"):
             rows.append(("experts", f"{found['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
+        if self.activations == "fixed":
+            both = found.get("fixed", 0) + found.get("by_row", 0)
+            rows.append(
+                ("fixed scales", f"{found.get('fixed', 0)} of {both} values that products read, the others by row")
+            )
         if self.degradation is not None:
             rows += self.degradation.rows()
         if self.mixture is not None:

@@ -27,7 +27,8 @@ import numpy as np
 from tformer_export.asked import Asked
 from tformer_export.forms import CHOICES, DEFAULTS, ROTARY, Choice, Forms, few_rows
 from tformer_export.pipeline import Compiled, Understood
-from tformer_export.quantize import quantize
+from tformer_export.quantize import FIXED, Fixed, quantize
+from tformer_export.quantize.products import find_matrices
 from tformer_export.quantize.rewrite import BALANCED, LATENCY, THROUGHPUT
 from tformer_export.verify import Gate
 from tformer_export.write import removed, save
@@ -110,8 +111,10 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
         manifest = replace(asked.in_forms(made.manifest, forms), quantization=asked.quantize)
         if asked.quantize != "none":
             bits = 4 if asked.quantize == "int4" else 8
+            names = [name for matrix in find_matrices(made.model) for name in matrix.products]
+            scales = dict.fromkeys(names, Fixed.between(-1, 1)) if asked.activations == FIXED else {}  # as fast as any
             quantised = quantize(
-                made.model, bits, asked.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True
+                made.model, bits, asked.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True, fixed=scales
             )
             manifest = replace(manifest, narrow=quantised.narrow)
         with removed(folder / "candidate.onnx") as path:  # a session has it mapped

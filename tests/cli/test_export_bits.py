@@ -162,3 +162,36 @@ def test_caches_in_int8_are_for_the_cpu(checkpoint, lines, refused):
         "portable"
     )
     assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--cache", "int8")
+
+
+def test_activations_with_fixed_scales(checkpoint, lines, run):
+    held = {}
+    for data in ((), ("--calibration", lines)):
+        status, err = run(
+            checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activations", "fixed", *data, "--force",
+            "--report", "report.json",
+        )  # fmt: skip
+        assert status == 0, err
+        report = json.loads(Path("report.json").read_text())
+        assert report["activations"] == "fixed"
+        assert report["found"]["fixed"] + report["found"]["by_row"] == 3
+        assert f"{report['found']['fixed']} of 3 values that products read, the others by row" in err
+        assert sum(product["fixed"] for product in report["products"].values()) == report["found"]["fixed"] > 0
+        held[data] = [t.raw_data for t in onnx.load("out.onnx").graph.initializer if t.name.endswith(".steps.scale")]
+        assert len(Model.load("out.onnx", "cpu").generate("abc").token_ids) > 0
+    assert len({tuple(scales) for scales in held.values()}) == 2  # learnt from the lines where there are some
+
+
+def test_fixed_scales_of_a_mixture(checkpoint, lines, run):
+    options = ("--quantize", "mixed", "--activations", "fixed", "--calibration", lines, "--max-degradation", "6%")
+    status, err = run(checkpoint, "-o", "out.onnx", *options, "--report", "report.json")
+    assert status == 0, err
+    report = json.loads(Path("report.json").read_text())
+    chosen = report["mixture"]["frontier"][report["mixture"]["chosen"]]["quality"]
+    assert report["degradation"]["token_agreement"] == pytest.approx(chosen["token_agreement"], abs=0.01)
+    assert report["found"]["fixed"] > 0
+
+
+def test_fixed_scales_of_what_is_not_quantised(checkpoint, lines, refused):
+    message = refused(checkpoint, "-o", "out.onnx", "--activations", "fixed")
+    assert message == "fixed activations are those of quantised products: quantize to int8 or int4 too"

@@ -182,3 +182,53 @@ def test_experts_without_rows(exported):
     for row in range(3):
         alone = decode(file, None, tokens[row : row + 1])
         assert np.array_equal(alone[0], logits[row])
+
+
+# -- activations with fixed scales -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fixed(exported):
+    return exported("wide-seq2seq", quantize="int8", activations="fixed")
+
+
+def test_with_fixed_scales_results_stay_near_the_source(fixed):
+    """Learnt from random ids, the loud one among them; with scales that are made for it, where it comes, the others
+    would err by 0.4 of the range, so these operands are scaled by row."""
+    sources, tokens = draw(6, 2, 7), draw(7, 2, 4 + STEPS)
+    found = decode(fixed, sources, tokens)
+    for row in range(2):
+        expected = fixed.family.logits(sources[row], tokens[row])
+        assert 0 < np.abs(found[row] - expected).max() <= NEAR * np.ptp(expected)
+    made = fixed.report.found
+    assert made["fixed"] > made["by_row"] > 0
+    assert dict(fixed.report.rows())["fixed scales"].startswith(f"{made['fixed']} of {made['fixed'] + made['by_row']} ")
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_with_fixed_scales_a_row_alone_equals_the_row_beside_loud_ones_bit_for_bit(fixed, narrow, monkeypatch):
+    file = fixed
+    if narrow:  # as where products saturate; this machine need not
+        monkeypatch.setattr("tformer_runtime.session.saturates", lambda: True)
+        file = replace(fixed, engine=Engine(fixed.path, device="cpu", threads=1))
+    sources, tokens = draw(0, 4, 7), draw(1, 4, 4 + STEPS)
+    together = decode(file, sources, tokens)
+    for row in range(4):
+        assert np.array_equal(decode(file, sources[row : row + 1], tokens[row : row + 1])[0], together[row])
+    assert len({together[row].tobytes() for row in range(4)}) == 4
+    if narrow:
+        moved = np.abs(together - decode(fixed, sources, tokens)).max()
+        assert 0 < moved <= 2 * NEAR * np.ptp(together)
+    sources[1, ::2], tokens[1, ::2] = LOUD, LOUD
+    assert np.array_equal(decode(file, sources, tokens)[[0, 2, 3]], together[[0, 2, 3]])
+
+
+def test_fixed_scales_beside_a_form_for_few_rows_and_caches_in_int8(exported):
+    file = exported("wide-llama", quantize="int8", activations="fixed", optimize_for="latency", cache="int8")
+    tokens = draw(9, 4, 4 + STEPS)
+    together, alone = decode(file, None, tokens), decode(file, None, tokens[:1])[0]
+    for found, row in ((together[0], 0), (alone, 0), (together[3], 3)):
+        expected = file.family.logits(None, tokens[row])
+        assert np.abs(found - expected).max() <= NEAR * np.ptp(expected)
+    assert not np.array_equal(alone, together[0])
+    assert any(product.few and product.fixed for product in file.report.products.values())

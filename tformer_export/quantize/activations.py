@@ -1,4 +1,4 @@
-"""What the products of a model read, on data: the mean of x xᵀ over the rows x of each product's input.
+"""What the products of a model read, on data, and the mean of x xᵀ over the rows x of each product's input.
 
 The inputs of products become outputs of a copy of the model, beside its own (as hidden states are given), and the
 unquantised copy reads the samples, teacher-forced, a few of one length at a time so that nothing is padded.
@@ -24,27 +24,51 @@ from tformer_runtime.manifest import BATCH, HIDDEN, Extra, Manifest
 AT_ONCE = 1 << 30  # bytes of the matrices that are summed in one pass over the data
 
 
+class Reading:
+    """A model that gives what its products read, beside its results. names: value of `model` → the output that it is;
+    those that cannot be read, in graphs within the stages, are not there."""
+
+    def __init__(self, model: ir.Model, manifest: Manifest, values: Iterable[ir.Value], path: Path) -> None:
+        """model: a copy, which is rewritten. Writes it to `path`, once the weights' size. Memory: its session."""
+        given = _give(model, manifest, dict.fromkeys(values))
+        self.names = {value: one.name for value, one in given.items()}
+        manifest = _with_extras(manifest, list(given.values()))
+        self._engine = Engine(save(model, manifest, path), device="cpu")
+
+    def on(self, samples: Sequence[Sample], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
+        """The outputs of these names on a few samples of one length, and then the next: arrays (…, width)."""
+        for batch in of_one_length(samples):
+            inputs = list(batch[0].request)
+            requests = {name: [sample.request[name] for sample in batch] for name in inputs} or None
+            if self._engine.manifest.decode is None:
+                found = self._engine.encode(requests or {}, len(batch), names)
+                yield {name: found[name].numpy() for name in names}
+            else:
+                state = self._engine.start(requests, len(batch), extras=names)
+                self._engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), want="all")
+                given = {**state.encoded, **state.extras}
+                yield {name: given[name] for name in names}
+
+
 def second_moments(
     model: ir.Model, manifest: Manifest, samples: Sequence[Sample], path: Path
 ) -> Iterator[tuple[str, Hessian]]:
     """For each matrix whose inputs can be read, and are finite: its name, and its Hessian, which is one for all that
     read the same.
 
-    Writes the copy to `path`, once the weights' size. Memory: the copy's session, and a gigabyte of sums or the largest
-    of them. Time: a pass over the samples for each gigabyte of sums, and K² multiplications a row for each.
+    Writes a copy to `path`. Memory: that of `Reading`, and a gigabyte of sums or the largest of them. Time: a pass
+    over the samples for each gigabyte of sums, and K² multiplications a row for each.
     """
     copy = model.clone()
     matrices = find_matrices(copy)
-    given = _give(copy, manifest, dict.fromkeys(value for matrix in matrices for value in matrix.inputs))
+    reading = Reading(copy, manifest, (value for matrix in matrices for value in matrix.inputs), path)
     readers: dict[tuple[str, ...], list[Matrix]] = {}
     for matrix in matrices:
-        names = tuple(given[value].name for value in dict.fromkeys(matrix.inputs) if value in given)
+        names = tuple(reading.names[value] for value in dict.fromkeys(matrix.inputs) if value in reading.names)
         if names:
             readers.setdefault(names, []).append(matrix)
-    manifest = _with_extras(manifest, list(given.values()))
-    engine = Engine(save(copy, manifest, path), device="cpu")
     for together in _packed(readers):
-        means = _means(engine, samples, together)
+        means = _means(reading, samples, together)
         for names in together:
             mean = means.pop(names)  # so that what is made of it goes with it
             hessian = Hessian(mean)
@@ -119,21 +143,11 @@ def _packed(readers: Mapping[tuple[str, ...], Sequence[Matrix]]) -> Iterator[dic
 
 
 def _means(
-    engine: Engine, samples: Sequence[Sample], inputs: Mapping[tuple[str, ...], int]
+    reading: Reading, samples: Sequence[Sample], inputs: Mapping[tuple[str, ...], int]
 ) -> dict[tuple[str, ...], np.ndarray]:
     sums = {names: np.zeros((width, width), np.float32) for names, width in inputs.items()}
     rows = dict.fromkeys(inputs, 0)
-    wanted = [name for names in inputs for name in names]
-    for batch in of_one_length(samples):
-        names = list(batch[0].request)
-        requests = {name: [sample.request[name] for sample in batch] for name in names} or None
-        if engine.manifest.decode is None:
-            found = engine.encode(requests or {}, len(batch), wanted)
-            values = {name: value.numpy() for name, value in found.items()}
-        else:
-            state = engine.start(requests, len(batch), extras=wanted)
-            engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), want="all")
-            values = {**state.encoded, **state.extras}
+    for values in reading.on(samples, [name for names in inputs for name in names]):
         for own, width in inputs.items():
             for name in own:
                 x = values[name].reshape(-1, width)

@@ -57,8 +57,9 @@ def measure(
 
     exact: a row's result is the same alone and in any batch. Else its activations are rounded in another way, to steps
     that are at most twice as large (those of a block, no larger than those of its row; in 1/127 instead of 1/255 of a
-    maximum behind a Relu). So, with t, a and u the logits together, alone and unquantised, and r the effect of rounding
-    activations, rms(a - t) ≤ rms(r_a) + rms(r_t) ≤ 3 · rms(r_t) ≤ 3 · rms(t - u), and anything beyond is a defect.
+    maximum behind a Relu, or to those of a fixed range that is all on one side). So, with t, a and u the logits
+    together, alone and unquantised, and r the effect of rounding activations, rms(a - t) ≤ rms(r_a) + rms(r_t)
+    ≤ 3 · rms(r_t) ≤ 3 · rms(t - u), and anything beyond is a defect.
 
     Raises ParityError if a row's result depends on its neighbours by more.
     """

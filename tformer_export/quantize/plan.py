@@ -10,9 +10,11 @@ from pathlib import Path
 import onnx_ir as ir
 
 from tformer_export.budget import Budget
+from tformer_export.quantize.operands import Fixed
 from tformer_export.quantize.outputs import OutputQuality, OutputYardstick
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices
 from tformer_export.quantize.quality import Quality, Yardstick
+from tformer_export.quantize.ranges import fix_scales
 from tformer_export.quantize.rounding import Rounding
 from tformer_export.quantize.samples import Sample, Samples
 from tformer_export.quantize.search import Found, Point, Search
@@ -91,13 +93,16 @@ class Planner:
     def __init__(
         self, model: ir.Model, manifest: Manifest, before: Engine, samples: Callable[[], Samples], folder: Path
     ) -> None:
-        """before: an engine of the unquantised file. samples: asked for at their first use. folder: for copies of the
+        """fixed: name of a product → steps of what it reads, where these are fixed; none before `fix`.
+
+        before: an engine of the unquantised file. samples: asked for at their first use. folder: for copies of the
         model that are written and removed.
 
         The model may be rewritten afterwards: a copy of its graph is kept, which shares the weights.
         """
         self.model, self.manifest, self.before = model.clone(), manifest, before
         self._samples, self.folder = samples, folder
+        self.fixed: dict[str, Fixed] = {}
 
     @cached_property
     def samples(self) -> Samples:
@@ -119,6 +124,11 @@ class Planner:
     def _yardstick(self, samples: Sequence[Sample]) -> Yardstick | OutputYardstick:
         of_numbers = self.manifest.decode is None or bool(self.manifest.decode.features)
         return OutputYardstick(self.before, samples) if of_numbers else Yardstick(self.before, samples)
+
+    def fix(self, samples: Sequence[Sample]) -> None:
+        """Learn the fixed scales of what products read; to be done first, for it may rewrite the model."""
+        with removed(self.folder / "operands.onnx") as path:
+            self.fixed = fix_scales(self.model, self.manifest, samples, path)
 
     def fit(self, bits: Sequence[int]) -> None:
         """Make integers by GPTQ on the samples that are there for it."""
@@ -151,7 +161,7 @@ class Planner:
         """Measure mixtures by simulation."""
         coarse = self._yardstick(_first(self.samples.measured, COARSE))
         with removed(self.folder / "simulated.onnx") as path:
-            simulation = Simulation(self.model, self.manifest, self.rounding.dequantised, path)
+            simulation = Simulation(self.model, self.manifest, self.rounding.dequantised, path, self.fixed)
             return Search(simulation, self.yardstick, coarse).run(budget)
 
     def _plan(self, bits: Mapping[str, int], mixture: Mixture | None = None) -> Plan:

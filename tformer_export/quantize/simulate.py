@@ -2,8 +2,9 @@
 
 Every matrix is a graph input besides being an initializer, which ONNX takes for a default value: the session is made
 once, and a plan is tried by binding other arrays, the matrices as their integers make them, at no more cost than making
-those. Before each product stands what rounds its activations row by row as the integer kernels do, to be switched on
-with the matrix. So logits differ from those of a file with these integers by float32's rounding alone.
+those. Before each product stands what rounds its activations as the integer kernels do, row by row or in fixed steps,
+to be switched on with the matrix. So logits differ from those of a file with these integers by float32's rounding
+alone.
 
 Time: a pass takes two to three times as long as the unquantised file's, for onnxruntime packs no matrix beforehand that
 may change, and activations are rounded for all products, whether switched on or not.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,8 @@ import onnx_ir as ir
 
 from tformer_export.constants import constant
 from tformer_export.quantize import weights
+from tformer_export.quantize.operands import GELU, POSITIVE, Fixed, is_gelu, is_positive
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
-from tformer_export.quantize.rewrite import GELU, POSITIVE, is_gelu, is_positive
 from tformer_export.write import save
 from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import Manifest
@@ -39,12 +41,21 @@ class Simulation:
     matrices: what can be exchanged. tables: the initializers that are embeddings.
     """
 
-    def __init__(self, model: ir.Model, manifest: Manifest, dequantised: Dequantised, path: Path) -> None:
-        """Writes an instrumented copy of the model to `path`, once the float32 weights' size; the model stays."""
+    def __init__(
+        self,
+        model: ir.Model,
+        manifest: Manifest,
+        dequantised: Dequantised,
+        path: Path,
+        fixed: Mapping[str, Fixed] = MappingProxyType({}),
+    ) -> None:
+        """Writes an instrumented copy of the model to `path`, once the float32 weights' size; the model stays.
+
+        fixed: of products, as `quantize` takes it."""
         copy = model.clone()
         self.matrices, self.tables = find_matrices(copy), find_tables(copy)
         self._dequantised = dequantised
-        _instrument(copy, self.matrices, self.tables)
+        _instrument(copy, self.matrices, self.tables, fixed)
         self._session = _Exchanging(save(copy, replace(manifest, quantization="simulated"), path))
         self.engine = Engine(self._session)
         self._on = self._session.tensor(np.ones((), np.bool_))
@@ -100,7 +111,7 @@ def _switch(product: str) -> str:
     return f"{product}.rounds"
 
 
-def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str]) -> None:
+def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str], fixed: Mapping[str, Fixed]) -> None:
     """Make matrices and tables inputs, and put the rounding of activations before products, switched off."""
     products = {product for matrix in matrices for product in matrix.products}
     exchanged = dict.fromkeys([*(name for matrix in matrices for name in matrix.held), *tables])
@@ -114,7 +125,8 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str]) -> N
             constant(model, name, np.zeros((), np.bool_))
             exchanged[name] = None
             if (id(graph), value) not in rounded:
-                made = _rounding(model, value)
+                steps = fixed.get(node.name)
+                made = _rounding(model, value) if steps is None else _fixed(model, value, steps)
                 graph.insert_before(node, made)
                 rounded[id(graph), value] = made[-1].outputs[0]
             switch = model.graph.initializers[name]
@@ -145,3 +157,15 @@ def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
     scale = add("Mul", add("Max", most, least), step)
     add("Mul", add("Round", add("Div", value, scale)), scale)
     return made
+
+
+def _fixed(model: ir.Model, value: ir.Value, steps: Fixed) -> list[ir.Node]:
+    """All rows to the same steps."""
+    name = f"{value.name}.simulated"
+    scale = constant(model, f"{name}.scale", np.float32(steps.scale))
+    zero = constant(model, f"{name}.zero", np.uint8(steps.zero))
+    rounded = ir.node("QuantizeLinear", [value, scale, zero], name=f"{name}.uint8")
+    number = ir.node("DequantizeLinear", [rounded.outputs[0], scale, zero], name=f"{name}.float")
+    for node in (rounded, number):
+        node.outputs[0].name = node.name
+    return [rounded, number]
