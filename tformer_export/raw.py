@@ -16,11 +16,13 @@ from tokenizers import Tokenizer
 
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
-from tformer_export.source.images import draw_pictures, reads_images, through_pixels
+from tformer_export.source.images import draw_pictures, through_pixels
 from tformer_export.source.pooled import Answer
+from tformer_export.source.purpose import CLASSES
 from tformer_export.source.tokenizer.check import SAMPLE
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, ParityError
+from tformer_runtime.images import image_inputs
 from tformer_runtime.manifest import MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
 from tformer_runtime.tasks import task_of
@@ -44,32 +46,17 @@ class RawParity:
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
     """None for a source that reads neither texts nor images. ParityError where a result differs by more than the
     tolerance, times what the results span: together they do, of one label each by itself is."""
-    if source.step is None and (name := reads_images(source)) is not None:
-        pictures = draw_pictures(seed=1)
-        error, span = _worst(
-            source, Model(engine), pictures, source.answer or through_pixels(source, name), None, tolerance
-        )
-        return RawParity(error, error / span, 0, 0, len(pictures))
     reads = [name for name in source.example if name not in source.masks and name not in source.types]
-    if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
+    pictures = draw_pictures(seed=1) if reads == list(image_inputs(source.preparation)) else []
+    if source.step is not None or not (pictures or (len(reads) == 1 and reads[0] in source.tokenizers)):
         return None
-    model = Model(engine)
+    model, task = Model(engine), task_of(engine.manifest)
     assert engine.manifest.encode is not None
     most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
-    answer = source.answer or _through_ids(source, reads[0])
-    samples = [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
+    answer = source.answer or (through_pixels if pictures else _through_ids)(source, reads[0])
+    samples = pictures or [*_readable(model, TEXTS), *(_readable(model, PAIRS) if source.pairs else [])]
     if not samples:
         return None
-    worst, span = _worst(source, model, samples, answer, most, tolerance)
-    pairs = sum(not isinstance(sample, str) for sample in samples)
-    return RawParity(worst, worst / span, len(samples) - pairs, pairs)
-
-
-def _worst(
-    source: Source, model: Model, samples: list[Any], answer: Answer, most: int | None, tolerance: float
-) -> tuple[float, float]:
-    """max |Δ| of the results of samples, together and alone, and what results span. ParityError as of `check_raw`."""
-    task = task_of(model.manifest)
     given = samples if source.answer is not None else [task.value(sample) for sample in samples]
     expected = [_final(source, answer(sample, most)) for sample in given]
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
@@ -86,7 +73,8 @@ def _worst(
                     f"the file's result for {_shown(sample)}, {how}, differs from its source's own by {error:.3g} "
                     f"where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was written"
                 )
-    return worst, span
+    pairs = 0 if pictures else sum(not isinstance(sample, str) for sample in samples)
+    return RawParity(worst, worst / span, len(samples) - pairs - len(pictures), pairs, len(pictures))
 
 
 def _readable(model: Model, samples: Any) -> list[Any]:
@@ -123,7 +111,7 @@ def _through_ids(source: Source, name: str) -> Answer:
 
 def _final(source: Source, output: torch.Tensor) -> np.ndarray:
     """The final step of the source's task, in PyTorch."""
-    if source.task.endswith("classification") and output.dim() == 1:
+    if source.task in CLASSES and output.dim() == 1:
         if source.outcome.problem == SINGLE_LABEL:
             output = output.double().softmax(-1)
         elif source.outcome.problem == MULTI_LABEL:

@@ -8,6 +8,8 @@ palettes, CMYK, 16 bits and alpha become what Pillow's `convert("RGB")` makes of
 from __future__ import annotations
 
 import importlib.util
+import io
+import math
 import os
 import threading
 import warnings
@@ -66,15 +68,16 @@ class Images:
 
     def pixels(self, given: Any) -> npt.NDArray[Any]:
         """(channels, height, width) of a picture: the name of a file, its bytes, a Pillow image or an array of uint8,
-        (height, width) or (height, width, channels). An array of floats is taken for pixels that are made already.
+        (height, width) or (height, width, channels). float32, but where there is neither scale nor mean: then uint8.
 
         Linear in the picture's pixels. InputError tells what is wrong with it, MissingExtraError if there is no Pillow.
         """
-        if isinstance(given, (np.ndarray, list, tuple)) and np.asarray(given).dtype != np.uint8:
-            return np.asarray(given)
-        with _in_sentences(_name(given)):
-            picture = _opened(given, _name(given)).convert("RGB" if self.channels == 3 else "L")
-        array = np.asarray(self._resized(picture, _name(given)))
+        name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the image"
+        if importlib.util.find_spec("PIL") is None:
+            raise MissingExtraError("reading images needs Pillow: pip install 'tformer[image]'")
+        with _in_sentences(name):
+            picture = _opened(given, name).convert("RGB" if self.channels == 3 else "L")
+        array = np.asarray(self._resized(picture, name))
         values = self._cropped(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
         if self.scale is not None:
             values = (values.astype(np.float64) * self.scale).astype(np.float32)
@@ -138,8 +141,23 @@ class Images:
             raise ValueError(f"resample is one of {', '.join(FILTERS)}, not {self.resample!r}")
         if self.channels not in (1, 3):
             raise ValueError(f"images have 3 channels or 1, not {self.channels}")
+        numbers = (*self.mean, *self.std, *(() if self.scale is None else (self.scale,)))
+        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+            raise ValueError("scale, mean and std are finite numbers")
         if len(self.mean) != len(self.std) or len(self.mean) not in (0, self.channels) or not all(self.std):
             raise ValueError(f"mean and std have a number for each of {self.channels} channels, no std of them 0")
+
+
+def image_inputs(preparation: Mapping[str, Preparation]) -> dict[str, Images]:
+    """The inputs that are made of pictures, by name. ModelFileError if what is said of them is damaged."""
+    return {name: Images.of(how) for name, how in preparation.items() if how.kind == KIND}
+
+
+def is_picture(given: Any) -> bool:
+    """Whether a value is to be made pixels, and is not numbers that are: an array, or lists, of others than uint8."""
+    if isinstance(given, np.ndarray):
+        return given.dtype == np.uint8
+    return not isinstance(given, (list, tuple)) or any(isinstance(part, (str, bytes, os.PathLike)) for part in given)
 
 
 def target_size(size: Mapping[str, int], height: int, width: int) -> tuple[int, int]:
@@ -167,16 +185,17 @@ def target_size(size: Mapping[str, int], height: int, width: int) -> tuple[int, 
 
 def _opened(given: Any, name: str) -> Image:
     """The picture, upright, decoded as far as Pillow wants to."""
-    if importlib.util.find_spec("PIL") is None:
-        raise MissingExtraError("reading images needs Pillow: pip install 'tformer[image]'")
-    import io
-
     from PIL import Image, ImageOps
 
     if isinstance(given, Image.Image):
         picture = given
     elif isinstance(given, np.ndarray):
-        picture = Image.fromarray(given[..., 0] if given.ndim == 3 and given.shape[2] == 1 else given)
+        if given.ndim not in (2, 3) or given.shape[2:] not in ((), (1,), (3,), (4,)):
+            raise InputError(
+                "an array of uint8 is an image of (height, width) or (height, width, channels), 1, 3 or 4 of them, and "
+                f"this is {given.shape}"
+            )
+        picture = Image.fromarray(given[..., 0] if given.shape[2:] == (1,) else given)
     elif isinstance(given, (str, os.PathLike, bytes)):
         source = io.BytesIO(given) if isinstance(given, bytes) else Path(given)
         with _opening, warnings.catch_warnings():
@@ -189,6 +208,8 @@ def _opened(given: Any, name: str) -> Image:
         )
     if picture.width * picture.height > MOST_PIXELS:
         raise _too_large(f"{name} is {picture.width} × {picture.height} pixels")
+    if not picture.width * picture.height:
+        raise InputError(f"{name} has no pixels")
     upright = ImageOps.exif_transpose(picture)
     return picture if upright is None else upright
 
@@ -202,7 +223,7 @@ def _in_sentences(name: str) -> Iterator[None]:
     """What Pillow raises, as one sentence that names the picture."""
     try:
         yield
-    except (InputError, MissingExtraError):
+    except InputError:
         raise
     except Exception as error:  # decoders raise many types
         from PIL import Image, UnidentifiedImageError
@@ -214,10 +235,6 @@ def _in_sentences(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
         raise InputError(f"{name} is a damaged image: {error}") from error
-
-
-def _name(given: Any) -> str:
-    return os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the image"
 
 
 def _whole(value: Any) -> bool:

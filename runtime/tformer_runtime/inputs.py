@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tformer_runtime.errors import InputError
 from tformer_runtime.generate import Base, Request
-from tformer_runtime.images import KIND, Images
+from tformer_runtime.images import image_inputs, is_picture
 from tformer_runtime.manifest import Manifest, RequestInput
 from tformer_runtime.options import Settings
 from tformer_runtime.reading import Pair, Reader
@@ -39,8 +39,7 @@ class Inputs:
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
         self._readers = [Reader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
-        held = manifest.preparation.items()
-        self._images = {name: Images.of(how) for name, how in held if how.kind == KIND}
+        self._images = image_inputs(manifest.preparation)
 
     @property
     def output_tokenizer(self) -> str | None:
@@ -207,7 +206,7 @@ class Inputs:
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids
-        if (images := self._images.get(spec.name)) is not None:
+        if (images := self._images.get(spec.name)) is not None and is_picture(value):
             value = images.pixels(value)
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")

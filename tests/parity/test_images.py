@@ -7,6 +7,7 @@ Each is exported once. Pictures are made here; what is expected is made by trans
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import nn
 from transformers.image_utils import load_image
 
 from tformer_export import export, image
+from tformer_export.quantize.samples import read_samples
 from tformer_export.source import load_source
-from tformer_runtime import Model
+from tformer_runtime import InputError, Model, UnsupportedCallError
+from tformer_runtime.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -120,19 +123,24 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name → the module, its processor, its folder and the report; the file is model.onnx there."""
+    """name → the module, its processor, its file and the report of its export from a folder."""
 
     @functools.cache
-    def get(name):
-        torch.manual_seed(3)
-        module, processor = MODELS[name]()
+    def get(name, **options):
+        module, processor = drawn_model(name)
         folder = tmp_path_factory.mktemp(name)
-        module.eval().save_pretrained(folder)
+        module.save_pretrained(folder)
         processor.save_pretrained(folder)
-        report = export(load_source(folder), folder / "model.onnx", quantize="int8" if name == "plain" else "none")
-        return module, processor, folder, report
+        report = export(load_source(folder), folder / "model.onnx", **options)
+        return module, processor, folder / "model.onnx", report
 
     return get
+
+
+def drawn_model(name):
+    torch.manual_seed(3)
+    module, processor = MODELS[name]()
+    return module.eval(), processor
 
 
 def theirs(module, processor, paths):
@@ -143,12 +151,12 @@ def theirs(module, processor, paths):
 
 @pytest.mark.parametrize("name", ["distilled", "windows"])
 def test_classes_of_pictures_of_every_kind(made, pictures, name):
-    module, processor, folder, report = made(name)
+    module, processor, path, report = made(name)
     finish = torch.sigmoid if name == "distilled" else functools.partial(torch.softmax, dim=-1)
     expected = [finish(output).numpy() for output in theirs(module, processor, pictures.values())]
-    model = Model.load(folder / "model.onnx", "cpu", threads=1)
-    for batch_size in (1, 4):
-        found = model.classify(list(pictures.values()), batch_size=batch_size, top_k=2)
+    model = Model.load(path, "cpu", threads=1)
+    for batch_size, workers in ((1, 1), (4, 1), (2, 2)):
+        found = model.classify(pictures.values(), batch_size=batch_size, workers=workers, top_k=2)
         for result, own in zip(found, expected, strict=True):
             assert list(result.scores) == ["cat", "dog", "car"]
             np.testing.assert_allclose(list(result.scores.values()), own, atol=1e-5)
@@ -160,33 +168,44 @@ def test_classes_of_pictures_of_every_kind(made, pictures, name):
     assert ("from raw inputs", "6 images") in [(label, text.rpartition(", ")[2]) for label, text in report.rows()]
 
 
-def test_eight_bits_and_what_they_change(made, pictures):
-    module, processor, folder, report = made("plain")
+def test_eight_bits_fitted_to_pictures_and_what_they_change(pictures, tmp_path):
+    """A model in memory, and lines that name pictures: one in four is measured on."""
+    module, processor = drawn_model("plain")
+    paths = [*pictures.values()] * 4
+    (tmp_path / "lines").write_text("".join(f"{path}\n" for path in paths))
+    report = export(
+        module, tmp_path / "x.onnx", prepare=processor, quantize="int8", calibration=tmp_path / "lines"
+    )  # fmt: skip
     quality = report.degradation.quality
     assert quality.of_classes
-    assert quality.agreement > 0.9
-    assert any(label == "quantised" and "keep their class" in text for label, text in report.rows())
-    found = Model.load(folder / "model.onnx", "cpu").classify(list(pictures.values()))
-    expected = [output.softmax(-1).numpy() for output in theirs(module, processor, pictures.values())]
-    np.testing.assert_allclose([list(r.scores.values()) for r in found], expected, atol=0.1)
+    found = Model.load(tmp_path / "x.onnx", "cpu").classify(paths)
+    logits = torch.stack(theirs(module, processor, paths))
+    found, expected = np.array([list(r.scores.values()) for r in found]), logits.softmax(-1).numpy()
+    np.testing.assert_allclose(found, expected, atol=0.1)
+    measured = slice(3, None, 4)
+    assert quality.positions == len(paths[measured])
+    assert quality.agreement == (found.argmax(1) == expected.argmax(1))[measured].mean()
+    assert ("quantised", f"{quality.agreement:.2%} of 9 rows keep their class") in report.rows()
 
 
-def test_a_vector_for_each_patch_and_pooled(made, pictures, tmp_path):
-    module, processor, folder, report = made("features")
+def test_one_vector_of_all_patches(made, pictures, tmp_path):
+    module, processor, path, report = made("features", pool="mean", normalize=True)
     assert report.task == "image-feature-extraction"
-    expected = theirs(module, processor, pictures.values())
-    found = list(Model.load(folder / "model.onnx", "cpu").predict(pictures.values()))
-    np.testing.assert_allclose(found, np.stack(expected), atol=1e-4)
-    pooled = export(module, tmp_path / "x.onnx", prepare=processor, pool="mean", normalize=True)
-    assert pooled.parity.raw.relative < 1e-4
-    vectors = Model.load(tmp_path / "x.onnx", "cpu").embed(pictures.values())
-    means = nn.functional.normalize(torch.stack(expected).mean(1), dim=1)
-    np.testing.assert_allclose(vectors, means.numpy(), atol=1e-5)
+    assert report.parity.raw.relative < 1e-4
     lines = [str(path) for path in pictures.values()]
-    assert run(tmp_path / "x.onnx", *lines, "--output-file", tmp_path / "x.npy").exit_code == 0
+    states = torch.stack(theirs(module, processor, lines))
+    means = nn.functional.normalize(states.mean(1), dim=1)
+    vectors = Model.load(path, "cpu").embed(lines)
+    np.testing.assert_allclose(vectors, means.numpy(), atol=1e-5)
+    assert run(path, *lines, "--output-file", tmp_path / "x.npy").exit_code == 0
     assert np.array_equal(np.load(tmp_path / "x.npy"), vectors)
-    rows = run(tmp_path / "x.onnx", *lines, "--similarity").stdout.splitlines()
+    rows = run(path, *lines, "--similarity").stdout.splitlines()
     np.testing.assert_allclose([list(map(float, row.split("\t"))) for row in rows], means @ means.T, atol=1e-4)
+    near = run(path, "\t".join(lines[:2]), "\t".join(lines[2:4]), "--similarity").stdout.splitlines()
+    expected = [float(means[0] @ means[1]), float(means[2] @ means[3])]
+    assert list(map(float, near)) == pytest.approx(expected, abs=1e-4)
+    (first, *_) = run(path, *lines, "--json").stdout.splitlines()
+    assert json.loads(first)["vector"] == pytest.approx(vectors[0].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -214,30 +233,49 @@ def test_ones_own_patches_of_gray_pixels(own, pictures):
         x = ((x / 255 - 0.4) / 0.3)[top : top + 24, left : left + 32].float()
         with torch.no_grad():
             expected = module(x[None, None])[0].softmax(-1)
-        for given in (pictures[name], str(pictures[name]), pictures[name].read_bytes(), gray, np.array(gray), x[None]):
-            (found,) = model.classify([given if not torch.is_tensor(given) else given.numpy()])
+        made = x[None].numpy()  # what is made already is taken as it is
+        for given in (pictures[name], str(pictures[name]), pictures[name].read_bytes(), gray, np.array(gray), made):
+            (found,) = model.classify([given])
             np.testing.assert_allclose(list(found.scores.values()), expected, atol=1e-5)
 
 
-def test_the_command_line(own, pictures):
+def test_the_command_line(own, pictures, tmp_path):
     _, path, _ = own
-    lines = [str(pictures[name]) for name in ("photo.jpg", "turned.jpg")]
+    lines = [str(pictures[name]) for name in ("photo.jpg", "turned.jpg", "gray.png")]
     expected = Model.load(path, "cpu").classify(lines, top_k=2)
+    (line,) = run(path, lines[0]).stdout.splitlines()
+    assert line == f"{expected[0].label}\t{expected[0].score:.6g}"
     result = run(path, *lines, "--top-k", 2)
     assert result.exit_code == 0
+    assert result.stderr == "device: cpu\n"
     for line, own_result in zip(result.stdout.splitlines(), expected, strict=True):
         words = line.split("\t")
         assert words[::2] == [label for label, _ in own_result.top]
         assert list(map(float, words[1::2])) == pytest.approx([score for _, score in own_result.top], abs=1e-5)
-    many = run(path, "--input-file", "-", "--json", stdin="\n".join(lines * 40)).stdout.splitlines()
-    assert [json.loads(line)["label"] for line in many] == [r.label for r in expected] * 40
+    many = run(path, "--input-file", "-", "--json", "--workers", 2, stdin="\n".join(lines * 40)).stdout.splitlines()
+    for index, (line, one) in enumerate(zip(map(json.loads, many), expected * 40, strict=True)):
+        assert (line["index"], line["label"]) == (index, one.label)
+        assert line["scores"] == pytest.approx(one.scores, abs=1e-5)
     info = run(path, "--info").stdout
     assert "task: image-classification" in info
     assert "shortest edge: 36" in info
 
 
-def test_sentences_of_the_command_line(own, pictures, tmp_path, monkeypatch):
+def test_a_run_goes_on_after_a_picture_that_was_missing(own, pictures, tmp_path):
     _, path, _ = own
+    lines = [str(pictures["photo.jpg"]), str(tmp_path / "late.png"), str(pictures["gray.png"])]
+    message = failed(run(path, "--output-file", tmp_path / "out", "--batch-size", 1, stdin="\n".join(lines)))
+    assert message == f"line 2: {lines[1]} cannot be read: No such file or directory; --resume goes on after input 1"
+    Image.open(pictures["turned.jpg"]).convert("L").save(lines[1])
+    done = run(path, "--output-file", tmp_path / "out", "--resume", stdin="\n".join(lines))
+    assert done.exit_code == 0
+    labels = [line.split("\t")[0] for line in (tmp_path / "out").read_text().splitlines()]
+    assert labels == [result.label for result in Model.load(path, "cpu").classify(lines)]
+
+
+@pytest.fixture
+def damaged(pictures, tmp_path, monkeypatch):
+    """Files that are no pictures, or none that are read, in the working folder."""
     (tmp_path / "torn.jpg").write_bytes(pictures["photo.jpg"].read_bytes()[:900])
     (tmp_path / "text.jpg").write_text("no picture")
     torn = bytearray(pictures["alpha.png"].read_bytes())
@@ -247,11 +285,14 @@ def test_sentences_of_the_command_line(own, pictures, tmp_path, monkeypatch):
     Image.new("1", (20_000, 10_000)).save(tmp_path / "bomb.png")
     Image.new("L", (80_000, 1)).save(tmp_path / "thin.png")
     monkeypatch.chdir(tmp_path)
+
+
+def test_sentences_of_pictures(own, pictures, damaged):
+    _, path, _ = own
     assert failed(run(path, "none.jpg")) == "input 1: none.jpg cannot be read: No such file or directory"
     assert failed(run(path, ".")) == "input 1: . cannot be read: Is a directory"
-    assert failed(run(path, pictures["gray.png"], "torn.jpg"), before=1).startswith(
-        "input 2: torn.jpg is a damaged image: "
-    )
+    first = run(path, pictures["gray.png"], "torn.jpg")
+    assert failed(first, before=1).startswith("input 2: torn.jpg is a damaged image: ")
     assert failed(run(path, "torn.png")).startswith("input 1: torn.png is a damaged image: ")
     assert failed(run(path, "text.jpg")) == "input 1: text.jpg is not an image that Pillow can read"
     assert failed(run(path, "huge.png")) == (
@@ -259,7 +300,58 @@ def test_sentences_of_the_command_line(own, pictures, tmp_path, monkeypatch):
     )
     assert failed(run(path, "bomb.png")).startswith("input 1: bomb.png has too many pixels, and at most 89,478,485")
     assert failed(run(path, "thin.png")).startswith("input 1: thin.png is 80000 × 1 pixels and would be resized to")
+
+
+def test_sentences_of_options(own, pictures, monkeypatch):
+    _, path, _ = own
+    line = str(pictures["photo.jpg"])
     assert failed(run(path, "--ids", "1 2")) == "input 1: the model reads images, not ids: leave out --ids"
-    assert failed(run(path, "a.jpg", "--truncate", "--beam-size", 2), 2) == (
-        "own.onnx classifies images (image-classification): it takes no --beam-size, --truncate"
+    assert failed(run(path, line, "--truncate", "--beam-size", 2, "--similarity"), 2) == (
+        "own.onnx classifies images (image-classification): it takes no --beam-size, --similarity, --truncate"
     )
+    assert failed(run(path, line, "--top-k", 0), 2) == "--top-k must be a whole number of at least 1, not 0"
+    assert failed(run(path, f"{line}\t{line}")) == (
+        "input 1: an image is the name of a file, its bytes, a Pillow image or an array of uint8, not tuple"
+    )
+    assert "holds 2 tabs: a pair is two names of files with one tab" in failed(run(path, "a\tb\tc"))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else real(name, *rest))
+    assert failed(run(path, line)) == "reading images needs Pillow: pip install 'tformer[image]'"
+
+
+def test_sentences_of_calls(own, pictures):
+    _, path, _ = own
+    model = Model.load(path, "cpu")
+    picture = Image.open(pictures["photo.jpg"])
+    for one in (
+        str(pictures["photo.jpg"]),
+        pictures["photo.jpg"],
+        picture,
+        np.array(picture),
+        np.array(picture)[..., 0],
+    ):
+        with pytest.raises(InputError, match="give a list of inputs, of one too"):
+            model.classify(one)
+    with pytest.raises(
+        UnsupportedCallError, match=r"classifies images: it cannot embed; call classify\(\) or predict\(\)"
+    ):
+        model.embed([picture])
+    with pytest.raises(InputError, match=r"input 1: an array of uint8 is an image of .*, and this is \(3, 70, 101\)"):
+        model.classify([np.moveaxis(np.array(picture), -1, 0)])
+    with pytest.raises(InputError, match=r"input 1: the image has no pixels"):
+        model.classify([Image.new("RGB", (0, 5))])
+    with pytest.raises(InputError, match=r"input 2: input pixels has the shape \(1, 9, 32\) where \(1, 24, 32\) is ne"):
+        model.classify([np.zeros((1, 24, 32)), np.zeros((1, 9, 32))])
+
+
+def test_calibration_names_the_line_that_cannot_be_read(own, pictures, damaged, tmp_path):
+    _, path, _ = own
+    engine = Engine(path, "cpu", threads=1)
+    names = [str(pictures["photo.jpg"])] * 9
+    (tmp_path / "lines").write_text("\n".join([names[0], "torn.jpg", *names]))
+    with pytest.raises(InputError, match="^line 2 of .*lines: torn.jpg is a damaged image"):
+        read_samples(tmp_path / "lines", engine)
+    (tmp_path / "lines").write_text("\n".join(names))
+    samples = read_samples(tmp_path / "lines", engine)
+    assert (len(samples.fitted), len(samples.measured)) == (7, 2)
+    assert samples.fitted[0].request["pixels"].shape == (1, 24, 32)

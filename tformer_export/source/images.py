@@ -7,7 +7,7 @@ it reads pictures: a size is resized to, a crop is cut out of the middle, and nu
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tformer_export.source.once import outcome_of
 from tformer_export.source.pooled import Answer
 from tformer_export.source.purpose import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
 from tformer_runtime.errors import MissingExtraError, OptionError, SourceError
-from tformer_runtime.images import FILTERS, KIND, Images
+from tformer_runtime.images import FILTERS, Images, image_inputs
 from tformer_runtime.manifest import Outcome, Preparation
 
 SHAPES = ((96, 128), (200, 61), (31, 33), (64, 64), (257, 640), (480, 99))  # height and width of drawn pictures
@@ -45,13 +45,9 @@ def image(
     "hamming". scale: what numbers from 0 to 255 are multiplied with; None: nothing. mean, std: of each channel, or of
     all: (x · scale - mean) / std. OptionError for what cannot be.
     """
-    mean, std = (tuple(map(float, v)) if isinstance(v, Sequence) else (float(v),) for v in (mean, std))
-    named = (
-        dict(size)
-        if isinstance(size, Mapping)
-        else dict(zip(("height", "width"), _both(size), strict=size is not None))
-    )
-    made = Images(named, resample, _both(crop), scale, mean, std, channels=max(1, len(mean), len(std)))
+    mean, std = (tuple(map(float, np.ravel(value))) for value in (mean, std))
+    named = size if isinstance(size, Mapping) else zip(("height", "width"), _both(size), strict=False)
+    made = Images(dict(named), resample, _both(crop), scale, mean, std, channels=max(1, len(mean), len(std)))
     return _checked(made).preparation
 
 
@@ -73,7 +69,7 @@ def with_preparation(source: Source, prepare: Any, classes: bool) -> Source:
             source = with_processor(source, how, name)
         else:
             raise OptionError(f"{name} is prepared by image(…) or an image processor, not {type(how).__name__}")
-    if source.step is None and source.task == "feature-extraction":
+    if source.step is None and source.task == FEATURES:
         source = replace(source, task=CLASSIFIES_IMAGES if classes else IMAGE_FEATURES)
     return source
 
@@ -88,25 +84,20 @@ def with_processor(source: Source, processor: Any, name: str | None = None) -> S
     """
     need_pillow()
     name = name or next(iter(source.example))
+    channels = _channels(source, name)
     pictures = draw_pictures()
-    measured = [(_apart(made, processor, pictures), made) for made in _read(processor)]
+    expected = [_theirs(processor, picture, channels) for picture in pictures]
+    measured = [(_apart(made, pictures, expected), made) for made in _read(processor, channels)]
     apart, found = min(measured, key=lambda pair: pair[0])
     if not apart <= 1:
+        hint = "" if getattr(processor, "backend", "pil") == "pil" else "load it with Pillow (backend='pil'), "
         raise SourceError(
             f"the image processor {type(processor).__name__} does something else than resize, crop at the centre, "
-            f"scale and normalise (its pixels are {apart:.3g} times what rounding explains from that): prepare the "
-            "images yourself, or describe what is done, prepare=image(…)"
+            f"scale and normalise (its pixels are {apart:.3g} times what rounding explains from that): {hint}prepare "
+            "the images yourself, or describe what is done, prepare=image(…)"
         )
     source = _prepared(_of_size(source, name, found), name, found)
-    module = source.module
-
-    def answer(sample: Any, most: int | None) -> torch.Tensor:
-        given = torch.from_numpy(_theirs(processor, sample))[None]
-        with torch.no_grad():
-            output: torch.Tensor = module(given)[0]
-        return output.float()
-
-    return replace(source, answer=answer)
+    return replace(source, answer=_of_pixels(source, name, lambda sample: _theirs(processor, sample, channels)))
 
 
 def from_transformers_on_images(module: Any, task: str, name: str | None = None) -> Source:
@@ -162,58 +153,51 @@ def draw_pictures(seed: int = 0) -> list[Any]:
     return made
 
 
-def _read(processor: Any) -> list[Images]:
-    """What a processor's settings say, in the ways that they may be meant."""
+def _read(processor: Any, channels: int) -> list[Images]:
+    """What a processor's settings say, in the ways that they may be meant: which one is, its pixels tell. SourceError
+    for settings that no `Images` has."""
 
     def setting(name: str) -> Any:
         return getattr(processor, name, None)
 
     def numbers(name: str) -> tuple[float, ...]:
         value = setting(name) if setting("do_normalize") else None
-        return () if value is None else tuple(value) if isinstance(value, Sequence) else (float(value),) * 3
+        return () if value is None else tuple(value) if isinstance(value, Sequence) else (float(value),) * channels
 
     def named(name: str) -> dict[str, int]:
         value = setting(name) or {}
         given = dict(value) if not isinstance(value, int) else {"height": value, "width": value}
         return {n: int(v) for n, v in given.items() if v is not None}
 
-    resample = int(setting("resample")) if setting("resample") is not None else FILTERS.index("bilinear")
+    resample = setting("resample")
     crop = named("crop_size") if setting("do_center_crop") else {}
     made = Images(
         size=named("size") if setting("do_resize") else {},
-        resample=FILTERS[resample],
+        resample="bilinear" if resample is None else dict(enumerate(FILTERS)).get(int(resample), str(resample)),
         crop=(crop.get("height", 0), crop.get("width", 0)) if crop else (),
         scale=float(setting("rescale_factor")) if setting("do_rescale") else None,
         mean=numbers("image_mean"),
         std=numbers("image_std"),
+        channels=channels,
     )
     ways = [made]
     edge, share = made.size.get("shortest_edge"), setting("crop_pct")
-    if edge is not None and share is not None:  # a share of the resized picture that is cut out, or none of it
+    if edge is not None and share:  # the share of the resized picture that is cut out, if any is
         ways.append(replace(made, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
         ways.append(replace(made, size={"height": edge, "width": edge}))
-    sound = [way for way in ways if _sound(way)]
-    if not sound:
-        raise SourceError(
-            f"the image processor {type(processor).__name__} has settings that are not taken: size {dict(made.size)}, "
-            f"crop {made.crop}"
-        )
-    return sound
-
-
-def _sound(made: Images) -> bool:
     try:
-        made.check()
-    except ValueError:
-        return False
-    return True
+        for way in ways:
+            way.check()
+    except ValueError as error:
+        raise SourceError(f"the image processor {type(processor).__name__} cannot be taken over: {error}") from error
+    return ways
 
 
-def _apart(made: Images, processor: Any, pictures: Sequence[Any]) -> float:
-    """How far the runtime's pixels are from the processor's, over what rounding explains."""
+def _apart(made: Images, pictures: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
+    """How far the runtime's pixels are from the processor's, over what rounding explains; infinite for other sizes."""
     worst = 0.0
-    for picture in pictures:
-        own, theirs = made.pixels(picture), _theirs(processor, picture)
+    for picture, theirs in zip(pictures, expected, strict=True):
+        own = made.pixels(picture)
         if own.shape != theirs.shape:
             return float("inf")
         allowed = ROUNDINGS * max(1.0, float(np.abs(theirs).max()))
@@ -221,10 +205,29 @@ def _apart(made: Images, processor: Any, pictures: Sequence[Any]) -> float:
     return worst
 
 
-def _theirs(processor: Any, picture: Any) -> np.ndarray:
-    """(channels, height, width) float32 of the processor, as transformers' pipelines give it pictures."""
-    pixels: np.ndarray = np.asarray(processor(images=picture.convert("RGB"), return_tensors="np")["pixel_values"])[0]
+def _theirs(processor: Any, picture: Any, channels: int) -> np.ndarray:
+    """(channels, height, width) float32 of the processor: of an RGB image, as transformers' pipelines give it, or a
+    gray one. SourceError for a processor that gives none."""
+    given = picture.convert("RGB" if channels == 3 else "L")
+    try:
+        pixels: np.ndarray = np.asarray(processor(images=given, return_tensors="np")["pixel_values"])[0]
+    except Exception as error:  # whatever it makes of its settings
+        raise SourceError(
+            f"the image processor {type(processor).__name__} makes no pixels of an image of {channels} channels: "
+            f"{error}"
+        ) from error
     return pixels.astype(np.float32)
+
+
+def _channels(source: Source, name: str) -> int:
+    """How many an input of images has. OptionError for an input that is none of images."""
+    held = source.example[name]
+    if held.dim() != 4 or not held.is_floating_point() or held.shape[1] not in (1, 3):
+        raise OptionError(
+            f"an image is an input of floats (batch, channels, height, width), 3 or 1 of them, and {name} is "
+            f"{held.dtype} {tuple(held.shape)}"
+        )
+    return held.shape[1]
 
 
 def _of_size(source: Source, name: str, made: Images) -> Source:
@@ -243,39 +246,26 @@ def _of_size(source: Source, name: str, made: Images) -> Source:
 
 def through_pixels(source: Source, name: str) -> Answer:
     """The way of a source that has no image processor: pictures as they were described, and the module on one."""
-    made = Images.of(source.preparation[name])
+    return _of_pixels(source, name, image_inputs(source.preparation)[name].pixels)
+
+
+def _of_pixels(source: Source, name: str, pixels: Callable[[Any], np.ndarray]) -> Answer:
+    """From a picture through these pixels and the source's module to its output, of one row."""
+    module, dtype = source.module, source.example[name].dtype
 
     def answer(sample: Any, most: int | None) -> torch.Tensor:
-        pixels = torch.from_numpy(made.pixels(sample)).to(source.example[name].dtype)
         with torch.no_grad():
-            output: torch.Tensor = source.module(pixels[None])[0]
+            output: torch.Tensor = module(torch.from_numpy(pixels(sample))[None].to(dtype))[0]
         return output.float()
 
     return answer
 
 
-def reads_images(source: Source) -> str | None:
-    """The name of the source's input, if that is one of images and of no other."""
-    names = [name for name in source.example if name not in source.masks and name not in source.types]
-    held = source.preparation.get(names[0]) if len(names) == 1 else None
-    return names[0] if held is not None and held.kind == KIND else None
-
-
 def _prepared(source: Source, name: str, made: Images) -> Source:
-    """The source whose input is made so, with an example of the size that pictures are given."""
-    held = source.example[name]
-    if held.dim() != 4 or not held.is_floating_point():
-        raise OptionError(
-            f"an image is an input of floats (batch, channels, height, width), and {name} is {held.dtype} "
-            f"{tuple(held.shape)}"
-        )
-    made = replace(
-        made,
-        channels=held.shape[1],
-        mean=made.mean * held.shape[1] if len(made.mean) == 1 else made.mean,
-        std=made.std * held.shape[1] if len(made.std) == 1 else made.std,
-    )
-    made = _checked(made)
+    """The source whose input is made so. OptionError for what does not fit the input."""
+    held, channels = source.example[name], _channels(source, name)
+    mean, std = (value * channels if len(value) == 1 else value for value in (made.mean, made.std))
+    made = _checked(replace(made, channels=channels, mean=mean, std=std))
     if made.shape is None:
         raise OptionError(
             "pictures must all get one size, which the file has: give a height and a width, or a crop at the centre"
@@ -301,10 +291,10 @@ def _checked(made: Images) -> Images:
 
 
 def _both(size: Any) -> tuple[int, ...]:
-    """Height and width."""
+    """Height and width, of one number for both or of two; none of None."""
     if size is None:
         return ()
-    both = (size, size) if isinstance(size, int) else tuple(size)
+    both = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(both) != 2:
         raise OptionError(f"a size is one number, or a height and a width, not {size!r}")
     return both

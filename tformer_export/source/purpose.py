@@ -9,6 +9,7 @@ from tformer_runtime.errors import SourceError
 GENERATES, TRANSLATES = "text-generation", "text2text-generation"
 FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
 IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
+CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)  # tasks with one label or several for an input as a whole
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,

@@ -9,11 +9,9 @@ import torch
 
 from tformer_export.source.base import Source
 from tformer_export.source.pooled import CHOICES, pooled
-from tformer_export.source.purpose import CLASSIFIES, CLASSIFIES_IMAGES
+from tformer_export.source.purpose import CLASSES, CLASSIFIES
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome
-
-CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)
 
 
 def for_its_task(

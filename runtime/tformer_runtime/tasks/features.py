@@ -25,7 +25,7 @@ class Features(Task):
     flags = {  # noqa: RUF012
         "Vectors": {
             "similarity": switch(
-                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between its texts."
+                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between the two."
             )
         }
     }
