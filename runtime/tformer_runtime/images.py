@@ -223,7 +223,7 @@ def _in_sentences(name: str) -> Iterator[None]:
     """What Pillow raises, as one sentence that names the picture."""
     try:
         yield
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Exception as error:  # decoders raise many types
         from PIL import Image, UnidentifiedImageError

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from PIL import Image
 from transformers.image_processing_backends import PilBackend
 
 from tformer_runtime import InputError, MissingExtraError, ModelFileError
-from tformer_runtime.images import FILTERS, Images
+from tformer_runtime.images import FILTERS, Images, is_picture
 from tformer_runtime.manifest import Preparation
 
 SIZES = (
@@ -61,12 +64,20 @@ def test_arrays():
     picture = drawn(12, 10)
     expected = Images().pixels(picture)
     assert np.array_equal(Images().pixels(np.array(picture)), expected)
-    assert Images().pixels(expected) is not None
-    assert np.array_equal(Images().pixels(expected), expected)  # pixels already
     gray = np.array(picture.convert("L"))
     assert np.array_equal(Images(channels=1).pixels(gray[..., None]), Images(channels=1).pixels(gray))
-    with pytest.raises(InputError, match=r"a Pillow image or an array of uint8, not int"):
-        Images().pixels(3)
+    for wrong in (3, ("a.jpg", "b.jpg")):
+        with pytest.raises(InputError, match=rf"a Pillow image or an array of uint8, not {type(wrong).__name__}$"):
+            Images().pixels(wrong)
+    for shape in ((3, 12, 10), (12,), (1, 12, 10, 3)):
+        with pytest.raises(InputError, match=rf"1, 3 or 4 of them, and this is {re.escape(str(shape))}$"):
+            Images().pixels(np.zeros(shape, np.uint8))
+
+
+def test_what_is_made_already_is_no_picture():
+    made = Images().pixels(drawn(5, 4))
+    assert not any(map(is_picture, (made, made.tolist(), tuple(made), [], np.zeros((3, 5, 4), np.int64))))
+    assert all(map(is_picture, ("a", Path("a"), b"a", drawn(5, 4), np.zeros((5, 4), np.uint8), ("a", "b"), 3)))
 
 
 def test_without_pillow(monkeypatch):
@@ -78,7 +89,8 @@ def test_without_pillow(monkeypatch):
 @pytest.mark.parametrize(
     "numbers",
     [{"size": {"edge": 3}}, {"size": {"height": 0, "width": 2}}, {"crop": [3]}, {"resample": "sharp"}, {"other": 1},
-     {"mean": [0.5]}, {"mean": [0.5] * 3, "std": [0.5, 0.0, 0.5]}, {"channels": 2}],
+     {"mean": [0.5]}, {"scale": "1"}, {"mean": ["a"] * 3, "std": [0.5] * 3}, {"mean": [0.5] * 3, "std": [math.nan] * 3},
+     {"mean": [0.5] * 3, "std": [0.5, 0.0, 0.5]}, {"channels": 2}],
 )  # fmt: skip
 def test_damaged_numbers(numbers):
     with pytest.raises(ModelFileError, match="what the file says of its images is damaged"):
