@@ -82,14 +82,33 @@ class Patches(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, pixels):
+        return self.head(self.states(pixels)[:, 0])
+
+    def states(self, pixels):
         b, c, h, w = pixels.shape
         p = self.patch
         x = pixels.reshape(b, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * p)
         x = torch.cat([self.first.expand(b, -1, -1), self.embed(x)], 1) + self.place
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return self.head(x[:, 0])
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Captions(nn.Module):
+    """What is written under a picture: a decoder behind one's own patches."""
+
+    def __init__(self, width=32, vocabulary=11):
+        super().__init__()
+        self.patches = Patches(width=width)
+        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Parameter(torch.randn(1, 16, width))
+        self.layer = nn.TransformerDecoderLayer(width, 4, 48, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(width, vocabulary)
+
+    def forward(self, pixels, ids):
+        time = ids.shape[1]
+        later = torch.ones(time, time, dtype=torch.bool).triu(1)
+        x = self.layer(self.embed(ids) + self.place[:, :time], self.patches.states(pixels), tgt_mask=later)
+        return self.out(x)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +256,31 @@ def test_ones_own_patches_of_gray_pixels(own, pictures):
         for given in (pictures[name], str(pictures[name]), pictures[name].read_bytes(), gray, np.array(gray), made):
             (found,) = model.classify([given])
             np.testing.assert_allclose(list(found.scores.values()), expected, atol=1e-5)
+
+
+def test_captions(pictures, tmp_path):
+    """A model that generates reads pictures by the same description."""
+    torch.manual_seed(5)
+    module, path = Captions().eval(), tmp_path / "captions.onnx"
+    export(
+        module, path, example={"pixels": torch.randn(2, 1, 24, 32), "ids": torch.ones(2, 3, dtype=torch.int64)},
+        step="ids", special={"start": [1], "end": [0]}, max_length=16,
+        prepare={"pixels": image((24, 32), mean=0.5, std=0.25, resample="nearest")},
+    )  # fmt: skip
+    written = []
+    for name in ("photo.jpg", "gray.png", "small.png"):
+        x = torch.from_numpy(np.array(Image.open(pictures[name]).convert("L").resize((32, 24), Image.NEAREST)))
+        ids = [1]
+        while ids[-1] and len(ids) < 9:
+            with torch.no_grad():
+                ids.append(int(module((x[None, None] / 255 - 0.5) / 0.25, torch.tensor([ids]))[0, -1].argmax()))
+        written.append([token for token in ids[1:] if token])
+    assert len(set(map(tuple, written))) > 1  # pictures matter
+    lines = [str(pictures[name]) for name in ("photo.jpg", "gray.png", "small.png")]
+    results = Model.load(path, "cpu").generate_batch(lines, max_new_tokens=8)
+    assert [list(result.token_ids) for result in results] == written
+    found = run(path, *lines, "--max-new-tokens", 8, "--json").stdout.splitlines()
+    assert [json.loads(line)["token_ids"] for line in found] == written
 
 
 def test_the_command_line(own, pictures, tmp_path):
