@@ -156,7 +156,7 @@ def image_inputs(preparation: Mapping[str, Preparation]) -> dict[str, Images]:
 def is_picture(given: Any) -> bool:
     """Whether a value is to be made pixels, and is not numbers that are: an array, or lists, of others than uint8."""
     if isinstance(given, np.ndarray):
-        return given.dtype == np.uint8
+        return bool(given.dtype == np.uint8)
     return not isinstance(given, (list, tuple)) or any(isinstance(part, (str, bytes, os.PathLike)) for part in given)
 
 
