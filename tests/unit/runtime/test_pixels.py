@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from toy_models import Toy
 from transformers.image_processing_backends import PilBackend
 
 from tformer_runtime import InputError, MissingExtraError, ModelFileError
 from tformer_runtime.images import FILTERS, Images, is_picture
-from tformer_runtime.manifest import Preparation
+from tformer_runtime.inputs import Inputs
+from tformer_runtime.manifest import BATCH, Preparation, RequestInput
 
 SIZES = (
     {},
@@ -78,6 +81,19 @@ def test_what_is_made_already_is_no_picture():
     made = Images().pixels(drawn(5, 4))
     assert not any(map(is_picture, (made, made.tolist(), tuple(made), [], np.zeros((3, 5, 4), np.int64))))
     assert all(map(is_picture, ("a", Path("a"), b"a", drawn(5, 4), np.zeros((5, 4), np.uint8), ("a", "b"), 3)))
+
+
+def test_a_model_that_generates_reads_pictures_too(tmp_path):
+    manifest, images = Toy().manifest(), Images({"height": 4, "width": 6}, channels=1)
+    encode = replace(manifest.encode, inputs=(RequestInput("pixels", "float32", (BATCH, 1, 4, 6), "data"),))
+    inputs = Inputs(replace(manifest, encode=encode, preparation={"pixels": images.preparation}))
+    drawn(9, 8).save(tmp_path / "a.png")
+    for given in (str(tmp_path / "a.png"), {"pixels": tmp_path / "a.png"}, images.pixels(tmp_path / "a.png")):
+        sources, start, _ = inputs.parts(given)
+        np.testing.assert_array_equal(sources["pixels"], images.pixels(drawn(9, 8)))
+        assert tuple(start) == manifest.special.start
+    with pytest.raises(InputError, match=r"none.png cannot be read"):
+        inputs.parts("none.png")
 
 
 def test_without_pillow(monkeypatch):
