@@ -241,6 +241,21 @@ def test_ones_own_patches_of_gray_pixels(own, pictures):
             np.testing.assert_allclose(list(found.scores.values()), expected, atol=1e-5)
 
 
+def test_pictures_are_opened_a_batch_at_a_time(own, pictures):
+    _, path, _ = own
+    taken = []
+
+    def given():
+        for _ in range(20):
+            taken.append(pictures["small.png"])
+            yield taken[-1]
+
+    results = Model.load(path, "cpu").predict(given(), batch_size=4)
+    next(results)
+    assert len(taken) == 4
+    assert len(list(results)) == 19
+
+
 def test_the_command_line(own, pictures, tmp_path):
     _, path, _ = own
     lines = [str(pictures[name]) for name in ("photo.jpg", "turned.jpg", "gray.png")]

@@ -41,9 +41,9 @@ def image(
     """How pictures become an input (batch, channels, height, width), with 3 channels (RGB) or 1 (gray) as the example.
 
     size: height and width, one number for both, or transformers' names of a size, such as {"shortest_edge": 256}. crop:
-    the same, cut out of the middle. resample: Pillow's filter: "nearest", "lanczos", "bilinear", "bicubic", "box" or
-    "hamming". scale: what numbers from 0 to 255 are multiplied with; None: nothing. mean, std: of each channel, or of
-    all: (x · scale - mean) / std. OptionError for what cannot be.
+    height and width, or one number for both, that are cut out of the middle. resample: Pillow's filter, "nearest",
+    "lanczos", "bilinear", "bicubic", "box" or "hamming". scale: what numbers from 0 to 255 are multiplied with; None:
+    nothing. mean, std: of each channel, or of all: (x · scale - mean) / std. OptionError for what cannot be.
     """
     mean, std = (tuple(map(float, np.ravel(value))) for value in (mean, std))
     named = size if isinstance(size, Mapping) else zip(("height", "width"), _both(size), strict=False)
@@ -54,7 +54,8 @@ def image(
 def with_preparation(source: Source, prepare: Any, classes: bool) -> Source:
     """The source with how its inputs are made, by name: `image(…)` or a transformers image processor; one that is not
     named is the only input's. classes: whether the outputs are said to be of labels. OptionError for what does not fit
-    the model."""
+    the model, MissingExtraError if there is no Pillow."""
+    need_pillow()
     if not isinstance(prepare, Mapping):
         names = [n for n in source.example if n not in source.masks and n != source.step]
         if len(names) != 1:

@@ -134,7 +134,11 @@ def test_without_pillow(monkeypatch, tmp_path):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else real(name, *rest))
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    for call in (lambda: with_processor(source(3, 8, 8), None), lambda: load_processor(tmp_path)):
+    for call in (
+        lambda: made(image(8), 3, 8, 8),
+        lambda: with_processor(source(3, 8, 8), None),
+        lambda: load_processor(tmp_path),
+    ):
         with pytest.raises(MissingExtraError, match=r"which needs Pillow: pip install 'tformer\[image\]'"):
             call()
 
