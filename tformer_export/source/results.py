@@ -9,7 +9,7 @@ import torch
 
 from tformer_export.source.base import Source
 from tformer_export.source.pooled import CHOICES, pooled
-from tformer_export.source.purpose import CLASSES, CLASSIFIES
+from tformer_export.source.purpose import CLASSES, CLASSIFIES, CLASSIFIES_IMAGES
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome
 
@@ -20,8 +20,8 @@ def for_its_task(
     """The source with what its results stand for. OptionError for what does not go together."""
     if (labels is not None or problem is not None) and (source.step is not None or source.task not in CLASSES):
         raise OptionError(
-            f"labels and a problem are of tasks {' and '.join(CLASSES)} (--task {CLASSIFIES}), and this model's is "
-            f"{source.task}"
+            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}) or {CLASSIFIES_IMAGES}, and this "
+            f"model's is {source.task}"
         )
     if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
         raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
