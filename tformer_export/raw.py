@@ -46,7 +46,7 @@ class RawParity:
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
     """None for a source that reads neither texts nor images. ParityError where a result differs by more than the
     tolerance, times what the results span: together they do, of one label each by itself is."""
-    reads = [name for name in source.example if name not in source.masks and name not in source.types]
+    reads = source.given
     pictures = draw_pictures(seed=1) if reads == list(image_inputs(source.preparation)) else []
     if source.step is not None or not (pictures or (len(reads) == 1 and reads[0] in source.tokenizers)):
         return None

@@ -57,7 +57,7 @@ def with_preparation(source: Source, prepare: Any, classes: bool) -> Source:
     the model, MissingExtraError if there is no Pillow."""
     need_pillow()
     if not isinstance(prepare, Mapping):
-        names = [n for n in source.example if n not in source.masks and n != source.step]
+        names = [name for name in source.given if name != source.step]
         if len(names) != 1:
             raise OptionError(f"say which input is prepared, prepare={{name: …}}: there are {', '.join(names)}")
         prepare = {names[0]: prepare}

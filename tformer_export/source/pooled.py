@@ -96,7 +96,7 @@ class Pooled(nn.Module):
 
 
 def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, normalize: bool = False) -> Source:
-    """The source with pooling over the positions of its ids. OptionError for a pool that there is not; SourceError for
+    """The source with pooling over the positions of its ids, or all that it gives for an image. OptionError for a pool that there is not; SourceError for
     a source whose output has no vector for each position."""
     unknown = [name for name in pools if name not in POOLS]
     if unknown:
@@ -106,15 +106,15 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
             f"pooling is for models that are run once, and this one is stepped over {source.step!r}: leave out either "
             "(--task feature-extraction loads a Hugging Face folder without what it generates with)"
         )
-    of = next((n for n in source.example if n not in source.masks and n not in source.types), "")
+    of = next(iter(source.given), "")
     with source.ready(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
-    whole = source.example[of].is_floating_point() and source.example[of].dim() == 4  # an image: all is the row's own
-    rows = shape[:2] if whole else source.example[of].shape[:2]
-    if len(shape) != 3 or shape[:2] != tuple(rows):
+    held = source.example[of]
+    whole = held.is_floating_point() and held.dim() == 4  # an image: all positions are its own
+    if len(shape) != 3 or not (whole or shape[:2] == held.shape[:2]):
         raise SourceError(
             f"pooling needs a vector for each position, (batch, time, width), and the model gives {shape} for an input "
-            f"of {tuple(rows)}: leave out --pool (pool=), or let forward return its last states"
+            f"of {tuple(held.shape)}: leave out --pool (pool=), or let forward return its last states"
         )
     answer = None if source.answer is None else _of_whole(source.answer, pools, then, normalize)
     if whole:
@@ -125,7 +125,7 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
     name = found or f"{of}.keep"
     if found is None:
         masks[name] = padding(of)
-        example[name] = torch.ones(rows, dtype=torch.bool)
+        example[name] = torch.ones(held.shape[:2], dtype=torch.bool)
     place = list(example).index(name)
     module = Pooled(source.module, place, found is not None, bool(masks[name].keep), pools, then, normalize)
     return replace(source, module=module, example=example, masks=masks, answer=answer)
