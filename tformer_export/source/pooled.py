@@ -96,8 +96,8 @@ class Pooled(nn.Module):
 
 
 def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, normalize: bool = False) -> Source:
-    """The source with pooling over the positions of its ids, or all that it gives for an image. OptionError for a pool that there is not; SourceError for
-    a source whose output has no vector for each position."""
+    """The source with pooling over the positions of its ids, or over all that it gives for an image. OptionError for a
+    pool that there is not; SourceError for a source whose output has no vector for each position."""
     unknown = [name for name in pools if name not in POOLS]
     if unknown:
         raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {unknown[0]!r}")
