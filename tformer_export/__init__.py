@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from tformer_export.checkpoint import load_checkpoint, save_checkpoint
     from tformer_export.report import ExportReport
     from tformer_export.source import causal, lengths, padding, positions
+    from tformer_export.source.images import image
 
 __all__ = [
     "ExportReport",
     "causal",
     "export",
+    "image",
     "lengths",
     "load_checkpoint",
     "padding",
@@ -27,6 +29,7 @@ _HOMES = {
     "ExportReport": "report",
     "causal": "source",
     "export": "api",
+    "image": "source.images",
     "lengths": "source",
     "load_checkpoint": "checkpoint",
     "padding": "source",

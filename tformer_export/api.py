@@ -21,6 +21,7 @@ from tformer_export.report import Clock, ExportReport, peak_memory
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
 from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
+from tformer_export.source.images import with_preparation
 from tformer_export.source.module import from_module
 from tformer_export.source.once import with_tokenizer
 from tformer_export.source.program import from_program
@@ -53,6 +54,7 @@ def export(
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     series: Mapping[str, Any] | None = None,
+    prepare: Any = None,
     labels: Sequence[str] | None = None,
     problem: str | None = None,
     pool: str | None = None,
@@ -102,6 +104,8 @@ def export(
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
         in its own units.
+    prepare: how inputs are made of pictures, by name: `image(…)` or an image processor of transformers; or one of
+        these, of a model with one input. The file then reads pictures, all made one size.
     task: what the model does, by transformers' names, such as "text-classification". labels: of classes, in the order
     of the output's numbers. problem: "single_label" (softmax, the default), "multi_label" (sigmoid) or "regression".
     pool: one vector for each row of a model that is run once and gives one for each position: "mean", "first", "max" or
@@ -151,6 +155,8 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
     source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
+    if prepare is not None:
+        source = with_preparation(source, prepare, labels is not None or problem is not None)
     source = for_its_task(source, labels, problem, pool, normalize)
     if source.step is None and max_length is not None:
         source = replace(source, max_length=min(max_length, source.max_length or max_length))

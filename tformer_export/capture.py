@@ -34,7 +34,7 @@ from tformer_export.sizes import sizes_followed
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
 aten = torch.ops.aten
-WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other names, which torch keeps beside these
+WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, which torch.onnx knows or torch keeps
     aten.__and__.Tensor: torch.bitwise_and,
     aten.__and__.Scalar: torch.bitwise_and,
     aten.__or__.Tensor: torch.bitwise_or,
@@ -43,6 +43,7 @@ WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other names, which to
     aten.__xor__.Scalar: torch.bitwise_xor,
     aten.min.other: torch.minimum,
     aten.max.other: torch.maximum,
+    aten.adaptive_avg_pool1d.default: lambda x, size: x.mean(-1, keepdim=True) if [*size] == [1] else NotImplemented,
 }
 
 _LAYERS = os.path.join("torch", "nn", "modules", "")

@@ -77,7 +77,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
     help="Share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1.01x.",
 )
 @click.option(
-    "--calibration", metavar="FILE", help="Lines of text, or source, tab and target, to fit and measure with."
+    "--calibration",
+    metavar="FILE",
+    help="Lines of text, of names of images, or of source, tab and target, to fit and measure with.",
 )
 @click.option(
     "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."

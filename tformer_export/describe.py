@@ -54,7 +54,7 @@ def describe(
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
         chat_tokens=dict(source.chat_tokens),
-        preparation={series.input: series.preparation} if series is not None else {},
+        preparation={**source.preparation, **({series.input: series.preparation} if series is not None else {})},
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},

@@ -1,5 +1,5 @@
-"""The gate from raw input to final result: texts and pairs through the runtime's tokenizer, padding, file and task,
-against the source's own way to its results, of each input alone.
+"""The gate from raw input to final result: texts and pairs through the runtime's tokenizer, padding, file and task, or
+pictures through what it makes of them, against the source's own way to its results, of each input alone.
 
 The cases of `verify` prove what the file computes of ids. What comes before and after, which ids a text has, their
 types, where it is cut, which rows are padded, what is made of scores, is proven here, for any task.
@@ -17,11 +17,13 @@ from tokenizers import Encoding, Tokenizer
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_export.source.by_token import BY_TOKEN, answer_by_token
+from tformer_export.source.images import draw_pictures, through_pixels
 from tformer_export.source.pooled import Answer
-from tformer_export.source.purpose import CLASSIFIES
+from tformer_export.source.purpose import CLASSES
 from tformer_export.source.tokenizer.check import SAMPLE
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, ParityError
+from tformer_runtime.images import image_inputs
 from tformer_runtime.manifest import MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
 from tformer_runtime.tasks import Filling, Task, task_of
@@ -33,28 +35,33 @@ PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] 
 
 @dataclass(frozen=True)
 class RawParity:
-    """error: max |Δ| of results, relative: of their range. texts, pairs: how many were compared, padded together and
+    """error: max |Δ| of results, relative: of their range. texts, pairs, images: how many were compared, together and
     alone."""
 
     error: float
     relative: float
     texts: int
     pairs: int
+    images: int = 0
 
 
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
-    """None for a source that has no tokenizer. ParityError where a result differs by more than the tolerance, times
-    what the results span: together they do, of one label each by itself is."""
+    """None for a source that reads neither texts nor images. ParityError where a result differs by more than the
+    tolerance, times what the results span: together they do, of one label each by itself is."""
     reads = source.given
-    if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
+    pictures = draw_pictures(seed=1) if reads == list(image_inputs(source.preparation)) else []
+    if source.step is not None or not (pictures or (len(reads) == 1 and reads[0] in source.tokenizers)):
         return None
     model, task = Model(engine), task_of(engine.manifest)
     assert engine.manifest.encode is not None
     most = next(spec.max_length for spec in engine.manifest.encode.inputs if spec.name == reads[0])
-    samples = _readable(model, task, (*TEXTS, *(PAIRS if source.pairs else ())))
+    samples = pictures or _readable(model, task, (*TEXTS, *(PAIRS if source.pairs else ())))
     if not samples:
         return None
-    answer = source.answer or _through_ids(source, reads[0], task)
+    if pictures:
+        answer = source.answer or through_pixels(source, reads[0])
+    else:
+        answer = source.answer or _through_ids(source, reads[0], task)
     given = samples if source.answer is not None else [task.value(sample) for sample in samples]
     expected = [_final(source, answer(sample, most)) for sample in given]
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
@@ -71,8 +78,8 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
                     f"the file's result for {_shown(sample)}, {how}, differs from its source's own by {error:.3g} "
                     f"where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was written"
                 )
-    pairs = sum(not isinstance(sample, str) for sample in samples)
-    return RawParity(worst, worst / span, len(samples) - pairs, pairs)
+    pairs = 0 if pictures else sum(not isinstance(sample, str) for sample in samples)
+    return RawParity(worst, worst / span, len(samples) - pairs - len(pictures), pairs, len(pictures))
 
 
 def _readable(model: Model, task: Task, samples: Any) -> list[Any]:
@@ -118,7 +125,7 @@ def _through_ids(source: Source, name: str, task: Task) -> Answer:
 
 def _final(source: Source, output: torch.Tensor) -> np.ndarray:
     """The final step of the source's task, in PyTorch."""
-    if source.task == CLASSIFIES and output.dim() == 1:
+    if source.task in CLASSES and output.dim() == 1:
         if source.outcome.problem == SINGLE_LABEL:
             output = output.double().softmax(-1)
         elif source.outcome.problem == MULTI_LABEL:
@@ -128,5 +135,5 @@ def _final(source: Source, output: torch.Tensor) -> np.ndarray:
 
 
 def _shown(sample: Any) -> str:
-    text = repr(sample)
+    text = f"an image of {sample.mode}, {sample.width} × {sample.height}" if hasattr(sample, "mode") else repr(sample)
     return text if len(text) < 80 else f"{text[:60]}…"

@@ -55,7 +55,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.pass_context
 def main(context: click.Context, /, model: Path, info: bool, as_json: bool, **asked: Any) -> None:
     """Do what a model is for on each INPUT, or on each line of a file or of standard input: generate, classify, turn
-    into numbers. A pair of texts is written with a tab between them."""
+    into numbers. An image is given by its file's name, and a pair with a tab between the two."""
     with _sentences():
         if info:
             facts = file_info(model, read_manifest(model))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tformer_runtime.errors import InputError, UnsupportedCallError
 from tformer_runtime.generate import Base, Request
+from tformer_runtime.images import image_inputs, is_picture
 from tformer_runtime.manifest import Manifest, RequestInput
 from tformer_runtime.options import Settings
 from tformer_runtime.reading import Pair, Reader, Window
@@ -21,7 +22,7 @@ from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
 
-Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]
+Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]  # or, for images, what `Images.pixels` takes
 Input = Value | Mapping[str, Value]
 
 
@@ -38,6 +39,7 @@ class Inputs:
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
         self._readers = [Reader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
+        self._images = image_inputs(manifest.preparation)
 
     @property
     def output_tokenizer(self) -> str | None:
@@ -246,6 +248,8 @@ class Inputs:
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids
+        if (images := self._images.get(spec.name)) is not None and is_picture(value):
+            value = images.pixels(value)
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:

@@ -251,8 +251,9 @@ class Model:
         """What a model that is run once gives for any number of inputs, in their order: of each a `Classification`, an
         array of features, or what else the file's task makes of the outputs.
 
-        An input is a text, a pair of texts, ids or, by name, what else the model reads. Inputs are read as they are
-        needed, and `batch_size` of like length are run together. An InputError names the input, counted from 1.
+        An input is a text, a pair of texts, ids, an image (a file's name, bytes, a Pillow image or an array of uint8)
+        or, by name, what else the model reads. Inputs are read as they are needed, and `batch_size` of like length are
+        run together. An InputError names the input, counted from 1.
 
         workers: batches run side by side; most results a second with as many as there are cores and a model that was
             loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
@@ -508,8 +509,9 @@ class Model:
 
 
 def _several(inputs: Iterable[Input]) -> Iterable[Input]:
-    """InputError for one text, of which each character would be taken for an input."""
-    if isinstance(inputs, (str, Mapping)):
+    """InputError for one text or image, of which each character, or row of pixels, would be taken for an input."""
+    one_image = isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8 and inputs.ndim < 4
+    if isinstance(inputs, (str, bytes, Mapping)) or one_image or not isinstance(inputs, Iterable):
         raise InputError("give a list of inputs, of one too")
     return inputs
 

@@ -125,7 +125,7 @@ def test_cosines_of_pairs(files, tmp_path):
     out = tmp_path / "out"
     message = failed(run(files["vector"], "--similarity", "--output-file", out, stdin="\n".join([*lines, "good"])))
     assert message == (
-        "line 7: it is one text and those before are pairs: compare the one or the other; --resume goes on "
+        "line 7: it is one input and those before are pairs: compare the one or the other; --resume goes on "
         "after input 6"
     )
     again = run(files["vector"], "--similarity", "--output-file", out, "--resume", stdin="\n".join([*lines, lines[0]]))

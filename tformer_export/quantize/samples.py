@@ -4,7 +4,8 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, or two with a tab between them, or JSON of its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or the name of an image's file, from where the export runs, or JSON of
+its inputs, numbers where they are no ids.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
 from tformer_export.verify import LONGEST as LONGEST_PROMPT
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.images import image_inputs
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.model import Model
@@ -32,6 +34,7 @@ HELD_OUT = 4  # one line in so many is measured on and not fitted to
 FEWEST = 8  # lines
 MOST = 65536  # positions that are fitted to
 MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB
+PATCH = 512  # numbers of an image, or of what else has more than ids, that are counted as one position
 AT_ONCE = 16  # samples of one length
 ROWS, LENGTH = 64, 24  # of random requests, where there is no file
 LONGEST = 128  # tokens that are decoded where a line has no target
@@ -48,8 +51,11 @@ class Sample:
 
     @property
     def positions(self) -> int:
-        """How many tokens are predicted; of a model that is run once, the length of its longest input."""
-        return len(self.tokens) - self.scored if len(self.tokens) else max(map(len, self.request.values()), default=0)
+        """How many tokens are predicted; of a model that is run once, the length of its longest input, or how many
+        patches it has."""
+        if len(self.tokens):
+            return len(self.tokens) - self.scored
+        return max((max(len(value), value.size // PATCH) for value in self.request.values()), default=0)
 
 
 def once(request: Mapping[str, np.ndarray]) -> Sample:
@@ -111,11 +117,11 @@ def read_samples(path: Path, engine: Engine) -> Samples:
     """
     fitted: list[Sample] = []
     measured: list[Sample] = []
-    room = [MOST, max(1, MOST_LOGITS // _numbers(engine.manifest))]
+    room = [MOST, MOST_LOGITS]
     for number, sample in enumerate(read_lines(path, engine), 1):
         use = number % HELD_OUT == 0
         if room[use] > 0:
-            room[use] -= sample.positions
+            room[use] -= _numbers(engine.manifest, sample) if use else sample.positions
             (fitted, measured)[use].append(sample)
         elif max(room) <= 0:
             break
@@ -137,12 +143,17 @@ def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Ite
     return _completed(samples, engine) if engine.manifest.decode is not None else samples
 
 
-def _numbers(manifest: Manifest) -> int:
-    """How many a file gives for a position."""
+def _numbers(manifest: Manifest, sample: Sample) -> int:
+    """How many are kept where a sample is measured: what a file gives for it, by positions or at once, and what it
+    reads at once, which may be more."""
     if manifest.decode is not None:
-        return int(manifest.decode.logits.shape[-1])
+        return int(manifest.decode.logits.shape[-1]) * sample.positions
     assert manifest.encode is not None
-    return math.prod(size for size in manifest.encode.outputs[0].shape if isinstance(size, int))
+    shape = manifest.encode.outputs[0].shape[1:]
+    given = math.prod(size for size in shape if isinstance(size, int))
+    if any(isinstance(size, str) for size in shape):
+        return given * sample.positions
+    return given + sum(value.size for value in sample.request.values())
 
 
 def of_one_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -169,6 +180,7 @@ class _Reader:
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
+        self.named = self.step is None and names == list(image_inputs(manifest.preparation))  # a line names a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
         try:
@@ -205,6 +217,8 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
+        if self.named:
+            return line, None
         if self.plain and self.step is None:
             first, *second = line.split("\t")
             return (first, second[0]) if len(second) == 1 else line, None

@@ -16,7 +16,7 @@ from tformer_export.source.adapter import Adapter, EncodeDecode
 from tformer_export.source.derived import Mask
 from tformer_export.source.pooled import Answer, Pooled
 from tformer_runtime.errors import OptionError, SourceError
-from tformer_runtime.manifest import Outcome, SpecialTokens
+from tformer_runtime.manifest import Outcome, Preparation, SpecialTokens
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Source:
     outcome: what the outputs of a model that is run once stand for. outputs: their names in the file, if `module` gives
     several, as a tuple. answer: its own way from a text, or a pair, cut to so many tokens, to its output without a
     batch axis, or, for tasks of `by_token`, to its result; by default its tokenizer and `module`. pairs: whether it
-    takes pairs of texts.
+    takes pairs of texts. preparation: how inputs are made of what a user has, such as pictures, by name.
     """
 
     module: nn.Module
@@ -54,6 +54,7 @@ class Source:
     answer: Answer | None = None
     pairs: bool = True
     series: Mapping[str, Any] | None = None
+    preparation: Mapping[str, Preparation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:

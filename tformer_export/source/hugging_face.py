@@ -16,6 +16,7 @@ from torch import nn
 from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
+from tformer_export.source.images import from_transformers_on_images, load_processor, with_processor
 from tformer_export.source.once import run_once, with_tokenizer
 from tformer_export.source.purpose import FEATURES, GENERATES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
@@ -30,6 +31,8 @@ from tformer_runtime.errors import MissingExtraError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 
 logger = logging.getLogger(__name__)
+
+PIXELS = "pixel_values"  # transformers' name, of every model and processor
 
 
 def is_transformers_model(module: Any) -> bool:
@@ -68,6 +71,9 @@ def from_folder(
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
     """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
+    if PIXELS in source.example:
+        processor = load_processor(folder)
+        return source if processor is None else with_processor(source, processor)
     listed = source.task == FEATURES and (folder / MODULES).exists()
     limits = [source.max_length, length_limit(folder) if listed else None]
     source.max_length = min((n for n in limits if n is not None), default=None)
@@ -119,6 +125,8 @@ def _matters(module: Any, name: str) -> bool:
     """Whether a weight changes what is exported; one run with another. A pooler beside the states does not."""
     weight = module.state_dict()[name]
     ids = {module.main_input_name: torch.arange(6).reshape(1, 6) % 3}
+    if module.main_input_name == PIXELS:
+        ids = from_transformers_on_images(module, FEATURES).example
     held = weight.clone()
     try:
         with torch.no_grad():
@@ -155,6 +163,8 @@ def from_transformers(module: Any, name: str | None = None, task: str | None = N
     A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
     """
     task = task or purpose_of(type(module)) or GENERATES
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
+        return from_transformers_on_images(module, task, name)
     if task not in (GENERATES, TRANSLATES):
         return run_once(module, task, name)
     config, generation = module.config, getattr(module, "generation_config", None)

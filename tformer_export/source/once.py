@@ -17,7 +17,7 @@ from tformer_export.source.base import Source, as_float32, evaluating
 from tformer_export.source.by_token import BY_TOKEN, answer_by_token
 from tformer_export.source.derived import padding
 from tformer_export.source.pooled import Answer
-from tformer_export.source.purpose import ANSWERS, CLASSIFIES, FILLS, LABELS_TOKENS
+from tformer_export.source.purpose import ANSWERS, CLASSES, FILLS, LABELS_TOKENS
 from tformer_export.source.tokenizer import read_encoder_tokenizer
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome, SpecialTokens
@@ -74,7 +74,7 @@ def outcome_of(config: Any, task: str) -> Outcome:
 
     https://huggingface.co/docs/transformers/main_classes/pipelines, TextClassificationPipeline
     """
-    if task not in (CLASSIFIES, LABELS_TOKENS):
+    if task not in (*CLASSES, LABELS_TOKENS):
         return Outcome()
     held = {int(place): str(label) for place, label in (config.id2label or {}).items()}
     labels = tuple(held[i] for i in sorted(held))

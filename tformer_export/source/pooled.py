@@ -61,14 +61,15 @@ CHOICES = ("mean", "first", "max", "last")  # of --pool
 class Pooled(nn.Module):
     """`module` gives (batch, time, width); this, a vector for each row.
 
-    mask: which of forward's inputs tells a row's own positions, (batch, time). taken: whether `module` takes it too.
-    keep: what it holds there. pools: one after the other, of `POOLS`. then: what follows them. normalize: to length 1.
+    mask: which of forward's inputs tells a row's own positions, (batch, time); None: all are. taken: whether `module`
+    takes it too. keep: what it holds there. pools: one after the other, of `POOLS`. then: what follows them. normalize:
+    to length 1.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        mask: int,
+        mask: int | None,
         taken: bool,
         keep: bool,
         pools: Sequence[str],
@@ -80,9 +81,14 @@ class Pooled(nn.Module):
         self.mask, self.taken, self.keep, self.pools, self.normalize = mask, taken, keep, tuple(pools), normalize
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            return self.vector(states := self.module(*inputs), states.new_ones((*states.shape[:2], 1)))
         mask = inputs[self.mask]
         states = self.module(*(inputs if self.taken else inputs[: self.mask] + inputs[self.mask + 1 :]))
-        keep = (mask if self.keep else mask == 0).to(states.dtype)[:, :, None]
+        return self.vector(states, (mask if self.keep else mask == 0).to(states.dtype)[:, :, None])
+
+    def vector(self, states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """(batch, width) of states (batch, time, width); keep: (batch, time, 1), 1 or 0."""
         parts = [POOLS[name](states, keep) for name in self.pools]
         vector = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         vector = vector if self.then is None else self.then(vector)
@@ -90,8 +96,8 @@ class Pooled(nn.Module):
 
 
 def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, normalize: bool = False) -> Source:
-    """The source with pooling over the positions of its ids. OptionError for a pool that there is not; SourceError for
-    a source whose output has no vector for each position."""
+    """The source with pooling over the positions of its ids, or over all that it gives for an image. OptionError for a
+    pool that there is not; SourceError for a source whose output has no vector for each position."""
     unknown = [name for name in pools if name not in POOLS]
     if unknown:
         raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {unknown[0]!r}")
@@ -105,21 +111,25 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
     of = next(iter(source.given), "")
     with source.ready(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
-    rows = source.example[of].shape[:2]
-    if len(shape) != 3 or shape[:2] != tuple(rows):
+    held = source.example[of]
+    whole = held.is_floating_point() and held.dim() == 4  # an image: all positions are its own
+    if len(shape) != 3 or not (whole or shape[:2] == held.shape[:2]):
         raise SourceError(
             f"pooling needs a vector for each position, (batch, time, width), and the model gives {shape} for an input "
-            f"of {tuple(rows)}: leave out --pool (pool=), or let forward return its last states"
+            f"of {tuple(held.shape)}: leave out --pool (pool=), or let forward return its last states"
         )
+    answer = None if source.answer is None else _of_whole(source.answer, pools, then, normalize)
+    if whole:
+        module = Pooled(source.module, None, True, True, pools, then, normalize)
+        return replace(source, module=module, answer=answer)
     found = next((name for name, mask in source.masks.items() if mask.of == of), None)
     example, masks = dict(source.example), dict(source.masks)
     name = found or f"{of}.keep"
     if found is None:
         masks[name] = padding(of)
-        example[name] = torch.ones(rows, dtype=torch.bool)
+        example[name] = torch.ones(held.shape[:2], dtype=torch.bool)
     place = list(example).index(name)
     module = Pooled(source.module, place, found is not None, bool(masks[name].keep), pools, then, normalize)
-    answer = None if source.answer is None else _of_whole(source.answer, pools, then, normalize)
     return replace(source, module=module, example=example, masks=masks, answer=answer)
 
 

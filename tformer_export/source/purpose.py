@@ -9,6 +9,8 @@ from tformer_runtime.errors import SourceError
 GENERATES, TRANSLATES = "text-generation", "text2text-generation"
 FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
 LABELS_TOKENS, ANSWERS, FILLS = "token-classification", "question-answering", "fill-mask"
+IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
+CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)  # tasks with one label or several for an input as a whole
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
@@ -16,6 +18,7 @@ TASKS = {  # automatic class → task; a class that several list is taken for th
     "AutoModelForTokenClassification": LABELS_TOKENS,
     "AutoModelForQuestionAnswering": ANSWERS,
     "AutoModelForMaskedLM": FILLS,
+    "AutoModelForImageClassification": CLASSIFIES_IMAGES,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }
@@ -44,6 +47,7 @@ def class_for(config: Any, task: str | None) -> tuple[Any, str]:
     """
     import transformers
 
+    task = FEATURES if task == IMAGE_FEATURES else task  # of one class, whatever is read
     saved = [str(name) for name in getattr(config, "architectures", None) or ()]
     found = next((known for name in saved if (known := purpose_named(name)) is not None), None)
     if task in TASKS.values():

@@ -9,7 +9,7 @@ import torch
 
 from tformer_export.source.base import Source
 from tformer_export.source.pooled import CHOICES, pooled
-from tformer_export.source.purpose import ANSWERS, CLASSIFIES, LABELS_TOKENS
+from tformer_export.source.purpose import ANSWERS, CLASSES, CLASSIFIES, CLASSIFIES_IMAGES, LABELS_TOKENS
 from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome
 
@@ -20,11 +20,11 @@ def for_its_task(
     """The source with what its results stand for. OptionError for what does not go together."""
     of_tokens = source.task == LABELS_TOKENS and problem is None
     if (labels is not None or problem is not None) and (
-        source.step is not None or not (source.task == CLASSIFIES or of_tokens)
+        source.step is not None or not (source.task in CLASSES or of_tokens)
     ):
         raise OptionError(
-            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}), labels also of {LABELS_TOKENS}, and "
-            f"this model's is {source.task}"
+            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}) or {CLASSIFIES_IMAGES}, labels also "
+            f"of {LABELS_TOKENS}, and this model's is {source.task}"
         )
     if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
         raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
@@ -34,7 +34,7 @@ def for_its_task(
         if pool not in CHOICES:
             raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {pool!r}")
         source = pooled(source, [pool], normalize=normalize)
-    if source.task in (CLASSIFIES, LABELS_TOKENS) and source.step is None:
+    if source.task in (*CLASSES, LABELS_TOKENS) and source.step is None:
         given = tuple(source.outcome.labels if labels is None else map(str, labels))
         source = replace(source, outcome=_classes(source, given, problem or source.outcome.problem or SINGLE_LABEL))
     if source.task == ANSWERS and source.step is None:

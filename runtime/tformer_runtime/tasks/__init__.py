@@ -6,6 +6,7 @@ classification  labels and their probabilities
 entities        labelled spans of a text
 features        a vector for each input, and how near inputs are by their vectors
 filling         what may stand where a text has a mask
+images          both of these, of images
 forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
 
 once            runs a model of one stage over any number of inputs, whatever its task
@@ -25,8 +26,18 @@ from tformer_runtime.tasks.entities import Entities, Span
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.filling import Candidate, Filled, Filling
 from tformer_runtime.tasks.forecasting import Forecasting
+from tformer_runtime.tasks.images import ImageClassifier, ImageFeatures
 
-TASKS: tuple[type[Task], ...] = (Classifier, Features, Entities, Answers, Filling, Forecasting)
+TASKS: tuple[type[Task], ...] = (
+    Classifier,
+    Features,
+    Entities,
+    Answers,
+    Filling,
+    ImageClassifier,
+    ImageFeatures,
+    Forecasting,
+)
 
 
 def task_of(manifest: Manifest) -> Task:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.images import image_inputs
 from tformer_runtime.manifest import ATTENTION, Manifest
 from tformer_runtime.tasks.flags import Flag, switch
 
@@ -108,16 +109,23 @@ class Task(ABC):
         """A result as one JSON object."""
 
     def read(self, line: str, ids: bool) -> Input:
-        """The input that a line stands for: a text, two with a tab between them, ids between spaces where that is
-        asked for, or JSON for a model without a tokenizer, of which it may be an array or an object of arrays."""
-        if ids:
-            return ids_of(line)
+        """The input that a line stands for: a text or the name of an image's file, two with a tab between them, ids
+        between spaces where that is asked for, or JSON for a model without a tokenizer, of which it may be an array or
+        an object of arrays."""
         encode = self.manifest.encode
         wanted = [spec for spec in encode.inputs if spec.role in ("ids", "data")] if encode else []
-        if len(wanted) == 1 and wanted[0].name in self.manifest.tokenizer_of:
+        image = len(wanted) == 1 and wanted[0].name in image_inputs(self.manifest.preparation)
+        if ids and image:
+            raise InputError("the model reads images, not ids: leave out --ids")
+        if ids:
+            return ids_of(line)
+        if image or (len(wanted) == 1 and wanted[0].name in self.manifest.tokenizer_of):
             first, *rest = line.split("\t")
             if len(rest) > 1:
-                raise InputError(f"{line[:60]!r} holds {len(rest)} tabs: a pair is two texts with one tab between them")
+                what = "names of files" if image else "texts"
+                raise InputError(
+                    f"{line[:60]!r} holds {len(rest)} tabs: a pair is two {what} with one tab between them"
+                )
             return (first, rest[0]) if rest else first
         if len(wanted) == 1 and wanted[0].role == "ids":
             raise InputError(f"the file has no tokenizer for {wanted[0].name}: give ids (--ids)")

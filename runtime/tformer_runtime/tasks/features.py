@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,13 +20,13 @@ PROMPT = "prompt"  # of the outcome's settings: what is put before each text
 
 
 class Features(Task):
-    names = ("feature-extraction", "sentence-similarity")
+    names: ClassVar[tuple[str, ...]] = ("feature-extraction", "sentence-similarity")
     does = "turns each input into numbers"
     call = "embed()"
     flags = {  # noqa: RUF012
         "Vectors": {
             "similarity": switch(
-                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between its texts."
+                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between the two."
             )
         }
     }

@@ -3,7 +3,7 @@ their order.
 
 Padding is computed too, so inputs of a window are sorted by length before they are put into batches, and cut out of the
 results. A file whose rows padding would change has batches of one size alone. Memory: the inputs and results of one
-window, of two with several workers.
+window, of two with several workers; a window of inputs that are all of one size is a batch for each worker.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run_once(
         reads,
         lambda some: _batches(engine, [row for read in some for row in read.rows], batch_size),
         lambda batch: _run(engine, batch, keep),
-        WINDOW * batch_size,
+        (WINDOW if _sized(engine) else workers) * batch_size,
         workers,
     )
     return map(_result, done)
@@ -94,6 +94,12 @@ def _result(read: _Read) -> tuple[Reading, list[Outputs]]:
     if read.failed is not None:
         raise read.failed
     return read.reading, [row.outputs for row in read.rows]
+
+
+def _sized(engine: Engine) -> bool:
+    """Whether inputs have sizes of their own, as texts do and images that a model reads do not."""
+    encode = engine.manifest.encode
+    return encode is None or any(isinstance(axis, str) for spec in encode.inputs for axis in spec.shape[1:])
 
 
 def _made(read: Callable[[], Reading], index: int) -> _Read:

@@ -48,7 +48,7 @@ def npy_head(shape: tuple[int, ...]) -> bytes:
 
 
 class Cosines(Job):
-    """How near inputs are: the two texts of each pair, or all inputs to all, whose vectors are held until the end."""
+    """How near inputs are: the two of each pair, or all inputs to all, whose vectors are held until the end."""
 
     def __init__(self, task: Task, settings: Mapping[str, Any], asked: Asked) -> None:
         super().__init__(task, settings, asked)
@@ -93,6 +93,6 @@ class Cosines(Job):
 def _alike(value: Input, pairs: bool, number: int) -> Any:
     """InputError for a single input among pairs, or a pair among single ones."""
     if isinstance(value, tuple) != pairs:
-        one, others = ("one text", "pairs") if pairs else ("a pair", "single texts")
+        one, others = ("one input", "pairs") if pairs else ("a pair", "single inputs")
         raise InputError(f"input {number}: it is {one} and those before are {others}: compare the one or the other")
     return value
