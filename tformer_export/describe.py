@@ -53,7 +53,7 @@ def describe(
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
         chat_tokens=dict(source.chat_tokens),
-        preparation={series.input: series.preparation} if series is not None else {},
+        preparation={**source.preparation, **({series.input: series.preparation} if series is not None else {})},
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},
@@ -86,7 +86,7 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
         described.append(RequestInput(**_spec(port), **role))
     outputs = tuple(TensorSpec(**_spec(port)) for port in program.outputs if port.name not in program.extras)
     padded = [inputs[spec.name].masked for spec in described if spec.role != "mask"]
-    return Encode(tuple(described), outputs, _extras(program), ragged=all(padded))
+    return Encode(tuple(described), outputs, _extras(program), ragged=all(padded), follows=program.follows)
 
 
 def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool) -> Decode:

@@ -146,7 +146,7 @@ class Understood:
             for program in (encode, decode):
                 if program is not None:
                     found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
-                models.append(to_onnx(program, min(limits, default=None)) if program else None)
+                models.append(to_onnx(program, min(limits, default=None), self.source.least) if program else None)
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
 
 
@@ -202,11 +202,11 @@ def _sound(source: Source, hidden: Sequence[str]) -> Captured:
 
 def _capture(source: Source, hidden: Sequence[str]) -> Captured:
     if not hidden:
-        return capture(source.module, source.example, source.step, source.dynamic)
+        return capture(source.module, source.example, source.step, source.dynamic, least=source.least)
     watching = WithHidden(source.module, find_modules(source.owner, hidden))
     watching.training = False
     names = tuple(f"{HIDDEN}.{name}" for name in watching.watched)
-    return capture(watching, source.example, source.step, source.dynamic, names)
+    return capture(watching, source.example, source.step, source.dynamic, names, source.least)
 
 
 def _stage(

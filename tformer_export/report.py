@@ -149,7 +149,8 @@ class ExportReport:
             ("parity", self._parity),
         ]
         if (raw := self.parity.raw) is not None:
-            compared = f"{raw.texts} texts" + (f", {raw.pairs} pairs" if raw.pairs else "")
+            counted = {"texts": raw.texts, "pairs": raw.pairs, "sounds": raw.sounds}
+            compared = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
             rows.append(("from raw inputs", f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range), {compared}"))
         if self.parity.forecast is not None:
             rows.append(("forecast", f"max |Δ| {self.parity.forecast:.1e} of the range, {self._fed_back}"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.audio import KIND as AUDIO
 from tformer_runtime.bits import held_as
 from tformer_runtime.manifest import KEY, Manifest
 from tformer_runtime.modelfile import read_manifest, read_metadata
@@ -43,6 +44,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,
         "series": next((dict(how.numbers) for how in m.preparation.values() if how.kind == KIND), None),
+        "audio": next((dict(how.numbers) for how in m.preparation.values() if how.kind == AUDIO), None),
         "defaults": dict(m.defaults),
         "versions": dict(m.producer),
         "source_digest": m.source_digest,

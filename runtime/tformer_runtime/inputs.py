@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.errors import InputError
 from tformer_runtime.generate import Base, Request
 from tformer_runtime.manifest import Manifest, RequestInput
@@ -38,6 +39,7 @@ class Inputs:
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
         self._readers = [Reader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
+        self._sound = audio_of(manifest)
 
     @property
     def output_tokenizer(self) -> str | None:
@@ -204,6 +206,8 @@ class Inputs:
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids
+        if self._sound is not None and self._sound[0] == spec.name:
+            value = self._sound[1].made(value)
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:

@@ -26,7 +26,7 @@ from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
 from tformer_runtime.state import State
-from tformer_runtime.tasks import Classification, Classifier, Features, Task, task_of
+from tformer_runtime.tasks import Classification, Classifier, Features, Recognition, Task, Transcription, task_of
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
@@ -280,6 +280,25 @@ class Model:
         """
         self._task("classify", Classifier)
         return list(self.predict(_several(inputs), batch_size, workers, truncate, top_k=top_k))
+
+    def transcribe(self, sound: Any, **settings: Any) -> Transcription:
+        """What is said in a sound: the name of its file or its bytes, samples, or a pair of samples and their rate (see
+        `Audio.read`). settings: as of `transcribe_batch`.
+
+        Raises InputError, OptionError, MissingExtraError, and UnsupportedCallError for a model of another task.
+        """
+        return next(self.transcribe_batch([sound], 1, **settings))
+
+    def transcribe_batch(
+        self, sounds: Iterable[Any], batch_size: int = 8, workers: int = 1, first: int = 0, **settings: Any
+    ) -> Iterator[Transcription]:
+        """`transcribe` for any number of sounds, in their order, which are read as they are needed.
+
+        timestamps: True or "word" for the time of each word, "char" of each character. beam_size: labellings that are
+        kept at each frame. Other arguments as of `predict`.
+        """
+        self._task("transcribe", Recognition)
+        return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
 
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""

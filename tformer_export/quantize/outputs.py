@@ -25,6 +25,7 @@ from tformer_export.budget import CLASSES, COSINE, Budget, Meaning
 from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
 from tformer_export.verify import TOLERANCE, Gate
+from tformer_runtime.audio import TASK as RECOGNITION
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, ParityError
 from tformer_runtime.manifest import Manifest, TensorSpec
@@ -163,7 +164,8 @@ def _reads_as_classes(manifest: Manifest) -> bool:
     assert manifest.encode is not None
     last = manifest.encode.outputs[0].shape[-1]
     vocabularies = {spec.vocabulary for spec in manifest.encode.inputs if spec.role == "ids"}
-    return manifest.task.endswith("classification") or (isinstance(last, int) and last in vocabularies)
+    by_task = manifest.task == RECOGNITION or manifest.task.endswith("classification")
+    return by_task or (isinstance(last, int) and last in vocabularies)
 
 
 def _are_probabilities(vectors: Array) -> bool:

@@ -7,6 +7,7 @@ source.program       a `.pt2` of torch.export
 source.hugging_face  a transformers model, in memory or in a folder, with its tokenizers
   purpose            which task its class is for
   once               its inputs, labels and own answers, if it is run once
+  sounds             one that reads sound: its feature extractor and its vocabulary
   sentence_encoder   a folder of sentence-transformers: what follows the transformer
 source.module        any nn.Module with an example of its inputs
 

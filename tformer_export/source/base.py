@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from tformer_export.source.adapter import Adapter, EncodeDecode
 from tformer_export.source.derived import Mask
 from tformer_export.source.pooled import Answer, Pooled
 from tformer_runtime.errors import OptionError, SourceError
-from tformer_runtime.manifest import Outcome, SpecialTokens
+from tformer_runtime.manifest import Outcome, Preparation, SpecialTokens
 
 
 @dataclass
@@ -31,7 +31,9 @@ class Source:
     tokens that the chat template may name, and their texts.
     outcome: what the outputs of a model that is run once stand for. answer: its own way from a text, or a pair, cut to
     so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
-    pairs of texts.
+    pairs of texts. preparation: how inputs are made of what a user has, such as sounds, by name.
+    shortest: positions that an input has at least, where one is not enough, by name. written: the model's own way from
+    an output to a text.
     """
 
     module: nn.Module
@@ -52,6 +54,9 @@ class Source:
     answer: Answer | None = None
     pairs: bool = True
     series: Mapping[str, Any] | None = None
+    preparation: Mapping[str, Preparation] = field(default_factory=dict)
+    shortest: Mapping[str, int] = field(default_factory=dict)
+    written: Callable[[torch.Tensor], str] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:
@@ -66,6 +71,11 @@ class Source:
         while isinstance(module, (Adapter, EncodeDecode, Pooled)):
             module = module.module
         return module
+
+    @property
+    def least(self) -> int:
+        """What sizes that are drawn go beyond; 0 where any will do."""
+        return max(self.shortest.values(), default=0)
 
     @contextmanager
     def ready(self) -> Iterator[None]:

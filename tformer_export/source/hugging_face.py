@@ -19,6 +19,7 @@ from tformer_export.source.derived import padding
 from tformer_export.source.once import run_once, with_tokenizer
 from tformer_export.source.purpose import FEATURES, GENERATES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
+from tformer_export.source.sounds import SAMPLES, completed_on_sound, from_transformers_on_sound
 from tformer_export.source.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -68,6 +69,8 @@ def from_folder(
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
     """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
+    if SAMPLES in source.example:
+        return completed_on_sound(folder, source, module, tokenizer)
     listed = source.task == FEATURES and (folder / MODULES).exists()
     limits = [source.max_length, length_limit(folder) if listed else None]
     source.max_length = min((n for n in limits if n is not None), default=None)
@@ -155,6 +158,8 @@ def from_transformers(module: Any, name: str | None = None, task: str | None = N
     A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
     """
     task = task or purpose_of(type(module)) or GENERATES
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name == SAMPLES:
+        return from_transformers_on_sound(module, task, name)
     if task not in (GENERATES, TRANSLATES):
         return run_once(module, task, name)
     config, generation = module.config, getattr(module, "generation_config", None)

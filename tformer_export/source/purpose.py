@@ -8,12 +8,14 @@ from tformer_runtime.errors import SourceError
 
 GENERATES, TRANSLATES = "text-generation", "text2text-generation"
 FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
+RECOGNIZES = "automatic-speech-recognition"
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
     "AutoModelForSequenceClassification": CLASSIFIES,
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForCTC": RECOGNIZES,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }

@@ -3,6 +3,7 @@
 base            what a task is, in Python and on the command line
 classification  labels and their probabilities
 features        a vector for each input, and how near inputs are by their vectors
+recognition     what is said in a sound
 forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
 
 once            runs a model of one stage over any number of inputs, whatever its task
@@ -19,8 +20,9 @@ from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.forecasting import Forecasting
+from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
 
-TASKS: tuple[type[Task], ...] = (Classifier, Features, Forecasting)
+TASKS: tuple[type[Task], ...] = (Classifier, Features, Recognition, Forecasting)
 
 
 def task_of(manifest: Manifest) -> Task:
@@ -32,4 +34,15 @@ def task_of(manifest: Manifest) -> Task:
     return kind(manifest)
 
 
-__all__ = ["TASKS", "Classification", "Classifier", "Features", "Forecasting", "Task", "task_of"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "Classifier",
+    "Features",
+    "Forecasting",
+    "Recognition",
+    "Segment",
+    "Task",
+    "Transcription",
+    "task_of",
+]

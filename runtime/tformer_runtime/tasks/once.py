@@ -20,7 +20,7 @@ import numpy as np
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, TformerError
 from tformer_runtime.record import cut_to
-from tformer_runtime.requests import own_sizes
+from tformer_runtime.requests import every_size
 from tformer_runtime.session import Array
 
 WINDOW = 16  # times the rows of a batch: how many inputs are sorted together
@@ -134,6 +134,6 @@ def _run(engine: Engine, rows: Sequence[_Row]) -> None:
         return
     values = [(spec.shape[1:], given[spec.name].numpy()) for spec in encode.outputs]
     for at, row in enumerate(rows):
-        sizes = own_sizes(encode.inputs, row.sources)
+        sizes = every_size(encode, row.sources)
         # A copy: a slice would hold the outputs of the whole batch.
         row.outputs = [np.array(cut_to(sizes, shape, value[at])) for shape, value in values]

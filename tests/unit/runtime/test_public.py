@@ -17,7 +17,8 @@ NAMES = {
     "AsyncModel", "Classification", "DeadlineError", "DeviceError", "GenerationOptions", "InputError",
     "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
-    "SourceError", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
+    "Segment", "SourceError", "Speculation", "TformerError", "Timing", "Transcription", "UnsupportedCallError",
+    "UnsupportedModelError",
     "__version__",
 }  # fmt: skip
 

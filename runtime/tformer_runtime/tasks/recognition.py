@@ -1,0 +1,181 @@
+"""Speech recognition: from sounds to text, and where in the sound each piece of it was said."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tformer_runtime.audio import TASK, audio_of
+from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy
+from tformer_runtime.errors import InputError, ModelFileError, OptionError
+from tformer_runtime.manifest import Manifest
+from tformer_runtime.sampling import log_normalizer
+from tformer_runtime.tasks.base import Array, Task
+from tformer_runtime.tasks.flags import Flag, switch
+from tformer_runtime.tasks.job import Asked, Job, Write
+
+if TYPE_CHECKING:
+    from tformer_runtime.inputs import Input
+    from tformer_runtime.model import Model
+
+WORD, CHAR = "word", "char"  # what timestamps are of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of what was said; start, end: seconds from the beginning of the sound."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """text: what was said; empty if the file has no vocabulary. segments: pieces of it with their times, if they were
+    asked for. token_ids: what the model wrote. score: the natural logarithm of its probability."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    score: float
+    segments: tuple[Segment, ...] = ()
+
+
+class Recognition(Task):
+    """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of."""
+
+    names = (TASK,)
+    does = "transcribes speech"
+    call = "transcribe()"
+    flags = {  # noqa: RUF012
+        "Speech": {
+            "timestamps": switch("--timestamps", "Write a line for each word: its first and last second, and itself."),
+            "beam_size": Flag("--beam-size", "N", "Labellings kept at each frame; 1 is greedy.", int),
+        }
+    }
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        encode = manifest.encode
+        assert encode is not None
+        sound, axis = audio_of(manifest), encode.outputs[0].shape[1]
+        self._input, self._audio = sound if sound is not None else ("", None)
+        follows = encode.follows.get(str(axis))
+        stride = follows.stride if follows is not None else 1
+        self._seconds = stride / self._audio.rate if self._audio is not None else 1.0  # a frame
+        try:
+            blank = int(self.outcome.settings["blank"])
+            spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
+            self._spelling = Spelling(self.outcome.labels, blank, **spelt)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelFileError(
+                f"what the file says of its tokens is damaged ({error}): export the model again"
+            ) from error
+
+    @classmethod
+    def every_flag(cls) -> dict[str, dict[str, Flag]]:
+        """Without those of reading texts."""
+        return {heading: dict(flags) for heading, flags in cls.flags.items()}
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in given.items() if value is not None}
+        timestamps, size = given.pop("timestamps", False), given.pop("beam_size", 1)
+        super().settings(given)
+        timestamps = WORD if timestamps is True else timestamps
+        if timestamps not in (False, WORD, CHAR):
+            raise OptionError(f"timestamps is True, {WORD!r} or {CHAR!r}, not {timestamps!r}")
+        if timestamps and not self.outcome.labels:
+            raise OptionError("timestamps are of words, and the file has no vocabulary: export it with its tokenizer")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(f"beam_size must be a whole number of at least 1, not {size!r}")
+        return {"timestamps": timestamps, "beam_size": size}
+
+    def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Transcription:
+        logits = np.asarray(outputs[0], np.float64)
+        logprobs = logits - np.asarray(log_normalizer(logits)).reshape(-1, 1)
+        blank = self._spelling.blank
+        if settings["beam_size"] == 1:
+            path, found = greedy(logprobs, blank)
+        else:
+            found = beam(logprobs, blank, settings["beam_size"])[0]
+            path = aligned(logprobs, found.ids, blank)
+        if not self.outcome.labels:
+            return Transcription("", found.ids, found.score)
+        stretches: list[Stretch] = []
+        if settings["timestamps"]:
+            stretches = self._spelling.words(path) if settings["timestamps"] == WORD else self._spelling.characters(path)
+        segments = tuple(Segment(s.text, s.first * self._seconds, s.end * self._seconds) for s in stretches)
+        return Transcription(self._spelling.text(path), found.ids, found.score, segments)
+
+    def numbers(self, result: Transcription) -> Array:
+        return np.array(result.token_ids)
+
+    def line(self, result: Transcription) -> str:
+        return result.text
+
+    def fields(self, result: Transcription) -> dict[str, Any]:
+        fields: dict[str, Any] = {"text": result.text, "token_ids": result.token_ids, "score": result.score}
+        if result.segments:
+            fields["segments"] = [asdict(segment) for segment in result.segments]
+        return fields
+
+    def read(self, line: str, ids: bool) -> Input:
+        """The name of a sound's file."""
+        if ids:
+            raise InputError("the model reads sounds, not ids: leave out --ids")
+        return line
+
+    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
+        return Transcribing(self, settings, asked)
+
+
+class Transcribing(Job):
+    """A line of text for each sound, or of each of its pieces with their times, behind the name of its file if there
+    are several; or an object."""
+
+    batch_size = 8
+    several = False
+
+    def run(
+        self,
+        model: Model,
+        values: Iterable[Any],
+        write: Write,
+        advance: Callable[[], None],
+        batch_size: int,
+        workers: int,
+        first: int,
+    ) -> None:
+        rest = iter(values)
+        begin = list(islice(rest, 2))
+        self.several = first > 0 or len(begin) > 1
+        super().run(model, chain(begin, rest), write, advance, batch_size, workers, first)
+
+    def results(
+        self, model: Model, values: Iterable[Any], batch_size: int, workers: int, first: int
+    ) -> Iterator[tuple[str, Transcription]]:
+        names: deque[str] = deque()
+
+        def sounds() -> Iterator[Any]:
+            for value in values:
+                names.append(str(value))
+                yield value
+
+        for result in model.transcribe_batch(sounds(), batch_size, workers, first, **self.settings):
+            yield names.popleft(), result
+
+    def written(self, result: tuple[str, Transcription], index: int) -> str:
+        name, found = result
+        if self.as_json:
+            fields = {"index": index, "input": name, **self.task.fields(found)}
+            return json.dumps(fields, ensure_ascii=False) + "\n"
+        if not self.settings.get("timestamps"):
+            return f"{self.task.line(found)}\n"
+        front = f"{name}\t" if self.several else ""
+        return "".join(f"{front}{s.start:.2f}\t{s.end:.2f}\t{s.text}\n" for s in found.segments)
