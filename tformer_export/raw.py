@@ -8,25 +8,22 @@ types, where it is cut, which rows are padded, what is made of scores, is proven
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from tformer_export.hearing import check_sounds
 from tformer_export.source import Source
 from tformer_export.source.base import build_mask
 from tformer_export.source.pooled import Answer
-from tformer_export.source.sounds import draw_sounds
 from tformer_export.source.tokenizer.check import SAMPLE
-from tformer_runtime.audio import Audio, audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, ParityError
 from tformer_runtime.manifest import MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
 from tformer_runtime.tasks import task_of
-from tformer_runtime.tasks.once import run_once
 
 TEXTS = (*SAMPLE[:9], "a", " ".join(SAMPLE[:8] * 3))
 PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] * 3, SAMPLE[1] * 2))
@@ -39,16 +36,16 @@ class RawParity:
 
     error: float
     relative: float
-    texts: int
-    pairs: int
+    texts: int = 0
+    pairs: int = 0
     sounds: int = 0
 
 
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
     """None for a source that has no tokenizer. ParityError where a result differs by more than the tolerance, times
     what the results span: together they do, of one label each by itself is."""
-    if source.answer is not None and (sound := audio_of(engine.manifest)) is not None:
-        return _check_sounds(source, Model(engine), sound[1], tolerance)
+    if (sounds := check_sounds(source, engine, tolerance)) is not None:
+        return RawParity(sounds.error, sounds.relative, sounds=sounds.count)
     reads = [name for name in source.example if name not in source.masks and name not in source.types]
     if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
         return None
@@ -77,37 +74,6 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
                 )
     pairs = sum(not isinstance(sample, str) for sample in samples)
     return RawParity(worst, worst / span, len(samples) - pairs, pairs)
-
-
-def _check_sounds(source: Source, model: Model, audio: Audio, tolerance: float) -> RawParity:
-    """The file's outputs for samples, and its texts, where the source's two best tokens are further apart than the
-    error at every frame."""
-    assert source.answer is not None
-    sounds = draw_sounds(audio.rate, seed=1, least=audio.shortest)
-    expected = [source.answer(sound, None) for sound in sounds]
-    span = max(float(np.ptp(np.concatenate([value.numpy().ravel() for value in expected]))), 1e-6)
-    worst = 0.0
-    for together in (len(sounds), 1):
-        requests = [partial(model._inputs.once, sound) for sound in sounds]
-        found = list(run_once(model._engine, requests, together))
-        texts = list(model.predict(sounds, together))
-        for sound, (output, *_), result, own in zip(sounds, found, texts, expected, strict=True):
-            where = f"for a sound of {len(sound)} samples, {'beside others' if together > 1 else 'alone'}"
-            error = float(np.abs(output - own.numpy()).max()) if output.shape == own.shape else np.inf
-            worst = max(worst, error)
-            if not error <= tolerance * span:
-                raise ParityError(
-                    f"the file's result {where}, differs from its source's own by {error:.3g} where the results span "
-                    f"{span:.3g} ({tolerance:g} of that is allowed); no file was written"
-                )
-            best = own.topk(2).values if source.written is not None else None
-            if best is not None and bool((best[:, 0] - best[:, 1] > 2 * error).all()):
-                text = source.written(own) if source.written is not None else ""
-                if result.text != text:
-                    raise ParityError(
-                        f"the file's text {where}, is {result.text!r}, and its source's {text!r}; no file was written"
-                    )
-    return RawParity(worst, worst / span, 0, 0, len(sounds))
 
 
 def _readable(model: Model, samples: Any) -> list[Any]:

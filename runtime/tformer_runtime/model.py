@@ -26,7 +26,17 @@ from tformer_runtime.sampling import Ints, log_normalizer
 from tformer_runtime.series import Series
 from tformer_runtime.session import Array, Session
 from tformer_runtime.state import State
-from tformer_runtime.tasks import Classification, Classifier, Features, Recognition, Task, Transcription, task_of
+from tformer_runtime.tasks import (
+    Classification,
+    Classifier,
+    Features,
+    Recognition,
+    Task,
+    Transcription,
+    generates,
+    task_of,
+)
+from tformer_runtime.tasks.dictation import Dictator
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
@@ -294,9 +304,13 @@ class Model:
     ) -> Iterator[Transcription]:
         """`transcribe` for any number of sounds, in their order, which are read as they are needed.
 
-        timestamps: True or "word" for the time of each word, "char" of each character. beam_size: labellings that are
-        kept at each frame. Other arguments as of `predict`.
+        Of a model that scores each frame, timestamps: True or "word" for the time of each word, "char" of each
+        character; beam_size: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
+        have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
+        English; beam_size: hypotheses. Other arguments as of `predict`; several workers are for the first kind.
         """
+        if self.manifest.decode is not None and not generates(self.manifest):
+            return self._dictator.every(_several(sounds), batch_size, first, settings)
         self._task("transcribe", Recognition)
         return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
 
@@ -352,6 +366,10 @@ class Model:
     @cached_property
     def _forecaster(self) -> Forecaster:
         return Forecaster(self._engine, self._budget)
+
+    @cached_property
+    def _dictator(self) -> Dictator:
+        return Dictator(self._generator, self.manifest)
 
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)

@@ -17,9 +17,10 @@ from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
 from tformer_export.source.once import run_once, with_tokenizer
-from tformer_export.source.purpose import FEATURES, GENERATES, TRANSLATES, class_for, purpose_of
+from tformer_export.source.dictation import from_transformers_that_writes
+from tformer_export.source.purpose import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
-from tformer_export.source.sounds import SAMPLES, completed_on_sound, from_transformers_on_sound
+from tformer_export.source.sounds import SAMPLES, completed_on_sound, from_transformers_on_sound, load_extractor
 from tformer_export.source.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -52,7 +53,10 @@ def from_folder(
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
         module, found = _load(folder, task)
-        source = from_transformers(module, name=folder.resolve().name, task=found)
+        if found == RECOGNIZES and module.config.is_encoder_decoder:
+            source = _that_writes(folder, module)
+        else:
+            source = from_transformers(module, name=folder.resolve().name, task=found)
         if step not in (None, source.step):
             stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
             raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
@@ -60,11 +64,23 @@ def from_folder(
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
             request = next((n for n in source.example if n != source.step and n not in source.masks), None)
+            request = None if request in source.preparation else request
             source.tokenizers = read_tokenizers(folder, request, source.step)
         source.chat_template = read_chat_template(folder)
         if source.chat_template is not None and source.tokenizers:
             source.chat_tokens = read_chat_tokens(folder)
     return source
+
+
+def _that_writes(folder: Path, module: Any) -> Source:
+    generation = module.generation_config
+    return from_transformers_that_writes(
+        module,
+        folder.resolve().name,
+        load_extractor(folder),
+        _special(module.config, generation),
+        _defaults(generation, 1, None),
+    )
 
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:

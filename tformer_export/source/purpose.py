@@ -16,6 +16,7 @@ TASKS = {  # automatic class → task; a class that several list is taken for th
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForCTC": RECOGNIZES,
+    "AutoModelForSpeechSeq2Seq": RECOGNIZES,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }

@@ -3,7 +3,8 @@
 base            what a task is, in Python and on the command line
 classification  labels and their probabilities
 features        a vector for each input, and how near inputs are by their vectors
-recognition     what is said in a sound
+recognition     what is said in a sound, by scores of tokens at each of its frames
+dictation       the same by a model that writes it
 forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
 
 once            runs a model of one stage over any number of inputs, whatever its task
@@ -14,15 +15,17 @@ A task is added by a class like these, in `TASKS`: which names of tasks it serve
 and how its results are written.
 """
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.series import Series
 from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
+from tformer_runtime.tasks.dictation import Dictation
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.forecasting import Forecasting
 from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
 
-TASKS: tuple[type[Task], ...] = (Classifier, Features, Recognition, Forecasting)
+TASKS: tuple[type[Task], ...] = (Classifier, Features, Recognition, Dictation, Forecasting)
 
 
 def task_of(manifest: Manifest) -> Task:
@@ -30,19 +33,29 @@ def task_of(manifest: Manifest) -> Task:
     features."""
     if Series.of(manifest) is not None:
         return Forecasting(manifest)
+    if manifest.decode is not None and manifest.task in Recognition.names:
+        return Dictation(manifest)
     kind = next((kind for kind in TASKS if manifest.task in kind.names), Features)
     return kind(manifest)
+
+
+def generates(manifest: Manifest) -> bool:
+    """Whether what a file is for is to generate: it decodes ids, and no task makes something else of them."""
+    decodes = manifest.decode is not None and not manifest.decode.features
+    return decodes and not (manifest.task in Recognition.names and audio_of(manifest) is not None)
 
 
 __all__ = [
     "TASKS",
     "Classification",
     "Classifier",
+    "Dictation",
     "Features",
     "Forecasting",
     "Recognition",
     "Segment",
     "Task",
     "Transcription",
+    "generates",
     "task_of",
 ]

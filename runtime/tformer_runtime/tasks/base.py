@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.tasks.flags import Flag, switch
@@ -74,7 +75,12 @@ class Task(ABC):
 
     def read(self, line: str, ids: bool) -> Input:
         """The input that a line stands for: a text, two with a tab between them, ids between spaces where that is
-        asked for, or JSON for a model without a tokenizer, of which it may be an array or an object of arrays."""
+        asked for, the name of a sound's file, or JSON for a model without a tokenizer, of which it may be an array or
+        an object of arrays."""
+        if audio_of(self.manifest) is not None:
+            if ids:
+                raise InputError("the model reads sounds, not ids: leave out --ids")
+            return line
         if ids:
             return ids_of(line)
         encode = self.manifest.encode

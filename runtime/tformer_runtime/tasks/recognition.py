@@ -13,7 +13,7 @@ import numpy as np
 
 from tformer_runtime.audio import TASK, audio_of
 from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy
-from tformer_runtime.errors import InputError, ModelFileError, OptionError
+from tformer_runtime.errors import ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.sampling import log_normalizer
 from tformer_runtime.tasks.base import Array, Task
@@ -21,7 +21,6 @@ from tformer_runtime.tasks.flags import Flag, switch
 from tformer_runtime.tasks.job import Asked, Job, Write
 
 if TYPE_CHECKING:
-    from tformer_runtime.inputs import Input
     from tformer_runtime.model import Model
 
 WORD, CHAR = "word", "char"  # what timestamps are of
@@ -124,12 +123,6 @@ class Recognition(Task):
         if result.segments:
             fields["segments"] = [asdict(segment) for segment in result.segments]
         return fields
-
-    def read(self, line: str, ids: bool) -> Input:
-        """The name of a sound's file."""
-        if ids:
-            raise InputError("the model reads sounds, not ids: leave out --ids")
-        return line
 
     def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
         return Transcribing(self, settings, asked)

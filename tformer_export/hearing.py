@@ -1,0 +1,126 @@
+"""The gate from samples of a sound to what is said, against the source's own way there.
+
+Of a model that scores tokens at each frame: its scores, by its own feature extractor, and the text, where its two best
+tokens are further apart than the error at every frame. Of one that writes: its own generate()'s tokens, up to where its
+own logits are as near to each other as the error allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from tformer_export.source import Source
+from tformer_export.source.sounds import draw_sounds
+from tformer_runtime.audio import Audio, audio_of
+from tformer_runtime.engine import Engine
+from tformer_runtime.errors import ParityError
+from tformer_runtime.model import Model
+from tformer_runtime.tasks.dictation import Dictation
+from tformer_runtime.tasks.once import run_once
+
+
+@dataclass(frozen=True)
+class SoundParity:
+    """error, relative: of scores, max |Δ| and over their range. count: sounds that were compared."""
+
+    error: float
+    relative: float
+    count: int
+
+
+def check_sounds(source: Source, engine: Engine, tolerance: float) -> SoundParity | None:
+    """None for a source that reads no sound by a way of its own. ParityError where a result differs."""
+    sound = audio_of(engine.manifest)
+    if sound is None or (source.answer is None and source.dictated is None):
+        return None
+    if source.dictated is not None:
+        return _check_dictated(source, engine, sound[1], tolerance)
+    return _check_scores(source, engine, sound[1], tolerance)
+
+
+def _check_scores(source: Source, engine: Engine, audio: Audio, tolerance: float) -> SoundParity:
+    assert source.answer is not None
+    model = Model(engine)
+    sounds = draw_sounds(audio.rate, seed=1, least=audio.shortest)
+    expected = [source.answer(sound, None) for sound in sounds]
+    span = max(float(np.ptp(np.concatenate([value.numpy().ravel() for value in expected]))), 1e-6)
+    worst = 0.0
+    for together in (len(sounds), 1):
+        requests = [partial(model._inputs.once, sound) for sound in sounds]
+        found = list(run_once(engine, requests, together))
+        results = list(model.predict(sounds, together))
+        for sound, (output, *_), result, own in zip(sounds, found, results, expected, strict=True):
+            where = f"for a sound of {len(sound)} samples, {'beside others' if together > 1 else 'alone'}"
+            error = float(np.abs(output - own.numpy()).max()) if output.shape == tuple(own.shape) else np.inf
+            worst = max(worst, error)
+            if not error <= tolerance * span:
+                raise ParityError(
+                    f"the file's result {where}, differs from its source's own by {error:.3g} where the results span "
+                    f"{span:.3g} ({tolerance:g} of that is allowed); no file was written"
+                )
+            if source.written is None:
+                continue
+            best = own.topk(2).values
+            if bool((best[:, 0] - best[:, 1] > 2 * error).all()) and result.text != (text := source.written(own)):
+                raise ParityError(
+                    f"the file's text {where}, is {result.text!r}, and its source's {text!r}; no file was written"
+                )
+    return SoundParity(worst, worst / span, len(sounds))
+
+
+def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: float) -> SoundParity:
+    """Of a window's sounds, with times and without. Cost: as many runs of generate() as there are sounds and ways."""
+    assert source.dictated is not None
+    model, task = Model(engine), Dictation(engine.manifest)
+    sounds = [sound[: audio.samples] for sound in draw_sounds(audio.rate, seed=1)[:2]]
+    ways = [False] if task.opening.no_timestamps is None else [False, True]
+    worst, span = 0.0, 1.0
+    for sound in sounds:
+        for times in ways:
+            own, found = source.dictated(sound, times), list(model.transcribe(sound, timestamps=times).token_ids)
+            place = _difference(own, found)
+            if place is None:
+                continue
+            gap, range_of = _gap(source, engine, audio, sound, own, found, place, times)
+            worst, span = max(worst, gap), range_of
+            if not gap <= tolerance * range_of:
+                raise ParityError(
+                    f"the file writes other tokens than its source for a sound of {len(sound)} samples"
+                    f"{', with times' * times}: {found[place : place + 1]} as number {place + 1}, where that writes "
+                    f"{own[place : place + 1]}; no file was written"
+                )
+    return SoundParity(worst, worst / span, len(sounds))
+
+
+def _difference(own: Sequence[int], found: Sequence[int]) -> int | None:
+    """The first place at which they are not the same."""
+    if list(own) == list(found):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(own, found, strict=False)) if a != b), min(len(own), len(found)))
+
+
+def _gap(
+    source: Source,
+    engine: Engine,
+    audio: Audio,
+    sound: np.ndarray,
+    own: Sequence[int],
+    found: Sequence[int],
+    place: int,
+    times: bool,
+) -> tuple[float, float]:
+    """How far apart the source's logits of both tokens are, after those before them, and the range of all. Infinite
+    where a window other than the first decides."""
+    opening = Dictation(engine.manifest).opening.ids(engine.manifest.special.start[0], None, None, times)
+    if None in opening or place >= min(len(own), len(found)):
+        return float("inf"), 1.0
+    tokens = torch.tensor([[*(i for i in opening if i is not None), *own[:place]]])
+    features = torch.from_numpy(audio.spectrogram(sound))[None]
+    with torch.no_grad():
+        logits = source.module(features, tokens)[0, -1].float()
+    return float((logits[own[place]] - logits[found[place]]).abs()), float(logits.max() - logits.min())

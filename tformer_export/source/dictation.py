@@ -1,0 +1,96 @@
+"""A transformers model that writes what it hears: an encoder of spectrograms, and a decoder whose first tokens say what
+is to be done. What these are is read from its generation config, and how its sounds are made from its feature
+extractor."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tformer_export.source.adapter import Adapter
+from tformer_export.source.base import Source, as_float32
+from tformer_export.source.purpose import RECOGNIZES
+from tformer_export.source.sounds import read_extractor
+from tformer_runtime.audio import LOG_MEL
+from tformer_runtime.errors import SourceError
+from tformer_runtime.manifest import Outcome, SpecialTokens
+from tformer_runtime.tasks.dictation import Opening
+
+STEP = "decoder_input_ids"  # transformers' name, of every decoder beside an encoder
+KEPT = ("suppress", "suppress_first", "beam_size", "length_penalty", "early_stopping")  # of a file's defaults
+_NOT_CARRIED = (  # of generation configs; what else changes what generate() writes
+    "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "prompt_ids",
+)  # fmt: skip
+logger = logging.getLogger(__name__)
+
+
+def from_transformers_that_writes(
+    module: Any, name: str, extractor: Any, special: SpecialTokens, defaults: Mapping[str, Any]
+) -> Source:
+    """special, defaults: of its generation config. SourceError for an extractor that does something else than is done
+    here, and for a model that is not made for windows of one size."""
+    audio = read_extractor(extractor) if extractor is not None else None
+    if audio is None or audio.features != LOG_MEL:
+        what = "no feature extractor" if audio is None else "samples, and no spectrograms"
+        raise SourceError(f"{name} writes what it hears, and has {what}: only windows of log mel are read that way")
+    single, generation = as_float32(module), module.generation_config
+    features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
+    example = {module.main_input_name: features, STEP: torch.arange(1, 7).reshape(2, 3) % 3}
+    lost = [option for option in _NOT_CARRIED if getattr(generation, option, None)]
+    if lost:
+        logger.warning("the generation config sets %s, which the file does not carry over", ", ".join(lost))
+
+    def dictated(sample: Any, times: bool) -> list[int]:
+        read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        with torch.no_grad():
+            found = module.generate(read[module.main_input_name], return_timestamps=times)
+        ids: list[int] = found[0].tolist()
+        return ids
+
+    return Source(
+        module=Adapter(single, list(example), constants={"use_cache": False}),
+        example=example,
+        step=STEP,
+        name=name,
+        task=RECOGNIZES,
+        dynamic={module.main_input_name: (0,)},
+        special=special,
+        defaults={option: value for option, value in defaults.items() if option in KEPT},
+        outcome=Outcome(settings=asdict(_opening(module))),
+        preparation={module.main_input_name: audio.preparation},
+        dictated=dictated,
+    )
+
+
+def _opening(module: Any) -> Opening:
+    """What the generation config says of the first tokens and of times."""
+    generation = module.generation_config
+
+    def said(name: str, default: Any = None) -> Any:
+        value = getattr(generation, name, None)
+        return default if value is None else value
+
+    forced = said("forced_decoder_ids") or getattr(module.config, "forced_decoder_ids", None) or ()
+    if [place for place, _ in forced] != list(range(1, len(forced) + 1)):
+        forced = ()
+    precision = inspect.signature(module.generate).parameters
+    step, frame = (precision[name].default for name in ("time_precision", "time_precision_features"))
+    return Opening(
+        languages=dict(said("lang_to_id", {})),
+        tasks=dict(said("task_to_id", {})),
+        language=said("language"),
+        task=said("task"),
+        forced=tuple(token for _, token in forced),
+        multilingual=bool(said("is_multilingual", True)),
+        no_timestamps=said("no_timestamps_token_id"),
+        timestamps=bool(said("return_timestamps", False)),
+        latest=said("max_initial_timestamp_index"),
+        step=float(step),
+        stride=round(step / frame),
+        most=said("max_new_tokens") or said("max_length"),
+    )
