@@ -26,7 +26,8 @@ OPSET = 24  # the first with TensorScatter
 def to_onnx(program: Program, limit: int | None = None, least: int = 0) -> ir.Model:
     """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
 
-    limit: no request input may be longer than this. least: as of `Source`. Raises UnsupportedModelError for what torch.onnx cannot translate.
+    limit: no request input may be longer than this. least: as of `Source`. Raises UnsupportedModelError for what
+    torch.onnx cannot translate.
     """
     sizes = dict(SIZES)
     free = (n + SPACIOUS * least for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2)) if limit is None or n <= limit)

@@ -1,5 +1,5 @@
-"""Models that write what they hear, from a folder to text: tokens, times and texts against transformers' own generate(),
-of sounds within a window and beyond it. A window is a second here, and the model tiny; what is compared is the same.
+"""Models that write what they hear, from a folder to text: tokens, times and texts against transformers' generate(), of
+sounds within a window and beyond it. A window is a second here, and the model tiny; what is compared is the same.
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def test_the_rule_of_times_is_that_of_transformers(logprobs):
     theirs, own, begin = WhisperTimeStampLogitsProcessor(config, begin_index=3), Times(opening, END, 3), 3
     for _ in range(200):
         count = random.integers(0, 8)
-        written = np.where(random.random(count) < 0.5, random.integers(FIRST, FIRST + WINDOW, count), random.integers(0, END, count))
+        written = np.where(
+            random.random(count) < 0.5, random.integers(FIRST, FIRST + WINDOW, count), random.integers(0, END, count)
+        )
         ids = np.concatenate([[1, 2, 3], written]).astype(np.int64)
         scores = 3 * random.standard_normal(FIRST + WINDOW + 1).astype(np.float32)
         if logprobs:
@@ -187,7 +189,9 @@ def test_on_the_command_line(made, tmp_path):
     objects = [json.loads(line) for line in result.stdout.splitlines()]
     assert [o["text"] for o in objects] == [model.transcribe(sound, language="de").text for sound in sounds]
     assert [len(o.get("segments", ())) > 0 for o in objects] == [False, True]
-    timed = [line.split("\t") for line in run(path, names[1], "--timestamps", "--task", "translate").stdout.splitlines()]
+    timed = [
+        line.split("\t") for line in run(path, names[1], "--timestamps", "--task", "translate").stdout.splitlines()
+    ]
     own = model.transcribe(sounds[1], task="translate")
     assert [line[:2] for line in timed] == [[f"{s.start:.2f}", f"{s.end:.2f}"] for s in own.segments]
     assert "language is one of de, en, fr, not 'xx'" in failed(run(path, names[0], "--language", "xx"), status=2)
@@ -206,7 +210,7 @@ def test_what_cannot_be_is_refused(made):
 
 def test_one_language_alone(made, tmp_path):
     """A model that knows no languages begins with what its config forces, and is not asked for others."""
-    folder, _, model, _, _ = made
+    folder = made[0]
     config = json.loads((folder / "generation_config.json").read_text())
     for name in ("lang_to_id", "task_to_id"):
         del config[name]

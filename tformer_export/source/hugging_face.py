@@ -16,8 +16,8 @@ from torch import nn
 from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
-from tformer_export.source.once import run_once, with_tokenizer
 from tformer_export.source.dictation import from_transformers_that_writes
+from tformer_export.source.once import run_once, with_tokenizer
 from tformer_export.source.purpose import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
 from tformer_export.source.sounds import SAMPLES, completed_on_sound, from_transformers_on_sound, load_extractor

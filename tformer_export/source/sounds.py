@@ -167,7 +167,9 @@ def with_vocabulary(source: Source, tokenizer: Any) -> Source:
     blank = tokenizer.pad_token_id
     if blank is None or not 0 <= blank < width:
         raise SourceError("the tokenizer names no padding token, which is the blank of its model: set pad_token")
-    delimiter, space = (getattr(tokenizer, name, None) for name in ("word_delimiter_token", "replace_word_delimiter_char"))
+    delimiter, space = (
+        getattr(tokenizer, name, None) for name in ("word_delimiter_token", "replace_word_delimiter_char")
+    )
     spelling = Spelling(
         tuple(str(token) for token in tokenizer.convert_ids_to_tokens(list(range(width)))),
         int(blank),
@@ -198,7 +200,7 @@ def _check_spelling(spelling: Spelling, tokenizer: Any, width: int) -> None:
         theirs = str(tokenizer.decode(path.tolist()))
         if own != theirs:
             raise SourceError(
-                f"{type(tokenizer).__name__} writes {theirs!r} for ids that say {own!r} where runs of an id are one and "
+                f"{type(tokenizer).__name__} writes {theirs!r} for ids that say {own!r} where runs of one are one and "
                 f"{spelling.tokens[spelling.blank]!r} is left out: export without it, and the file gives ids"
             )
         if timed:
@@ -239,7 +241,9 @@ def _least(module: Adapter) -> int:
         while not works(high):
             high *= 2
             if high > LONGEST:
-                raise SourceError(f"forward fails for {SAMPLES} of up to {LONGEST} samples: load it in Python and see why")
+                raise SourceError(
+                    f"forward fails for {SAMPLES} of up to {LONGEST} samples: load it in Python and see why"
+                )
         low = high // 2
         while high - low > 1:
             middle = (low + high) // 2

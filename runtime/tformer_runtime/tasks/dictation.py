@@ -31,9 +31,9 @@ class Opening:
 
     languages, tasks: the id of each, by its name. language, task: what is taken where nothing is asked for. forced: the
     ids after the first, where nothing is asked for; None for a language that is to be found. multilingual: whether
-    languages and tasks may be asked for. no_timestamps: the id that says that no times are wanted; those of times follow
-    it; None if the model has none. timestamps: whether times are written unless it is said. latest: the greatest first
-    time, in steps. step: seconds of one. stride: frames of one. most: tokens of a window.
+    languages and tasks may be asked for. no_timestamps: the id that says that no times are wanted, which those of times
+    follow; None if the model has none. timestamps: whether times are written where it is not said. latest: the greatest
+    first time, in steps. step: seconds of one. stride: frames of one. most: tokens of a window.
     """
 
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -159,9 +159,13 @@ class Dictation(Recognition):
             raise OptionError(f"this file {self.does}: {', '.join(given)} is not asked of it")
         opening, times = self.opening, asked["timestamps"]
         if times not in (None, False, True):
-            raise OptionError(f"timestamps is True or False for this model, which writes times of segments, not {times!r}")
+            raise OptionError(
+                f"timestamps is True or False for this model, which writes times of segments, not {times!r}"
+            )
         if times and opening.no_timestamps is None:
-            raise OptionError("timestamps are not written by this model: its generation config names no tokens for them")
+            raise OptionError(
+                "timestamps are not written by this model: its generation config names no tokens for them"
+            )
         for name, check in (("language", opening.language_id), ("task", opening.task_id)):
             if asked[name] is not None:
                 if not opening.multilingual:
@@ -181,8 +185,10 @@ class Dictator:
         self._input: str = found[0]
         self._audio: Audio = found[1]
 
-    def every(self, sounds: Iterable[Any], batch_size: int, first: int, given: Mapping[str, Any]) -> Iterator[Transcription]:
-        """Of any number of sounds, in their order, `batch_size` of them side by side. given: as of `Dictation.settings`.
+    def every(
+        self, sounds: Iterable[Any], batch_size: int, first: int, given: Mapping[str, Any]
+    ) -> Iterator[Transcription]:
+        """Of any number of sounds, in their order, `batch_size` side by side. given: as of `Dictation.settings`.
 
         Cost: for each window, its encoder and a step a token; the language of a sound takes its first window once more.
         """
@@ -191,7 +197,9 @@ class Dictator:
             raise OptionError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
         return self._every(iter(sounds), batch_size, first, asked)
 
-    def _every(self, sounds: Iterator[Any], batch_size: int, first: int, asked: Mapping[str, Any]) -> Iterator[Transcription]:
+    def _every(
+        self, sounds: Iterator[Any], batch_size: int, first: int, asked: Mapping[str, Any]
+    ) -> Iterator[Transcription]:
         failed: InputError | None = None
         while failed is None:
             some: list[_Sound] = []
@@ -212,7 +220,9 @@ class Dictator:
         frames = audio.spectrogram(audio.read(given))
         longer = frames.shape[1] > audio.frames
         if longer and opening.no_timestamps is None:
-            raise InputError(f"the sound is longer than {audio.samples / audio.rate:g} s, and this model writes no times")
+            raise InputError(
+                f"the sound is longer than {audio.samples / audio.rate:g} s, and this model writes no times"
+            )
         if longer and asked["timestamps"] is False:
             raise InputError(
                 f"the sound is longer than {audio.samples / audio.rate:g} s, which is read in windows that follow from "
@@ -254,13 +264,17 @@ class Dictator:
                     rule = Times(self.task.opening, end, len(alike[0].opening))
                     options = options.with_({"logits_processor": rule})
                 settings = Settings.of(options, self._manifest.defaults)
-                for sound, result in zip(alike, generate_all(self._generator, self._requests(alike), settings), strict=True):
+                for sound, result in zip(
+                    alike, generate_all(self._generator, self._requests(alike), settings), strict=True
+                ):
                     ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
                     sound.score += sum(result.token_logprobs)
                     self._take(sound, ids)
         for sound in sounds:
             segments = tuple(Segment(self._text(ids), begin, end) for ids, begin, end in sound.segments)
-            yield Transcription(self._text(sound.ids), tuple(sound.ids), sound.score, segments if sound.timestamps else ())
+            yield Transcription(
+                self._text(sound.ids), tuple(sound.ids), sound.score, segments if sound.timestamps else ()
+            )
 
     def _requests(self, sounds: Sequence[_Sound]) -> list[Request]:
         room = self._manifest.max_length - len(sounds[0].opening)
@@ -272,7 +286,9 @@ class Dictator:
         opening, left = self.task.opening, min(sound.frames.shape[1] - sound.seek, self._audio.frames)
         begin = sound.seek * opening.step / opening.stride
         segments, offset = split(ids, opening, left)
-        sound.segments += [(part, begin + first * opening.step, begin + last * opening.step) for part, first, last in segments]
+        sound.segments += [
+            (part, begin + first * opening.step, begin + last * opening.step) for part, first, last in segments
+        ]
         sound.ids += [i for part, _, _ in segments for i in part]
         sound.seek += offset if offset > 0 else left
 

@@ -108,7 +108,9 @@ class Recognition(Task):
             return Transcription("", found.ids, found.score)
         stretches: list[Stretch] = []
         if settings["timestamps"]:
-            stretches = self._spelling.words(path) if settings["timestamps"] == WORD else self._spelling.characters(path)
+            stretches = (
+                self._spelling.words(path) if settings["timestamps"] == WORD else self._spelling.characters(path)
+            )
         segments = tuple(Segment(s.text, s.first * self._seconds, s.end * self._seconds) for s in stretches)
         return Transcription(self._spelling.text(path), found.ids, found.score, segments)
 

@@ -23,7 +23,9 @@ def speech(seconds, rate=16000, seed=0):
     random, time = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
     sound = 0.01 * random.standard_normal(len(time))
     for pitch in (110, 330, 1300, 2900):
-        sound += 0.2 * np.sin(2 * np.pi * (pitch + 40 * np.sin(3 * time)) * time) * np.maximum(0, np.sin(5 * time + pitch))
+        sound += (
+            0.2 * np.sin(2 * np.pi * (pitch + 40 * np.sin(3 * time)) * time) * np.maximum(0, np.sin(5 * time + pitch))
+        )
     return sound.astype(np.float32)
 
 
@@ -135,7 +137,7 @@ def test_what_is_no_sound_is_refused(tmp_path):
     for sentence, given in refused.items():
         with pytest.raises(InputError, match=sentence):
             WAVE.read(given)
-    with pytest.raises(InputError, match="31.00 s long and 30 s are read at once"):
+    with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
         MEL.made(speech(31.0))
 
 
