@@ -16,6 +16,7 @@ from tformer_export.source.adapter import Adapter
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.purpose import RECOGNIZES
 from tformer_export.source.sounds import read_extractor
+from tformer_export.source.tokenizer import read_writing_tokenizer
 from tformer_runtime.audio import LOG_MEL
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import Outcome, SpecialTokens
@@ -30,9 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def from_transformers_that_writes(
-    module: Any, name: str, extractor: Any, special: SpecialTokens, defaults: Mapping[str, Any]
+    module: Any, name: str, extractor: Any, tokenizer: Any, special: SpecialTokens, defaults: Mapping[str, Any]
 ) -> Source:
-    """special, defaults: of its generation config. SourceError for an extractor that does something else than is done
+    """extractor, tokenizer: transformers' own; without a tokenizer the file gives ids. special, defaults: of its
+    generation config. SourceError for an extractor that does something else than is done
     here, and for a model that is not made for windows of one size."""
     audio = read_extractor(extractor) if extractor is not None else None
     if audio is None or audio.features != LOG_MEL:
@@ -52,6 +54,8 @@ def from_transformers_that_writes(
         ids: list[int] = found[0].tolist()
         return ids
 
+    opening = _opening(module)
+    below = None if opening.no_timestamps is None else opening.no_timestamps + 1
     return Source(
         module=Adapter(single, list(example), constants={"use_cache": False}),
         example=example,
@@ -61,7 +65,8 @@ def from_transformers_that_writes(
         dynamic={module.main_input_name: (0,)},
         special=special,
         defaults={option: value for option, value in defaults.items() if option in KEPT},
-        outcome=Outcome(settings=asdict(_opening(module))),
+        tokenizers={} if tokenizer is None else {STEP: read_writing_tokenizer(tokenizer, below)},
+        outcome=Outcome(settings=asdict(opening)),
         preparation={module.main_input_name: audio.preparation},
         dictated=dictated,
     )

@@ -20,7 +20,7 @@ from tformer_export.source.dictation import from_transformers_that_writes
 from tformer_export.source.once import run_once, with_tokenizer
 from tformer_export.source.purpose import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
-from tformer_export.source.sounds import SAMPLES, completed_on_sound, from_transformers_on_sound, load_extractor
+from tformer_export.source.sounds import SOUND, load_extractor, on_sound
 from tformer_export.source.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -53,18 +53,18 @@ def from_folder(
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
         module, found = _load(folder, task)
-        if found == RECOGNIZES and module.config.is_encoder_decoder:
-            source = _that_writes(folder, module)
-        else:
-            source = from_transformers(module, name=folder.resolve().name, task=found)
+        sound = module.main_input_name in SOUND and found not in (GENERATES, TRANSLATES)
+        beside = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
+        source = from_transformers(module, folder.resolve().name, found, *beside)
         if step not in (None, source.step):
             stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
             raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
+        if sound:
+            return source
         if source.step is None:
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
             request = next((n for n in source.example if n != source.step and n not in source.masks), None)
-            request = None if request in source.preparation else request
             source.tokenizers = read_tokenizers(folder, request, source.step)
         source.chat_template = read_chat_template(folder)
         if source.chat_template is not None and source.tokenizers:
@@ -72,21 +72,12 @@ def from_folder(
     return source
 
 
-def _that_writes(folder: Path, module: Any) -> Source:
-    generation = module.generation_config
-    return from_transformers_that_writes(
-        module,
-        folder.resolve().name,
-        load_extractor(folder),
-        _special(module.config, generation),
-        _defaults(generation, 1, None),
-    )
+def _tokenizer(folder: Path) -> Any | None:
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
     """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
-    if SAMPLES in source.example:
-        return completed_on_sound(folder, source, module, tokenizer)
     listed = source.task == FEATURES and (folder / MODULES).exists()
     limits = [source.max_length, length_limit(folder) if listed else None]
     source.max_length = min((n for n in limits if n is not None), default=None)
@@ -166,19 +157,25 @@ def _quiet_transformers() -> Iterator[None]:
             its.enable_progress_bar()
 
 
-def from_transformers(module: Any, name: str | None = None, task: str | None = None) -> Source:
+def from_transformers(
+    module: Any, name: str | None = None, task: str | None = None, extractor: Any = None, tokenizer: Any = None
+) -> Source:
     """Inputs of one that generates: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`,
     which is stepped over. For others see `once`. task: by default what transformers says that the class is for, and
-    generation for a class that it does not know.
+    generation for a class that it does not know. extractor, tokenizer: transformers' own, of a model that reads sound.
 
     A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
     """
     task = task or purpose_of(type(module)) or GENERATES
-    if task not in (GENERATES, TRANSLATES) and module.main_input_name == SAMPLES:
-        return from_transformers_on_sound(module, task, name)
+    config, generation = module.config, getattr(module, "generation_config", None)
+    if task == RECOGNIZES and config.is_encoder_decoder:
+        special, defaults = _special(config, generation), _defaults(generation, 1, None)
+        name = name or type(module).__name__
+        return from_transformers_that_writes(module, name, extractor, tokenizer, special, defaults)
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name in SOUND:
+        return on_sound(module, task, name, extractor, tokenizer)
     if task not in (GENERATES, TRANSLATES):
         return run_once(module, task, name)
-    config, generation = module.config, getattr(module, "generation_config", None)
     ids = torch.arange(1, 7).reshape(2, 3) % 3
     example, masks = {"input_ids": ids}, {}
     step = "input_ids"

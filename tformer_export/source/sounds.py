@@ -21,13 +21,13 @@ from tformer_export.source.derived import padding
 from tformer_export.source.once import MASK
 from tformer_export.source.pooled import Answer
 from tformer_export.source.purpose import RECOGNIZES
-from tformer_export.source.tokenizer import has_tokenizer, load_tokenizer
 from tformer_runtime.audio import LOG_MEL, WAVEFORM, Audio
 from tformer_runtime.ctc import Spelling, Stretch
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import Outcome
 
 SAMPLES = "input_values"  # transformers' name of a waveform, of every model and extractor
+SOUND = (SAMPLES, "input_features")  # and of a spectrogram
 LONGEST = 1 << 16  # samples that a model is tried with, to know how many it needs
 PADDED = 3  # times what a model needs: an example
 SECONDS = (0.31, 1.0, 0.725)  # of sounds that are drawn
@@ -35,9 +35,22 @@ APART = {WAVEFORM: 1e-5, LOG_MEL: 1e-3}  # of features, whose range is some 2 to
 SEQUENCES, LENGTH = 24, 40  # of ids that are drawn
 
 
-def from_transformers_on_sound(module: Any, task: str, name: str | None = None, masked: bool = False) -> Source:
-    """A transformers model that is run once on the samples of a sound. masked: whether it is told of padding, which its
-    feature extractor says."""
+def on_sound(module: Any, task: str, name: str | None = None, extractor: Any = None, tokenizer: Any = None) -> Source:
+    """A transformers model that is run once on a sound, with its feature extractor, which says whether it is told of
+    padding, and its tokenizer, if there are."""
+    if module.main_input_name != SAMPLES:
+        raise SourceError(
+            f"{type(module).__name__} is run once on {module.main_input_name}, and spectrograms are read by models alone "
+            "that write what they hear: load it in Python and give an example of its inputs"
+        )
+    taken = inspect.signature(module.forward).parameters
+    source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)
+    if extractor is not None:
+        source = _with_extractor(source, module, extractor)
+    return source if tokenizer is None or task != RECOGNIZES else _with_vocabulary(source, tokenizer)
+
+
+def _on_samples(module: Any, task: str, name: str | None, masked: bool) -> Source:
     names = [SAMPLES]
     single = as_float32(module)
     constants = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
@@ -59,21 +72,9 @@ def from_transformers_on_sound(module: Any, task: str, name: str | None = None, 
     )
 
 
-def completed_on_sound(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
-    """The source with what stands beside it in its folder: a feature extractor, and a vocabulary if it is wanted."""
-    if (extractor := load_extractor(folder)) is not None:
-        source = with_extractor(source, module, extractor)
-    if source.task == RECOGNIZES and tokenizer and has_tokenizer(folder):
-        source = with_vocabulary(source, load_tokenizer(folder))
-    return source
-
-
-def with_extractor(source: Source, module: Any, extractor: Any) -> Source:
-    """The source whose sounds are made as a transformers feature extractor makes them, which says too whether the model
-    is told of padding. SourceError for one that does something else than is done here."""
-    masked = bool(getattr(extractor, "return_attention_mask", False))
-    if masked and MASK in inspect.signature(module.forward).parameters:
-        source = from_transformers_on_sound(module, source.task, source.name, masked=True)
+def _with_extractor(source: Source, module: Any, extractor: Any) -> Source:
+    """The source whose sounds are made as a transformers feature extractor makes them. SourceError for one that does
+    something else than is done here."""
     made = replace(read_extractor(extractor), shortest=source.shortest.get(SAMPLES, 1))
     return replace(
         source, preparation={SAMPLES: made.preparation}, answer=_own_answer(module, extractor, list(source.example))
@@ -157,7 +158,7 @@ def load_extractor(folder: Path) -> Any | None:
         raise SourceError(f"{folder}'s feature extractor cannot be loaded: {reason}") from error
 
 
-def with_vocabulary(source: Source, tokenizer: Any) -> Source:
+def _with_vocabulary(source: Source, tokenizer: Any) -> Source:
     """The source whose ids are spelt as a transformers tokenizer spells them.
 
     SourceError for one that writes random ids otherwise than `Spelling` does.
