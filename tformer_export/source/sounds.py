@@ -40,8 +40,8 @@ def on_sound(module: Any, task: str, name: str | None = None, extractor: Any = N
     padding, and its tokenizer, if there are."""
     if module.main_input_name != SAMPLES:
         raise SourceError(
-            f"{type(module).__name__} is run once on {module.main_input_name}, and spectrograms are read by models alone "
-            "that write what they hear: load it in Python and give an example of its inputs"
+            f"{type(module).__name__} is run once on {module.main_input_name}: spectrograms are made for models alone "
+            "that write what they hear; load it in Python and give an example of its inputs"
         )
     taken = inspect.signature(module.forward).parameters
     source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)
