@@ -68,7 +68,8 @@ class Audio:
         """
         if self.features == LOG_MEL:
             if isinstance(given, np.ndarray) and given.shape == (self.mels, self.frames):
-                return np.asarray(given, np.float32)
+                made: Floats = np.asarray(given, np.float32)
+                return made
             sound = self.read(given)
             if len(sound) > self.samples:
                 raise InputError(
@@ -83,7 +84,8 @@ class Audio:
         if not self.normalize:
             return sound
         values = sound.astype(np.float64)
-        return ((values - values.mean()) / np.sqrt(values.var() + EPSILON)).astype(np.float32)
+        made: Floats = ((values - values.mean()) / np.sqrt(values.var() + EPSILON)).astype(np.float32)
+        return made
 
     def spectrogram(self, sound: Floats) -> Floats:
         """(mels, frames) of a sound; of one that is longer than what is read at once, all its frames.
@@ -102,7 +104,8 @@ class Audio:
             found[:, at : at + FRAMES_AT_ONCE] = filters @ power.T
         logarithms = np.log10(np.maximum(found, QUIETEST))
         logarithms = np.maximum(logarithms, logarithms.max() - RANGE)
-        return ((logarithms + 4.0) / 4.0).astype(np.float32)
+        scaled: Floats = ((logarithms + 4.0) / 4.0).astype(np.float32)
+        return scaled
 
     def read(self, given: Any) -> Floats:
         """(samples,) at the model's rate, of one channel.

@@ -110,7 +110,7 @@ def aligned(logprobs: Floats, ids: Sequence[int], blank: int) -> Ints:
     path = np.empty(len(logprobs), np.int64)
     for frame in range(len(logprobs) - 1, -1, -1):
         path[frame] = states[at]
-        at -= came[frame, at]
+        at -= int(came[frame, at])
     return path
 
 

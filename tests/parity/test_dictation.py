@@ -4,8 +4,11 @@ sounds within a window and beyond it. A window is a second here, and the model t
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +17,21 @@ import soundfile
 import torch
 import transformers
 from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from tformer_export import export
 from tformer_export.source import load_source
+from tformer_export.source.dictation import opening_of
 from tformer_runtime import InputError, Model, OptionError
-from tformer_runtime.tasks.dictation import Opening, Times
+from tformer_runtime.tasks.dictation import Dictation, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
 from running import failed, run
 
 RATE, WINDOW = 16000, 50  # steps of 20 ms that a window has
-BYTES = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+BYTES = sorted(bytes_to_unicode().values())
 SPECIAL = [
     "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
     "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
@@ -208,22 +213,48 @@ def test_what_cannot_be_is_refused(made):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
 
 
-def test_one_language_alone(made, tmp_path):
-    """A model that knows no languages begins with what its config forces, and is not asked for others."""
-    folder = made[0]
-    config = json.loads((folder / "generation_config.json").read_text())
-    for name in ("lang_to_id", "task_to_id"):
-        del config[name]
-    config |= {"is_multilingual": False, "forced_decoder_ids": [[1, ID["<|notimestamps|>"]]]}
-    import shutil
+FORCED = {
+    "none": {},
+    "a language and a task": {"forced_decoder_ids": [[1, ID["<|de|>"]], [2, ID["<|translate|>"]]]},
+    "a language to be found": {"forced_decoder_ids": [[1, None], [2, ID["<|transcribe|>"]]]},
+    "no times": {"forced_decoder_ids": [[1, ID["<|notimestamps|>"]]], "is_multilingual": False},
+    "asked for by the config": {"language": "fr", "task": "translate", "return_timestamps": True},
+}
 
-    other = shutil.copytree(folder, tmp_path / "folder")
-    (other / "generation_config.json").write_text(json.dumps(config))
-    export(load_source(other), tmp_path / "one.onnx")
-    one = Model.load(tmp_path / "one.onnx")
-    alone = transformers.WhisperForConditionalGeneration.from_pretrained(other).eval()
-    for times in (False, True):
-        expected = theirs((None, None, alone, made[3], None), SHORT[1], return_timestamps=times)
-        same(one.transcribe(SHORT[1], timestamps=times), expected, times)
-    with pytest.raises(OptionError, match="knows one language alone"):
-        one.transcribe(SHORT[0], language="en")
+
+@pytest.mark.parametrize(
+    ("forced", "languages"), [*((name, True) for name in FORCED), ("none", False), ("no times", False)]
+)
+def test_what_a_model_begins_with(made, forced, languages):
+    """transformers' own first tokens, whatever the generation config says and is asked for."""
+    model = made_model()
+    model.config.forced_decoder_ids = None
+    generation = model.generation_config
+    if not languages:
+        del generation.lang_to_id, generation.task_to_id
+    for name, value in FORCED[forced].items():
+        setattr(generation, name, value)
+    opening = opening_of(model)
+    found = model.detect_language(torch.zeros(1, 12, 2 * WINDOW), generation_config=generation) if languages else None
+    for language, task, times in itertools.product((None, "de"), (None, "transcribe"), (False, True)):
+        if (language or task) and not languages:
+            continue
+        asked = copy.deepcopy(generation)
+        asked.return_timestamps = times
+        asked.language = language or getattr(generation, "language", None)
+        asked.task = task or getattr(generation, "task", None)
+        (expected,) = model._retrieve_init_tokens(
+            torch.zeros(1, 12, 2 * WINDOW), 1, asked, model.config, 2 * WINDOW, kwargs={}
+        ).tolist()
+        ids = opening.ids(ID["<|startoftranscript|>"], language, task, times)
+        assert [int(found) if i is None else i for i in ids] == expected
+
+
+def test_a_model_of_one_language_is_not_asked_for_others(made, tmp_path):
+    manifest = Model.load(made[1]).manifest
+    settings = {**manifest.outcome.settings, "multilingual": False}
+    task = Dictation(replace(manifest, outcome=replace(manifest.outcome, settings=settings)))
+    assert task.settings({"timestamps": True})["timestamps"]
+    for asked in ({"language": "en"}, {"task": "translate"}):
+        with pytest.raises(OptionError, match="knows one language alone"):
+            task.settings(asked)

@@ -54,7 +54,7 @@ def from_transformers_that_writes(
         ids: list[int] = found[0].tolist()
         return ids
 
-    opening = _opening(module)
+    opening = opening_of(module)
     below = None if opening.no_timestamps is None else opening.no_timestamps + 1
     return Source(
         module=Adapter(single, list(example), constants={"use_cache": False}),
@@ -72,7 +72,7 @@ def from_transformers_that_writes(
     )
 
 
-def _opening(module: Any) -> Opening:
+def opening_of(module: Any) -> Opening:
     """What the generation config says of the first tokens and of times."""
     generation = module.generation_config
 

@@ -227,13 +227,14 @@ def _own_answer(module: Any, extractor: Any, names: Sequence[str]) -> Answer:
 
 def _least(module: Adapter) -> int:
     """How many samples the model needs to give anything. SourceError if it fails for any number. Cost: some 16 runs."""
-    training = module.training
+    training = [part for part in module.modules() if part.training]
     module.eval()
 
     def works(length: int) -> bool:
         try:
             with torch.no_grad():
-                return module(torch.randn((1, length), generator=torch.Generator().manual_seed(0))).numel() > 0
+                sound = torch.randn((1, length), generator=torch.Generator().manual_seed(0))
+                return bool(module(sound).numel() > 0)
         except (RuntimeError, ValueError, IndexError):
             return False
 
@@ -251,7 +252,8 @@ def _least(module: Adapter) -> int:
             low, high = (low, middle) if works(middle) else (middle, high)
         return high
     finally:
-        module.train(training)
+        for part in training:
+            part.training = True
 
 
 def _blank(module: Any) -> int:

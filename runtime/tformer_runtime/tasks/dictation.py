@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -293,10 +293,12 @@ class Dictator:
         sound.seek += offset if offset > 0 else left
 
     def _text(self, ids: Sequence[int]) -> str:
-        times = self.task.opening.no_timestamps
-        codec = self._generator.codec
-        kept = [i for i in ids if times is None or i <= times]
-        return codec.decode(kept).strip() if codec is not None else ""
+        """Times are no text, and what stands on both sides of one is no character together."""
+        codec, times = self._generator.codec, self.task.opening.no_timestamps
+        if codec is None:
+            return ""
+        runs = groupby(ids, lambda i: times is not None and i > times)
+        return "".join(codec.decode(list(run)) for is_time, run in runs if not is_time).strip()
 
 
 def split(ids: Sequence[int], opening: Opening, left: int) -> tuple[list[tuple[list[int], int, int]], int]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Transcription:
 class Recognition(Task):
     """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of."""
 
-    names = (TASK,)
+    names: ClassVar[tuple[str, ...]] = (TASK,)
     does = "transcribes speech"
     call = "transcribe()"
     flags = {  # noqa: RUF012
@@ -63,11 +63,9 @@ class Recognition(Task):
         super().__init__(manifest)
         encode = manifest.encode
         assert encode is not None
-        sound, axis = audio_of(manifest), encode.outputs[0].shape[1]
-        self._input, self._audio = sound if sound is not None else ("", None)
-        follows = encode.follows.get(str(axis))
+        sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
         stride = follows.stride if follows is not None else 1
-        self._seconds = stride / self._audio.rate if self._audio is not None else 1.0  # a frame
+        self._seconds = stride / sound[1].rate if sound is not None else float(stride)  # a frame
         try:
             blank = int(self.outcome.settings["blank"])
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
@@ -96,8 +94,7 @@ class Recognition(Task):
         return {"timestamps": timestamps, "beam_size": size}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Transcription:
-        logits = np.asarray(outputs[0], np.float64)
-        logprobs = logits - np.asarray(log_normalizer(logits)).reshape(-1, 1)
+        logprobs = (outputs[0] - log_normalizer(outputs[0])[:, None]).astype(np.float64)
         blank = self._spelling.blank
         if settings["beam_size"] == 1:
             path, found = greedy(logprobs, blank)
@@ -118,7 +115,7 @@ class Recognition(Task):
         return np.array(result.token_ids)
 
     def line(self, result: Transcription) -> str:
-        return result.text
+        return one_line(result.text)
 
     def fields(self, result: Transcription) -> dict[str, Any]:
         fields: dict[str, Any] = {"text": result.text, "token_ids": result.token_ids, "score": result.score}
@@ -128,6 +125,11 @@ class Recognition(Task):
 
     def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
         return Transcribing(self, settings, asked)
+
+
+def one_line(text: str) -> str:
+    """Whatever a model writes; --json keeps line breaks."""
+    return " ".join(text.splitlines())
 
 
 class Transcribing(Job):
@@ -173,4 +175,4 @@ class Transcribing(Job):
         if not self.settings.get("timestamps"):
             return f"{self.task.line(found)}\n"
         front = f"{name}\t" if self.several else ""
-        return "".join(f"{front}{s.start:.2f}\t{s.end:.2f}\t{s.text}\n" for s in found.segments)
+        return "".join(f"{front}{s.start:.2f}\t{s.end:.2f}\t{one_line(s.text)}\n" for s in found.segments)

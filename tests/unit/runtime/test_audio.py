@@ -68,7 +68,7 @@ def test_waveforms_are_normalised_as_by_the_feature_extractor():
 
 @pytest.mark.parametrize(
     ("name", "kind", "error"),
-    [("a.wav", "PCM_16", 2e-5), ("a.wav", "PCM_24", 1e-7), ("a.wav", "FLOAT", 0), ("a.flac", "PCM_16", 2e-5)],
+    [("a.wav", "PCM_16", 4e-5), ("a.wav", "PCM_24", 2e-7), ("a.wav", "FLOAT", 0), ("a.flac", "PCM_16", 4e-5)],
 )
 def test_files(tmp_path, name, kind, error):
     sound = speech(0.5)
@@ -130,7 +130,7 @@ def test_what_is_no_sound_is_refused(tmp_path):
         r"no number, \[nan\] at 0.050 s": gap,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
         r"these are \(2, 800\): turn them round": np.zeros((2, 800), np.float32),
-        "samples, .* not str": np.array("text"),
+        r"samples, .* not ndarray of <U4": np.array("text"),
         "integers of 16 or 32 bits, not": np.zeros(800, np.int64),
         "a rate of 0 samples": (speech(0.5), 0),
     }
