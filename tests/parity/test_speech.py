@@ -32,8 +32,8 @@ from running import failed, run
 
 VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", "|", "E", "T", "A", "O", "N", "I", "H", "S", "R"]
 SHAPE = dict(
-    vocab_size=len(VOCABULARY) + 1, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-    conv_dim=(16, 16, 16), conv_kernel=(10, 4, 3), conv_stride=(5, 4, 2), num_feat_extract_layers=3,
+    vocab_size=len(VOCABULARY) + 1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+    conv_dim=(16, 16), conv_kernel=(10, 12), conv_stride=(5, 8), num_feat_extract_layers=2,
     num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, initializer_range=0.4, pad_token_id=0,
 )  # fmt: skip
 MODELS = {
@@ -199,7 +199,8 @@ def test_a_model_in_memory_in_integers(made, tmp_path):
     assert report.degradation.quality.agreement > 0.9
     assert "keep their class" in dict(report.rows())["quantised"]
     found = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
-    assert difflib.SequenceMatcher(None, found, theirs(model, processor, SOUNDS[1])[1]).ratio() > 0.9
+    own = theirs(model, processor, SOUNDS[1])[1]
+    assert difflib.SequenceMatcher(None, found, own, autojunk=False).ratio() > 0.9
 
 
 def test_without_a_vocabulary_there_are_ids(made):
