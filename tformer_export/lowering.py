@@ -73,7 +73,7 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
         )
         return exported.model  # type: ignore[union-attr]
 
-    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
+    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript", "onnx_ir"), _translated_errors():
         warnings.simplefilter("ignore")
         try:
             return translate(decompose=False)

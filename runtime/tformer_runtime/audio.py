@@ -90,22 +90,23 @@ class Audio:
     def spectrogram(self, sound: Floats) -> Floats:
         """(mels, frames) of a sound; of one that is longer than what is read at once, all its frames.
 
-        Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in its length.
+        Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in its length; memory:
+        that of the result beside the sound.
         """
-        values = np.pad(sound.astype(np.float64), (0, max(0, self.samples - len(sound))))
+        values = np.pad(sound, (0, max(0, self.samples - len(sound))))
         count = len(values) // self.hop
         values = np.pad(values, self.window // 2, mode="reflect")
         every = np.lib.stride_tricks.sliding_window_view(values, self.window)[:: self.hop][:count]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.window) / self.window)
         filters = _filters(self.rate, self.window, self.mels, self.highest)
-        found = np.empty((self.mels, count))
+        found: Floats = np.empty((self.mels, count), np.float32)
         for at in range(0, count, FRAMES_AT_ONCE):
             power = np.abs(np.fft.rfft(every[at : at + FRAMES_AT_ONCE] * hann)) ** 2
-            found[:, at : at + FRAMES_AT_ONCE] = filters @ power.T
-        logarithms = np.log10(np.maximum(found, QUIETEST))
-        logarithms = np.maximum(logarithms, logarithms.max() - RANGE)
-        scaled: Floats = ((logarithms + 4.0) / 4.0).astype(np.float32)
-        return scaled
+            found[:, at : at + FRAMES_AT_ONCE] = np.log10(np.maximum(filters @ power.T, QUIETEST))
+        np.maximum(found, found.max() - np.float32(RANGE), out=found)
+        found += np.float32(4.0)
+        found /= np.float32(4.0)
+        return found
 
     def read(self, given: Any) -> Floats:
         """(samples,) at the model's rate, of one channel.

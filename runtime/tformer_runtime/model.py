@@ -36,7 +36,7 @@ from tformer_runtime.tasks import (
     generates,
     task_of,
 )
-from tformer_runtime.tasks.dictation import Dictator
+from tformer_runtime.tasks.dictation import Dictation, Dictator
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
@@ -383,9 +383,10 @@ class Model:
         """The file's task. UnsupportedCallError if it has none, or none of that kind."""
         self._must_not_forecast(call)
         if self.manifest.decode is not None:
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
+            does, instead = (
+                ("generates", "generate()") if generates(self.manifest) else (Dictation.does, Dictation.call)
             )
+            raise UnsupportedCallError(f"this model ({self.manifest.task}) {does}: it cannot {call}; call {instead}")
         task = task_of(self.manifest)
         if not isinstance(task, kind):
             raise UnsupportedCallError(

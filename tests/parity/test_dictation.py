@@ -23,7 +23,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 from tformer_export import export
 from tformer_export.source import load_source
 from tformer_export.source.dictation import opening_of
-from tformer_runtime import InputError, Model, OptionError
+from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
 from tformer_runtime.tasks.dictation import Dictation, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
@@ -135,6 +135,7 @@ def test_tokens_of_a_window_are_those_of_generate(made, way):
     times = way.get("return_timestamps", False)
     for result, own in zip(model.transcribe_batch(SHORT, **asked), expected, strict=True):
         same(result, own, times)
+        assert result.language in (way["language"].strip("<|>") if "language" in way else "en de fr")
     same(model.transcribe(SHORT[0], **asked), expected[0], times)
 
 
@@ -209,6 +210,8 @@ def test_what_cannot_be_is_refused(made):
         model.transcribe(SHORT[0], task="sing")
     with pytest.raises(OptionError, match="timestamps is True or False"):
         model.transcribe(SHORT[0], timestamps="word")
+    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot predict; call transcribe\(\)"):
+        next(model.predict([SHORT[0]]))
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
 

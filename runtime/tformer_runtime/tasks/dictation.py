@@ -21,7 +21,7 @@ from tformer_runtime.generate import Generator, Request, generate_all
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
-from tformer_runtime.tasks.flags import Flag, switch
+from tformer_runtime.tasks.flags import Flag
 from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
 
 
@@ -136,8 +136,7 @@ class Dictation(Recognition):
     does = "transcribes speech"
     flags = {  # noqa: RUF012
         "Speech": {
-            "timestamps": switch("--timestamps", "Write a line for each piece: its first and last second, and itself."),
-            "beam_size": Flag("--beam-size", "N", "Hypotheses kept at each step; 1 is greedy.", int),
+            **Recognition.flags["Speech"],
             "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
             "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
         }
@@ -270,10 +269,15 @@ class Dictator:
                     ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
                     sound.score += sum(result.token_logprobs)
                     self._take(sound, ids)
+        codes = {i: name.strip("<|>") for name, i in self.task.opening.languages.items()}
         for sound in sounds:
             segments = tuple(Segment(self._text(ids), begin, end) for ids, begin, end in sound.segments)
             yield Transcription(
-                self._text(sound.ids), tuple(sound.ids), sound.score, segments if sound.timestamps else ()
+                self._text(sound.ids),
+                tuple(sound.ids),
+                sound.score,
+                segments if sound.timestamps else (),
+                next((codes[i] for i in sound.opening if i in codes), None),
             )
 
     def _requests(self, sounds: Sequence[_Sound]) -> list[Request]:

@@ -38,12 +38,14 @@ class Segment:
 @dataclass(frozen=True)
 class Transcription:
     """text: what was said; empty if the file has no vocabulary. segments: pieces of it with their times, if they were
-    asked for. token_ids: what the model wrote. score: the natural logarithm of its probability."""
+    asked for. token_ids: what the model wrote. score: the natural logarithm of its probability. language: the code of
+    what is spoken, of a model that tells languages apart."""
 
     text: str
     token_ids: tuple[int, ...]
     score: float
     segments: tuple[Segment, ...] = ()
+    language: str | None = None
 
 
 class Recognition(Task):
@@ -54,8 +56,8 @@ class Recognition(Task):
     call = "transcribe()"
     flags = {  # noqa: RUF012
         "Speech": {
-            "timestamps": switch("--timestamps", "Write a line for each word: its first and last second, and itself."),
-            "beam_size": Flag("--beam-size", "N", "Labellings kept at each frame; 1 is greedy.", int),
+            "timestamps": switch("--timestamps", "Write a line for each word or segment: from, to (seconds) and text."),
+            "beam_size": Flag("--beam-size", "N", "Hypotheses that are kept; 1 is greedy.", int),
         }
     }
 
@@ -64,8 +66,8 @@ class Recognition(Task):
         encode = manifest.encode
         assert encode is not None
         sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
-        stride = follows.stride if follows is not None else 1
-        self._seconds = stride / sound[1].rate if sound is not None else float(stride)  # a frame
+        self._stride = follows.stride if follows is not None else 1  # samples of a frame
+        self._rate = sound[1].rate if sound is not None else 1
         try:
             blank = int(self.outcome.settings["blank"])
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
@@ -108,8 +110,11 @@ class Recognition(Task):
             stretches = (
                 self._spelling.words(path) if settings["timestamps"] == WORD else self._spelling.characters(path)
             )
-        segments = tuple(Segment(s.text, s.first * self._seconds, s.end * self._seconds) for s in stretches)
+        segments = tuple(Segment(s.text, self._seconds(s.first), self._seconds(s.end)) for s in stretches)
         return Transcription(self._spelling.text(path), found.ids, found.score, segments)
+
+    def _seconds(self, frame: int) -> float:
+        return frame * self._stride / self._rate
 
     def numbers(self, result: Transcription) -> Array:
         return np.array(result.token_ids)
@@ -119,6 +124,8 @@ class Recognition(Task):
 
     def fields(self, result: Transcription) -> dict[str, Any]:
         fields: dict[str, Any] = {"text": result.text, "token_ids": result.token_ids, "score": result.score}
+        if result.language is not None:
+            fields["language"] = result.language
         if result.segments:
             fields["segments"] = [asdict(segment) for segment in result.segments]
         return fields
