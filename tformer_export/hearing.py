@@ -8,7 +8,7 @@ own logits are as near to each other as the error allows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,8 +20,13 @@ from tformer_runtime.audio import Audio, audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 from tformer_runtime.model import Model
-from tformer_runtime.tasks.dictation import Dictation
+from tformer_runtime.tasks.dictation import Dictation, Dictator
 from tformer_runtime.tasks.once import run_once
+
+TOKENS, AROUND = (
+    24,
+    8,
+)  # of a window that are compared, each of which is a run of the module; and that stand before them
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,18 @@ def _check_scores(source: Source, engine: Engine, audio: Audio, tolerance: float
 def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: float) -> SoundParity:
     """Of a window's sounds, with times and without. Cost: as many runs of generate() as there are sounds and ways."""
     assert source.dictated is not None
-    model, task = Model(engine), Dictation(engine.manifest)
+    manifest = engine.manifest
+    most = min(TOKENS, manifest.max_length - AROUND)
+    settings = {**manifest.outcome.settings, "most": most}
+    file = Dictator(Model(engine)._generator, replace(manifest, outcome=replace(manifest.outcome, settings=settings)))
     sounds = [sound[: audio.samples] for sound in draw_sounds(audio.rate, seed=1)[:2]]
-    ways = [False] if task.opening.no_timestamps is None else [False, True]
+    ways = [False] if file.task.opening.no_timestamps is None else [False, True]
     worst, span = 0.0, 1.0
     for sound in sounds:
         for times in ways:
-            own, found = source.dictated(sound, times), list(model.transcribe(sound, timestamps=times).token_ids)
+            own = source.dictated(sound, times, most)
+            (result,) = file.every([sound], 1, 1, 0, {"timestamps": times})
+            found = list(result.token_ids)
             place = _difference(own, found)
             if place is None:
                 continue

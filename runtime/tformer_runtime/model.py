@@ -307,10 +307,10 @@ class Model:
         Of a model that scores each frame, timestamps: True or "word" for the time of each word, "char" of each
         character; beam_size: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
         have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
-        English; beam_size: hypotheses. Other arguments as of `predict`; several workers are for the first kind.
+        English; beam_size: hypotheses. Other arguments as of `predict`.
         """
         if self.manifest.decode is not None and not generates(self.manifest):
-            return self._dictator.every(_several(sounds), batch_size, first, settings)
+            return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
         self._task("transcribe", Recognition)
         return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
 

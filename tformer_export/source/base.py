@@ -33,7 +33,8 @@ class Source:
     so many tokens, to its output without a batch axis; by default its tokenizer and `module`. pairs: whether it takes
     pairs of texts. preparation: how inputs are made of what a user has, such as sounds, by name.
     shortest: positions that an input has at least, where one is not enough, by name. written: the model's own way from
-    an output to a text; dictated: its own from samples to the ids that it writes, with times among them or without.
+    an output to a text; dictated: its own from samples to the ids that it writes, with times among them or without, of
+    each window at most so many.
     """
 
     module: nn.Module
@@ -57,7 +58,7 @@ class Source:
     preparation: Mapping[str, Preparation] = field(default_factory=dict)
     shortest: Mapping[str, int] = field(default_factory=dict)
     written: Callable[[torch.Tensor], str] | None = None
-    dictated: Callable[[Any, bool], list[int]] | None = None
+    dictated: Callable[[Any, bool, int], list[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:

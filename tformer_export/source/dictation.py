@@ -47,10 +47,10 @@ def from_transformers_that_writes(
     if lost:
         logger.warning("the generation config sets %s, which the file does not carry over", ", ".join(lost))
 
-    def dictated(sample: Any, times: bool) -> list[int]:
+    def dictated(sample: Any, times: bool, most: int) -> list[int]:
         read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         with torch.no_grad():
-            found = module.generate(read[module.main_input_name], return_timestamps=times)
+            found = module.generate(read[module.main_input_name], return_timestamps=times, max_new_tokens=most)
         ids: list[int] = found[0].tolist()
         return ids
 

@@ -9,7 +9,9 @@ generate(), and its tokens (Radford et al. 2022, "Robust Speech Recognition via 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -119,11 +121,11 @@ class Times:
 
 @dataclass
 class _Sound:
-    """One that is being read. seek: the frame that the next window begins at."""
+    """One that is being read. opening: as of `Opening.ids`. seek: the frame that the next window begins at."""
 
     number: int
     frames: Floats
-    opening: list[int]
+    opening: list[int | None]
     timestamps: bool
     seek: int = 0
     ids: list[int] = field(default_factory=list)
@@ -185,58 +187,66 @@ class Dictator:
         self._audio: Audio = found[1]
 
     def every(
-        self, sounds: Iterable[Any], batch_size: int, first: int, given: Mapping[str, Any]
+        self, sounds: Iterable[Any], batch_size: int, workers: int, first: int, given: Mapping[str, Any]
     ) -> Iterator[Transcription]:
         """Of any number of sounds, in their order, `batch_size` side by side. given: as of `Dictation.settings`.
 
-        Cost: for each window, its encoder and a step a token; the language of a sound takes its first window once more.
+        workers: batches side by side, each by a thread. Cost: for each window, its encoder and a step a token; where no
+        language is given, the first window's encoder once more.
         """
         asked = self.task.settings(given)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
-        return self._every(iter(sounds), batch_size, first, asked)
+        for name, value in (("batch_size", batch_size), ("workers", workers)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+        return self._every(iter(sounds), batch_size, workers, first, asked)
 
     def _every(
-        self, sounds: Iterator[Any], batch_size: int, first: int, asked: Mapping[str, Any]
+        self, sounds: Iterator[Any], batch_size: int, workers: int, first: int, asked: Mapping[str, Any]
     ) -> Iterator[Transcription]:
-        failed: InputError | None = None
-        while failed is None:
-            some: list[_Sound] = []
-            for number, sound in enumerate(islice(sounds, batch_size), first):
+        failed: Exception | None = None
+        pool = ThreadPoolExecutor(workers, "tformer-dictation") if workers > 1 else None
+        try:
+            while failed is None:
+                some: list[_Sound] = []
                 try:
-                    some.append(self._begun(number, sound, asked))
-                except InputError as error:
-                    failed = InputError(f"input {number + 1}: {error}")
-                    break
-            if not some and failed is None:
-                return
-            first += len(some)
-            yield from self._transcribed(some, asked)
-        raise failed
+                    for number, sound in enumerate(islice(sounds, batch_size * workers), first):
+                        some.append(self._begun(number, sound, asked))
+                except Exception as error:  # its turn comes after those before it
+                    failed = error
+                if not some and failed is None:
+                    return
+                first += len(some)
+                batches = [some[at : at + batch_size] for at in range(0, len(some), batch_size)]
+                run = partial(self._transcribed, asked=asked)
+                for found in pool.map(run, batches) if pool is not None else map(run, batches):
+                    yield from found
+            raise failed
+        finally:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
     def _begun(self, number: int, given: Any, asked: Mapping[str, Any]) -> _Sound:
         audio, opening = self._audio, self.task.opening
-        frames = audio.spectrogram(audio.read(given))
-        longer = frames.shape[1] > audio.frames
-        if longer and opening.no_timestamps is None:
-            raise InputError(
-                f"the sound is longer than {audio.samples / audio.rate:g} s, and this model writes no times"
-            )
-        if longer and asked["timestamps"] is False:
-            raise InputError(
-                f"the sound is longer than {audio.samples / audio.rate:g} s, which is read in windows that follow from "
-                "the times in them: leave timestamps=False out"
-            )
+        try:
+            frames = audio.spectrogram(audio.read(given))
+            longer = frames.shape[1] > audio.frames
+            window = f"{audio.samples / audio.rate:g} s"
+            if longer and opening.no_timestamps is None:
+                raise InputError(f"the sound is longer than {window}, and this model writes no times: cut it before")
+            if longer and asked["timestamps"] is False:
+                raise InputError(
+                    f"the sound is longer than {window}, which is read in windows that follow from the times in them: "
+                    "leave timestamps=False out"
+                )
+        except InputError as error:
+            raise InputError(f"input {number + 1}: {error}") from error
         times = opening.timestamps if asked["timestamps"] is None else bool(asked["timestamps"])
         times = times or longer
         ids = opening.ids(self._manifest.special.start[0], asked["language"], asked["task"], times)
-        sound = _Sound(number, frames, [i for i in ids if i is not None], times)
-        if None in ids:
-            sound.opening = [self._language(sound) if i is None else i for i in ids]
-        return sound
+        return _Sound(number, frames, ids, times)
 
-    def _language(self, sound: _Sound) -> int:
-        """The likeliest, by what the model would write after its first token."""
+    def _find_languages(self, sounds: Sequence[_Sound]) -> None:
+        """The likeliest of each, by what the model would write after its first token."""
         known = np.array(sorted(set(self.task.opening.languages.values())))
 
         def others(ids: Ints, scores: Floats) -> Floats:
@@ -245,16 +255,20 @@ class Dictator:
             return left
 
         settings = Settings.of(GenerationOptions(beam_size=1, temperature=0.0, logits_processor=others), {})
-        request = Request(sound.number, {self._input: self._window(sound)}, np.array(sound.opening[:1], np.int64), 1)
-        return generate_all(self._generator, [request], settings)[0].token_ids[0]
+        start = np.array(self._manifest.special.start[:1], np.int64)
+        requests = [Request(sound.number, {self._input: self._window(sound)}, start, 1) for sound in sounds]
+        for sound, result in zip(sounds, generate_all(self._generator, requests, settings), strict=True):
+            sound.opening = [result.token_ids[0] if i is None else i for i in sound.opening]
 
     def _window(self, sound: _Sound) -> Floats:
         """(mels, frames) from where it is on, with zeros behind its end."""
         own = sound.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(own, ((0, 0), (0, self._audio.frames - own.shape[1])))
 
-    def _transcribed(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> Iterator[Transcription]:
+    def _transcribed(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription]:
         """Window by window, those of all sounds that are not through side by side."""
+        if unknown := [sound for sound in sounds if None in sound.opening]:
+            self._find_languages(unknown)
         while going := [sound for sound in sounds if sound.seek < sound.frames.shape[1]]:
             for alike in _grouped(going):
                 options = GenerationOptions(beam_size=asked["beam_size"])
@@ -270,15 +284,17 @@ class Dictator:
                     sound.score += sum(result.token_logprobs)
                     self._take(sound, ids)
         codes = {i: name.strip("<|>") for name, i in self.task.opening.languages.items()}
-        for sound in sounds:
-            segments = tuple(Segment(self._text(ids), begin, end) for ids, begin, end in sound.segments)
-            yield Transcription(
-                self._text(sound.ids),
-                tuple(sound.ids),
-                sound.score,
-                segments if sound.timestamps else (),
-                next((codes[i] for i in sound.opening if i in codes), None),
-            )
+        return [self._told(sound, codes) for sound in sounds]
+
+    def _told(self, sound: _Sound, codes: Mapping[int, str]) -> Transcription:
+        """codes: of languages, by their ids."""
+        return Transcription(
+            self._text(sound.ids),
+            tuple(sound.ids),
+            sound.score,
+            tuple(Segment(self._text(ids), begin, end) for ids, begin, end in sound.segments if sound.timestamps),
+            next((codes[i] for i in sound.opening if i is not None and i in codes), None),
+        )
 
     def _requests(self, sounds: Sequence[_Sound]) -> list[Request]:
         room = self._manifest.max_length - len(sounds[0].opening)
