@@ -20,7 +20,7 @@ from tformer_runtime.audio import Audio, audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 from tformer_runtime.model import Model
-from tformer_runtime.tasks.dictation import Dictation, Dictator
+from tformer_runtime.tasks.dictation import Dictator
 from tformer_runtime.tasks.once import run_once
 
 TOKENS, AROUND = (
@@ -96,7 +96,9 @@ def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: flo
             place = _difference(own, found)
             if place is None:
                 continue
-            gap, range_of = _gap(source, engine, audio, sound, own, found, place, times)
+            opening = file.task.opening.ids(manifest.special.start[0], None, None, times)
+            begun = [file.task.opening.language_id(result.language or "") if i is None else i for i in opening]
+            gap, range_of = _gap(source, audio, sound, begun, own, found, place, manifest.special.end[0])
             worst, span = max(worst, gap), range_of
             if not gap <= tolerance * range_of:
                 raise ParityError(
@@ -116,21 +118,18 @@ def _difference(own: Sequence[int], found: Sequence[int]) -> int | None:
 
 def _gap(
     source: Source,
-    engine: Engine,
     audio: Audio,
     sound: np.ndarray,
+    begun: Sequence[int],
     own: Sequence[int],
     found: Sequence[int],
     place: int,
-    times: bool,
+    end: int,
 ) -> tuple[float, float]:
-    """How far apart the source's logits of both tokens are, after those before them, and the range of all. Infinite
-    where a window other than the first decides."""
-    opening = Dictation(engine.manifest).opening.ids(engine.manifest.special.start[0], None, None, times)
-    if None in opening or place >= min(len(own), len(found)):
-        return float("inf"), 1.0
-    tokens = torch.tensor([[*(i for i in opening if i is not None), *own[:place]]])
+    """How far apart the source's logits of both tokens are, after those before them, and the range of all. (Of a window
+    that is not the first they are those of other sounds, and far apart.)"""
     features = torch.from_numpy(audio.spectrogram(sound))[None]
     with torch.no_grad():
-        logits = source.module(features, tokens)[0, -1].float()
-    return float((logits[own[place]] - logits[found[place]]).abs()), float(logits.max() - logits.min())
+        logits = source.module(features, torch.tensor([[*begun, *own[:place]]]))[0, -1].float()
+    one, other = (logits[ids[place] if place < len(ids) else end] for ids in (own, found))
+    return float((one - other).abs()), float(logits.max() - logits.min())

@@ -21,9 +21,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from tformer_export import export
+from tformer_export.hearing import check_sounds
 from tformer_export.source import load_source
 from tformer_export.source.dictation import opening_of
-from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
+from tformer_runtime import InputError, Model, OptionError, ParityError, UnsupportedCallError
+from tformer_runtime.engine import Engine
 from tformer_runtime.tasks.dictation import Dictation, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
@@ -263,3 +265,14 @@ def test_a_model_of_one_language_is_not_asked_for_others(made, tmp_path):
     for asked in ({"language": "en"}, {"task": "translate"}):
         with pytest.raises(OptionError, match="knows one language alone"):
             task.settings(asked)
+
+
+def test_a_source_that_writes_something_else_is_refused(made):
+    """The gate compares what is written, not logits alone: a source whose own generate() is asked otherwise."""
+    folder, path, *_ = made
+    source = load_source(folder)
+    engine = Engine(path)
+    assert check_sounds(source, engine, 1e-3).count == 2
+    other = replace(source, dictated=lambda sample, times, most: [5, *source.dictated(sample, times, most)[1:]])
+    with pytest.raises(ParityError, match="writes other tokens than its source for a sound of 4960 samples"):
+        check_sounds(other, engine, 1e-3)

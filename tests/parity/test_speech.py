@@ -21,8 +21,10 @@ import transformers
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
 from tformer_export import export
+from tformer_export.hearing import check_sounds
 from tformer_export.source import load_source
-from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
+from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
+from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import Outcome
 from tformer_runtime.tasks import Recognition
 
@@ -225,3 +227,15 @@ def test_an_extractor_that_does_something_else_is_refused(made, tmp_path):
     transformers.SeamlessM4TFeatureExtractor().save_pretrained(folder)
     with pytest.raises(SourceError, match="does something else than normalise samples"):
         load_source(folder)
+
+
+def test_a_source_that_hears_something_else_is_refused(made):
+    folder, path, *_ = made("layer")
+    source, engine = load_source(folder), Engine(path)
+    assert check_sounds(source, engine, 1e-3).count == 3
+    louder = replace(source, answer=lambda sample, most: source.answer(sample, most) * 1.01)
+    with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, beside others, differs"):
+        check_sounds(louder, engine, 1e-3)
+    other = replace(source, written=lambda logits: "something else")
+    with pytest.raises(ParityError, match="and its source's 'something else'"):
+        check_sounds(other, engine, 1e-3)
