@@ -212,13 +212,12 @@ def _source(
         source, unread = from_module(model, example, step, series=series, **call), []
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
-    names = [n for n in source.example if n not in source.masks and n not in source.types]
     if callable(tokenizer):
         source, tokenizer = with_tokenizer(source, tokenizer), None
     elif tokenizer is not None:
         source = replace(source, answer=None)
     given: dict[str, Any] = {
-        "tokenizers": dict.fromkeys(names, tokenizer) if isinstance(tokenizer, str) else tokenizer,
+        "tokenizers": dict.fromkeys(source.given, tokenizer) if isinstance(tokenizer, str) else tokenizer,
         "task": task,
         "special": special,
         "defaults": defaults,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -86,11 +87,7 @@ def _limit(captured: Captured, level: Mapping[Node, Level], node: Node) -> int |
     longest = min(traced or LONGEST, LONGEST)
     if works(longest):
         return traced
-    low, high = 2, longest
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(middle) else (low, middle)
-    return low
+    return 2 + bisect_left(range(3, longest), True, key=lambda length: not works(length))
 
 
 def _axis(node: Node, symbol: sympy.Symbol) -> int:

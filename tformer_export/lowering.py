@@ -58,10 +58,10 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
     quarter of an export. What was captured is decomposed already, so that is left out, unless it cannot do without.
     """
 
-    def translate(decompose: bool) -> ir.Model:
-        traced = torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
-        if not decompose:
-            traced.run_decompositions = lambda *_, **__: traced
+    def traced() -> torch.export.ExportedProgram:
+        return torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
+
+    def translated(traced: torch.export.ExportedProgram) -> ir.Model:
         exported = torch.onnx.export(
             traced,
             dynamo=True,
@@ -75,10 +75,12 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
 
     with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript", "onnx_ir"), _translated_errors():
         warnings.simplefilter("ignore")
+        undivided = traced()
+        undivided.run_decompositions = lambda *_, **__: undivided
         try:
-            return translate(decompose=False)
+            return translated(undivided)
         except Exception:  # they have no common base
-            return translate(decompose=True)
+            return translated(traced())
 
 
 def _in_order(held: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:

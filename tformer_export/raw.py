@@ -46,7 +46,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     what the results span: together they do, of one label each by itself is."""
     if (sounds := check_sounds(source, engine, tolerance)) is not None:
         return RawParity(sounds.error, sounds.relative, sounds=sounds.count)
-    reads = [name for name in source.example if name not in source.masks and name not in source.types]
+    reads = source.given
     if source.step is not None or len(reads) != 1 or reads[0] not in source.tokenizers:
         return None
     model, task = Model(engine), task_of(engine.manifest)

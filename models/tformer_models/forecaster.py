@@ -38,6 +38,17 @@ class Steps(nn.Module):
         return self.dropout(self.project(x) + self.positions[: x.shape[1]])
 
 
+def _encoder(width: int, heads: int, layers: int, feedforward: int, dropout: float) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(width, heads, feedforward, dropout, "gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
+def _begin_small(linear: nn.Linear) -> None:
+    """Have the layer add little to begin with."""
+    nn.init.normal_(linear.weight, std=0.02)
+    nn.init.zeros_(linear.bias)
+
+
 class DecoderForecaster(nn.Module):
     """A decoder alone: forward(x)[:, t] is what follows x[:, : t + 1].
 
@@ -61,13 +72,9 @@ class DecoderForecaster(nn.Module):
         super().__init__()
         self.max_length = max_length
         self.steps = Steps(features, width, max_length, positions, dropout)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, feedforward, dropout, "gelu", batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = _encoder(width, heads, layers, feedforward, dropout)
         self.output = nn.Linear(width, features)
-        nn.init.zeros_(self.output.bias)
-        nn.init.normal_(self.output.weight, std=0.02)
+        _begin_small(self.output)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, F) → (B, T, F)"""
@@ -121,8 +128,7 @@ class Forecaster(nn.Module):
             norm_first=True,
         )
         self.output = nn.Linear(width, features)
-        nn.init.zeros_(self.output.bias)
-        nn.init.normal_(self.output.weight, std=0.02)
+        _begin_small(self.output)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         """src (B, S, F), tgt (B, T, F) → (B, T, F)"""
@@ -176,15 +182,12 @@ class EncoderForecaster(nn.Module):
     ) -> None:
         super().__init__()
         self.steps = Steps(features, width, context, positions, dropout)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, feedforward, dropout, "gelu", batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = _encoder(width, heads, layers, feedforward, dropout)
         self.output = nn.Linear(width, features)
         self.over_time = nn.Linear(context, horizon)
-        nn.init.normal_(self.output.weight, std=0.02)
-        for weight in (self.output.bias, self.over_time.weight, self.over_time.bias):
-            nn.init.zeros_(weight)
+        _begin_small(self.output)
+        nn.init.zeros_(self.over_time.weight)
+        nn.init.zeros_(self.over_time.bias)
 
     def forward(self, history: Tensor) -> Tensor:
         """history (B, S, F) → (B, horizon, F)"""

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import DeadlineError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Request, Result, Told
 from tformer_runtime.inputs import Input
@@ -39,9 +40,8 @@ class AsyncModel:
 
     def __init__(self, model: Model, rows: int = ROWS, queue: int = QUEUE) -> None:
         """rows: decoded at once. queue: how many requests are taken before `generate` and `stream` wait."""
-        for name, value in {"rows": rows, "queue": queue}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+        whole("rows", rows)
+        whole("queue", queue)
         self.model = model
         self._room = asyncio.Semaphore(queue)
         self._worker = _Worker(model, rows)

@@ -29,7 +29,7 @@ from tformer_runtime.modelfile import read_manifest
 from tformer_runtime.tasks import TASKS, Task, generates, task_of
 from tformer_runtime.tasks.flags import Flag, value_of
 from tformer_runtime.tasks.generation import Generation
-from tformer_runtime.tasks.job import Asked, Job, Write
+from tformer_runtime.tasks.job import Asked, Batches, Job, Write
 
 LONGEST = 64 << 20  # bytes of a line
 
@@ -132,7 +132,7 @@ def _run(
     write: Write = file.add if file else sys.stdout.write  # which a progress bar puts something else in place of
     source = None if inputs else input_file
     with file or contextlib.nullcontext(), _located(source), _progress(input_file, done, job) as advance:
-        job.run(loaded, values, write, advance, batch_size or job.batch_size, workers, done)
+        job.run(loaded, values, Batches(batch_size or job.batch_size, workers, done), write, advance)
     sys.stdout.flush()
 
 

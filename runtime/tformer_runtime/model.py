@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
+from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
@@ -131,9 +132,8 @@ class Model:
         first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
             named in errors, as those that follow.
         """
-        for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if value < 1:
-                raise OptionError(f"{name} must be at least 1, not {value}")
+        whole("batch_size", batch_size)
+        whole("workers", workers)
         settings = self._settings(options, overrides)
         generator = self._generator
         base = self._base(after)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 import numpy.typing as npt
 
+from tformer_runtime.checks import refused, whole
 from tformer_runtime.errors import OptionError
 from tformer_runtime.sampling import Floats, Ints
 
@@ -320,23 +320,14 @@ def _without(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
 _Check = Callable[[str, Any], Any]
 
 
-def _refused(name: str, what: str, value: Any) -> OptionError:
-    return OptionError(f"{name} must be {what}, not {reprlib.repr(value)}")
-
-
 def _whole(least: int) -> _Check:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise _refused(name, f"a whole number of at least {least}", value)
-        return value
-
-    return check
+    return lambda name, value: whole(name, value, least)
 
 
 def _number(what: str, holds: Callable[[float], bool] = lambda _: True) -> _Check:
     def check(name: str, value: Any) -> float:
         if not (_finite(value) and holds(value)):
-            raise _refused(name, what, value)
+            raise refused(name, what, value)
         return float(value)
 
     return check
@@ -348,7 +339,7 @@ def _finite(value: Any) -> bool:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refused(name, "True or False", value)
+        raise refused(name, "True or False", value)
     return value
 
 
@@ -356,20 +347,20 @@ def _early(name: str, value: Any) -> EarlyStopping:
     if isinstance(value, bool):
         return value
     if value != "never":
-        raise _refused(name, 'True, False or "never"', value)
+        raise refused(name, 'True, False or "never"', value)
     return "never"
 
 
 def _text(name: str, value: Any) -> str:
     if not (isinstance(value, str) and value):
-        raise _refused(name, "a string that is not empty", value)
+        raise refused(name, "a string that is not empty", value)
     return value
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _items(value)
     if items is None or not all(isinstance(item, str) and item for item in items):
-        raise _refused(name, "strings that are not empty", value)
+        raise refused(name, "strings that are not empty", value)
     return items
 
 
@@ -400,14 +391,14 @@ def _is_id(value: Any) -> bool:
 
 def _id(name: str, value: Any) -> int:
     if not _is_id(value):
-        raise _refused(name, "a token id, a whole number of at least 0", value)
+        raise refused(name, "a token id, a whole number of at least 0", value)
     return int(value)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     items = _items(value)
     if items is None or not all(map(_is_id, items)):
-        raise _refused(name, "a sequence of token ids", value)
+        raise refused(name, "a sequence of token ids", value)
     return tuple(map(int, items))
 
 
@@ -415,14 +406,14 @@ def _prefix(name: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value or ()
     if _items(value) is None:
-        raise _refused(name, "text or a sequence of token ids", value)
+        raise refused(name, "text or a sequence of token ids", value)
     return _ids(name, value)
 
 
 def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     sequences = [_items(item) for item in _items(value) or ()]
     if _items(value) is None or not all(items and all(map(_is_id, items)) for items in sequences):
-        raise _refused(name, "a sequence of sequences of token ids, none of them empty", value)
+        raise refused(name, "a sequence of sequences of token ids, none of them empty", value)
     return tuple(tuple(map(int, items or ())) for items in sequences)
 
 
@@ -432,7 +423,7 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     pairs = [_pair(item) for item in items or ()]
     bias = dict(pair for pair in pairs if pair)
     if items is None or len(bias) != len(pairs):
-        raise _refused(name, "a mapping from token ids to numbers, each id once", value)
+        raise refused(name, "a mapping from token ids to numbers, each id once", value)
     return tuple(sorted(bias.items()))
 
 
@@ -452,13 +443,13 @@ def _schema(name: str, value: Any) -> str:
     except (TypeError, ValueError):
         schema = None
     if not isinstance(schema, Mapping):
-        raise _refused(name, "a JSON schema, as JSON or as a dict", value)
+        raise refused(name, "a JSON schema, as JSON or as a dict", value)
     return text
 
 
 def _callable(name: str, value: Any) -> LogitsProcessor:
     if not callable(value):
-        raise _refused(name, "a callable", value)
+        raise refused(name, "a callable", value)
     processor: LogitsProcessor = value
     return processor
 
@@ -469,7 +460,7 @@ def _draft(name: str, value: Any) -> Draft:
     if isinstance(value, Model) or value == "prompt":
         draft: Draft = value
         return draft
-    raise _refused(name, 'a Model or "prompt"', value)
+    raise refused(name, 'a Model or "prompt"', value)
 
 
 _CHECKS: dict[str, _Check] = {

@@ -40,8 +40,15 @@ class Drawing:
             self._inputs.append(value)
             yield value
 
-    def add(self, model: Model, result: Result) -> None:
-        """The result of the next input."""
+    def drawn(self, model: Model, results: Iterable[Result]) -> Iterator[Result]:
+        """The results, each drawn before it is given on."""
+        for result in results:
+            self._add(model, result)
+            yield result
+        if self._first:
+            self._draw(self._path, *self._first)
+
+    def _add(self, model: Model, result: Result) -> None:
         self._count += 1
         value = self._inputs.popleft()
         if self._count == 1:
@@ -51,11 +58,6 @@ class Drawing:
             self._draw(self._numbered(1), *self._first)
             self._first = None
         self._draw(self._numbered(self._count), model, result, value)
-
-    def finish(self) -> None:
-        """There are no more inputs."""
-        if self._first:
-            self._draw(self._path, *self._first)
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_stem(f"{self._path.stem}-{number}")

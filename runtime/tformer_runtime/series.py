@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import InputError, ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest, Preparation
 
@@ -116,8 +117,7 @@ class Series:
         wanted = self.horizon if horizon is None else horizon
         if wanted is None:
             raise OptionError("say how many steps to forecast, for the file does not (horizon)")
-        if wanted < 1:
-            raise OptionError(f"horizon must be at least 1, not {wanted}")
+        wanted = whole("horizon", wanted)
         if self.at_once and self.horizon is not None and wanted > self.horizon:
             raise OptionError(f"horizon must be at most {self.horizon}, which the model gives at once, not {wanted}")
         return wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,11 @@ class Source:
             )
 
     @property
+    def given(self) -> list[str]:
+        """The inputs that a caller gives: neither derived from another's lengths nor by the tokenizer."""
+        return [name for name in self.example if name not in self.masks and name not in self.types]
+
+    @property
     def owner(self) -> nn.Module:
         """The user's own module, whose submodules' names users know."""
         module = self.module
@@ -79,16 +84,9 @@ class Source:
         """What sizes that are drawn go beyond; 0 where any will do."""
         return max(self.shortest.values(), default=0)
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """The module in eval mode for a while: what the caller had set is set again afterwards."""
-        training = [part for part in self.module.modules() if part.training]
-        self.module.eval()
-        try:
-            yield
-        finally:
-            for part in training:
-                part.training = True
+    def ready(self) -> AbstractContextManager[None]:
+        """The module in eval mode for a while."""
+        return evaluating(self.module)
 
     def digest(self) -> str:
         """SHA-256 over the names and bytes of the weights. One pass over them."""
@@ -99,6 +97,18 @@ class Source:
             total.update(name.encode())
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode for a while: what the caller had set, of each part, is set again afterwards."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def special_tokens(given: Mapping[str, Any]) -> SpecialTokens:

@@ -64,7 +64,7 @@ def from_folder(
         if source.step is None:
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
-            request = next((n for n in source.example if n != source.step and n not in source.masks), None)
+            request = next((n for n in source.given if n != source.step), None)
             source.tokenizers = read_tokenizers(folder, request, source.step)
         source.chat_template = read_chat_template(folder)
         if source.chat_template is not None and source.tokenizers:

@@ -4,6 +4,7 @@ config, and its own way from a text to them."""
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from tformer_export.source.adapter import Adapter, chosen_output
-from tformer_export.source.base import Source, as_float32
+from tformer_export.source.base import Source, as_float32, evaluating
 from tformer_export.source.derived import padding
 from tformer_export.source.pooled import Answer
 from tformer_export.source.purpose import CLASSIFIES
@@ -77,7 +78,7 @@ def outcome_of(config: Any) -> Outcome:
 
 def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     """The source with a transformers tokenizer in memory, in tokenizers' JSON format, and its own way through that."""
-    reads = [name for name in source.example if name not in source.masks and name not in source.types]
+    reads = source.given
     if source.step is not None or len(reads) != 1 or not hasattr(tokenizer, "model_max_length"):
         raise OptionError(
             "a tokenizer is text in tokenizers' JSON format (tokenizer.json); one of transformers is taken for a model "
@@ -111,17 +112,13 @@ def own_answer(module: Any, tokenizer: Any) -> Answer:
 def _reads_types(module: nn.Module, example: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> bool:
     """Whether other token types than zeros give another output."""
     ids = example[IDS]
-    training = module.training
-    module.eval()
     try:
-        with torch.no_grad():
+        with evaluating(module), torch.no_grad():
             one, other = (
                 chosen_output(module(**example, **constants, **{TYPES: torch.full_like(ids, kind)})) for kind in (0, 1)
             )
     except (IndexError, RuntimeError):  # there is one type alone
         return False
-    finally:
-        module.train(training)
     return not torch.equal(one, other)
 
 
@@ -134,24 +131,13 @@ def _longest(module: nn.Module, config: Any, constants: Mapping[str, Any]) -> in
         return limit
     pad = getattr(config, "pad_token_id", None)
     token = 1 if pad == 0 else 0
-    training = module.training
-    module.eval()
 
     def works(length: int) -> bool:
         try:
-            with torch.no_grad():
+            with evaluating(module), torch.no_grad():
                 module(**{IDS: torch.full((1, length), token)}, **constants)
         except (IndexError, RuntimeError):
             return False
         return True
 
-    try:
-        if works(limit):
-            return limit
-        low, high = 1, limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if works(middle) else (low, middle)
-        return low
-    finally:
-        module.train(training)
+    return limit if works(limit) else 1 + bisect_left(range(2, limit), True, key=lambda length: not works(length))

@@ -100,7 +100,7 @@ def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, 
             f"pooling is for models that are run once, and this one is stepped over {source.step!r}: leave out either "
             "(--task feature-extraction loads a Hugging Face folder without what it generates with)"
         )
-    of = next((n for n in source.example if n not in source.masks and n not in source.types), "")
+    of = next(iter(source.given), "")
     with source.ready(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
     rows = source.example[of].shape[:2]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tformer_export.source.adapter import Adapter, chosen_output
-from tformer_export.source.base import Source, as_float32
+from tformer_export.source.base import Source, as_float32, evaluating
 from tformer_export.source.derived import padding
 from tformer_export.source.once import MASK
 from tformer_export.source.pooled import Answer
@@ -227,33 +227,25 @@ def _own_answer(module: Any, extractor: Any, names: Sequence[str]) -> Answer:
 
 def _least(module: Adapter) -> int:
     """How many samples the model needs to give anything. SourceError if it fails for any number. Cost: some 16 runs."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
 
     def works(length: int) -> bool:
         try:
-            with torch.no_grad():
-                sound = torch.randn((1, length), generator=torch.Generator().manual_seed(0))
+            sound = torch.randn((1, length), generator=torch.Generator().manual_seed(0))
+            with evaluating(module), torch.no_grad():
                 return bool(module(sound).numel() > 0)
         except (RuntimeError, ValueError, IndexError):
             return False
 
-    try:
-        high = 1
-        while not works(high):
-            high *= 2
-            if high > LONGEST:
-                raise SourceError(
-                    f"forward fails for {SAMPLES} of up to {LONGEST} samples: load it in Python and see why"
-                )
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if works(middle) else (middle, high)
-        return high
-    finally:
-        for part in training:
-            part.training = True
+    high = 1
+    while not works(high):
+        high *= 2
+        if high > LONGEST:
+            raise SourceError(f"forward fails for {SAMPLES} of up to {LONGEST} samples: load it in Python and see why")
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high
 
 
 def _blank(module: Any) -> int:

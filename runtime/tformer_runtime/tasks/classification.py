@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.errors import OptionError
+from tformer_runtime.checks import whole
 from tformer_runtime.manifest import MULTI_LABEL, REGRESSION
 from tformer_runtime.tasks.base import Array, Task
 from tformer_runtime.tasks.flags import Flag
@@ -40,10 +40,7 @@ class Classifier(Task):
         given = dict(given)
         top = given.pop("top_k", None)
         super().settings(given)
-        top = 1 if top is None else top
-        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-            raise OptionError(f"top_k must be a whole number of at least 1, not {top!r}")
-        return {"top_k": top}
+        return {"top_k": 1 if top is None else whole("top_k", top)}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Classification:
         scores = self._scores(np.asarray(outputs[0], np.float64).reshape(-1)).tolist()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.audio import Audio, Floats, audio_of
+from tformer_runtime.checks import whole
 from tformer_runtime.errors import InputError, ModelFileError, OptionError
 from tformer_runtime.generate import Generator, Request, generate_all
 from tformer_runtime.manifest import Manifest
@@ -195,9 +196,8 @@ class Dictator:
         language is given, the first window's encoder once more.
         """
         asked = self.task.settings(given)
-        for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+        whole("batch_size", batch_size)
+        whole("workers", workers)
         return self._every(iter(sounds), batch_size, workers, first, asked)
 
     def _every(

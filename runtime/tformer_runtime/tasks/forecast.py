@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, UnsupportedCallError
 from tformer_runtime.memory import Budget
@@ -79,9 +80,8 @@ class Forecaster:
         truncate: bool = False,
     ) -> Iterator[Forecast]:
         """Of any number of histories, in their order; see `Model.forecast_batch`."""
-        for name, value in (("batch_size", batch_size), ("workers", workers)):
-            if value < 1:
-                raise OptionError(f"{name} must be at least 1, not {value}")
+        whole("batch_size", batch_size)
+        whole("workers", workers)
         steps = self.steps(horizon)
 
         def window(index: int, history: npt.ArrayLike) -> Window:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from tformer_runtime.series import TASK, Series
 from tformer_runtime.tables import read_series
 from tformer_runtime.tasks.base import Array, Task, numbers_of
 from tformer_runtime.tasks.flags import Flag
-from tformer_runtime.tasks.job import Asked, Job, Write
+from tformer_runtime.tasks.job import Asked, Batches, Job
 from tformer_runtime.tasks.vectors import npy_head
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ class Forecasting(Task):
         given = dict(given)
         horizon = given.pop("horizon", None)
         super().settings(given)
-        if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int)):
-            raise OptionError(f"horizon must be a whole number of at least 1, not {horizon!r}")
         return {"horizon": self.series.steps(horizon)}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Array:
@@ -87,32 +85,20 @@ class _Forecasts(Job):
         self.series, self.several = task.series, False
         self.horizon = task.settings(self.settings)["horizon"]
 
-    def run(
-        self,
-        model: Model,
-        values: Iterable[Any],
-        write: Write,
-        advance: Callable[[], None],
-        batch_size: int,
-        workers: int,
-        first: int,
-    ) -> None:
+    def results(self, model: Model, values: Iterable[Any], how: Batches) -> Iterator[tuple[str, Array]]:
         rest = iter(values)
         begin = list(islice(rest, 2))
-        self.several = first > 0 or len(begin) > 1
-        super().run(model, chain(begin, rest), write, advance, batch_size, workers, first)
-
-    def results(
-        self, model: Model, values: Iterable[Any], batch_size: int, workers: int, first: int
-    ) -> Iterator[tuple[str, Array]]:
+        self.several = how.first > 0 or len(begin) > 1
         names: deque[str] = deque()
 
         def histories() -> Iterator[Array]:
-            for history in values:
+            for history in chain(begin, rest):
                 names.append(history.name)
                 yield history.values
 
-        for forecast in model.forecast_batch(histories(), self.horizon, batch_size, workers, first, self.truncate):
+        for forecast in model.forecast_batch(
+            histories(), self.horizon, how.size, how.workers, how.first, self.truncate
+        ):
             yield names.popleft(), forecast
 
     def written(self, result: tuple[str, Array], index: int) -> str | bytes:

@@ -18,7 +18,7 @@ from tformer_runtime.plot import Drawing
 from tformer_runtime.speculate import PROMPT
 from tformer_runtime.tasks.base import ids_of
 from tformer_runtime.tasks.flags import Flag, switch
-from tformer_runtime.tasks.job import Asked, Job, Write
+from tformer_runtime.tasks.job import Asked, Batches, Job, Write
 
 if TYPE_CHECKING:
     from tformer_runtime.inputs import Input
@@ -104,35 +104,23 @@ class _Generating(Job):
             self.options = self.options.with_({"draft": Model.load(self.draft, device, threads)})
 
     def run(
-        self,
-        model: Model,
-        values: Iterable[Input],
-        write: Write,
-        advance: Callable[[], None],
-        batch_size: int,
-        workers: int,
-        first: int,
+        self, model: Model, values: Iterable[Input], how: Batches, write: Write, advance: Callable[[], None]
     ) -> None:
-        if self.streams:
-            for value in values:
-                for piece in model.stream(value, self.options):
-                    click.echo(piece, nl=False)
-                click.echo()
+        if not self.streams:
+            super().run(model, values, how, write, advance)
             return
-        drawing = self.drawing
-        watched = drawing.watch(values) if drawing else values
-        for index, result in enumerate(self.results(model, watched, batch_size, workers, first), first):
-            write(self.written(result, index))
-            if drawing:
-                drawing.add(model, result)
-            advance()
-        if drawing:
-            drawing.finish()
+        for value in values:
+            for piece in model.stream(value, self.options):
+                click.echo(piece, nl=False)
+            click.echo()
 
-    def results(
-        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
-    ) -> Iterator[Result]:
-        return model.generate_batch(values, self.options, batch_size, workers=workers, first=first)
+    def results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Result]:
+        if self.drawing is None:
+            return self._results(model, values, how)
+        return self.drawing.drawn(model, self._results(model, self.drawing.watch(values), how))
+
+    def _results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Result]:
+        return model.generate_batch(values, self.options, how.size, workers=how.workers, first=how.first)
 
     def written(self, result: Result, index: int) -> str:
         ranked = (result, *result.alternatives)

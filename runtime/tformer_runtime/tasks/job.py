@@ -28,6 +28,15 @@ class Asked:
     force: bool = False
 
 
+@dataclass(frozen=True)
+class Batches:
+    """How inputs are run: so many together, batches side by side, and how many inputs came before."""
+
+    size: int
+    workers: int = 1
+    first: int = 0
+
+
 class Job:
     """asked: what results depend on beside the file and the inputs, by its name on the command line. batch_size: unless
     one is asked for. head: of so many inputs, what stands before their results, always as long; None for nothing.
@@ -58,24 +67,15 @@ class Job:
         """The model has been loaded."""
 
     def run(
-        self,
-        model: Model,
-        values: Iterable[Input],
-        write: Write,
-        advance: Callable[[], None],
-        batch_size: int,
-        workers: int,
-        first: int,
+        self, model: Model, values: Iterable[Input], how: Batches, write: Write, advance: Callable[[], None]
     ) -> None:
-        """Write the results of all inputs, in their order. advance: told of each. first: how many came before."""
-        for index, result in enumerate(self.results(model, values, batch_size, workers, first), first):
+        """Write the results of all inputs, in their order. advance: told of each."""
+        for index, result in enumerate(self.results(model, values, how), how.first):
             write(self.written(result, index))
             advance()
 
-    def results(
-        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
-    ) -> Iterator[Any]:
-        return model.predict(values, batch_size, workers=workers, truncate=self.truncate, first=first, **self.settings)
+    def results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Any]:
+        return model.predict(values, how.size, how.workers, self.truncate, how.first, **self.settings)
 
     def written(self, result: Any, index: int) -> str | bytes:
         """A result as it stands in the output."""

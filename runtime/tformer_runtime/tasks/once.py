@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, OptionError, TformerError
+from tformer_runtime.errors import InputError, TformerError
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.session import Array
@@ -54,9 +55,8 @@ def run_once(
     its turn, after the results of those before it, as an InputError that names it by its number, counted from 1.
     workers: batches run side by side. first: how many inputs came before these.
     """
-    for name, value in (("batch_size", batch_size), ("workers", workers)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, not {value!r}")
+    whole("batch_size", batch_size)
+    whole("workers", workers)
     return _rows(engine, iter(requests), batch_size, workers, first)
 
 

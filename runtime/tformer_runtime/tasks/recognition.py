@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from tformer_runtime.audio import TASK, audio_of
+from tformer_runtime.checks import whole
 from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy
 from tformer_runtime.errors import ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest
@@ -91,9 +92,7 @@ class Recognition(Task):
             raise OptionError(f"timestamps is True, {WORD!r} or {CHAR!r}, not {timestamps!r}")
         if timestamps and not self.outcome.labels:
             raise OptionError("timestamps are of words, and the file has no vocabulary: export it with its tokenizer")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise OptionError(f"beam_size must be a whole number of at least 1, not {size!r}")
-        return {"timestamps": timestamps, "beam_size": size}
+        return {"timestamps": timestamps, "beam_size": whole("beam_size", size)}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Transcription:
         logprobs = (outputs[0] - log_normalizer(outputs[0])[:, None]).astype(np.float64)

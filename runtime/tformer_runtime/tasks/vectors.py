@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from tformer_runtime.errors import InputError
 from tformer_runtime.tasks.base import Array, Task
 from tformer_runtime.tasks.features import cosines
-from tformer_runtime.tasks.job import Asked, Job
+from tformer_runtime.tasks.job import Asked, Batches, Job
 
 if TYPE_CHECKING:
     from tformer_runtime.inputs import Input
@@ -53,26 +54,24 @@ class Cosines(Job):
         super().__init__(task, settings, asked)
         self.asked = {**self.asked, "--similarity": True}
 
-    def results(
-        self, model: Model, values: Iterable[Input], batch_size: int, workers: int, first: int
-    ) -> Iterator[Any]:
+    def results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Any]:
         inputs = iter(values)
         begin = next(inputs, None)
         if begin is None:
             return
         pairs = isinstance(begin, tuple)
-        if not pairs and first:
+        if not pairs and how.first:
             raise InputError("a table is made of all inputs at once: start over with --force")
-        every = (_alike(value, pairs, at) for at, value in enumerate(chain([begin], inputs), first + 1))
+        every = (_alike(value, pairs, at) for at, value in enumerate(chain([begin], inputs), how.first + 1))
         if not pairs:
-            vectors = list(super().results(model, every, batch_size, workers, first))
+            vectors = list(super().results(model, every, how))
             table = np.stack(vectors)
             for vector in vectors:
                 yield cosines(vector[None], table)[0]
             return
         texts = (text for pair in every for text in pair)
-        found = super().results(model, texts, batch_size, workers, 0)
-        number = first
+        found = super().results(model, texts, replace(how, first=0))
+        number = how.first
         while True:
             number += 1
             try:
