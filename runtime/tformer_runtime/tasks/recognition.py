@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.sampling import log_normalizer
 from tformer_runtime.tasks.base import Array, Task
 from tformer_runtime.tasks.flags import Flag, switch
-from tformer_runtime.tasks.job import Asked, Job, Write
+from tformer_runtime.tasks.job import Asked, Batches, Job
 
 if TYPE_CHECKING:
     from tformer_runtime.model import Model
@@ -145,32 +145,18 @@ class Transcribing(Job):
     batch_size = 8
     several = False
 
-    def run(
-        self,
-        model: Model,
-        values: Iterable[Any],
-        write: Write,
-        advance: Callable[[], None],
-        batch_size: int,
-        workers: int,
-        first: int,
-    ) -> None:
+    def results(self, model: Model, values: Iterable[Any], how: Batches) -> Iterator[tuple[str, Transcription]]:
         rest = iter(values)
         begin = list(islice(rest, 2))
-        self.several = first > 0 or len(begin) > 1
-        super().run(model, chain(begin, rest), write, advance, batch_size, workers, first)
-
-    def results(
-        self, model: Model, values: Iterable[Any], batch_size: int, workers: int, first: int
-    ) -> Iterator[tuple[str, Transcription]]:
+        self.several = how.first > 0 or len(begin) > 1
         names: deque[str] = deque()
 
         def sounds() -> Iterator[Any]:
-            for value in values:
+            for value in chain(begin, rest):
                 names.append(str(value))
                 yield value
 
-        for result in model.transcribe_batch(sounds(), batch_size, workers, first, **self.settings):
+        for result in model.transcribe_batch(sounds(), how.size, how.workers, how.first, **self.settings):
             yield names.popleft(), result
 
     def written(self, result: tuple[str, Transcription], index: int) -> str:
