@@ -194,9 +194,15 @@ def test_what_cannot_be_is_refused(made, tmp_path):
 
 
 def test_a_model_in_memory_in_integers(made, tmp_path):
-    """With its processor; what quantisation changes is told by the tokens of frames."""
+    """With its processor, fitted to files of sounds; what quantisation changes is told by the tokens of frames."""
     _, _, model, processor, _ = made("layer")
-    report = export(model, tmp_path / "int8.onnx", tokenizer=processor, quantize="int8")
+    names = [tmp_path / f"{i}.wav" for i in range(8)]
+    for i, name in enumerate(names):
+        soundfile.write(name, sound(0.2, 10 + i), 16000)
+    (tmp_path / "names.txt").write_text("\n".join(map(str, names)))
+    report = export(
+        model, tmp_path / "int8.onnx", tokenizer=processor, quantize="int8", calibration=tmp_path / "names.txt"
+    )
     assert not any(part.training for part in model.modules())
     assert report.degradation.quality.agreement > 0.9
     assert "keep their class" in dict(report.rows())["quantised"]

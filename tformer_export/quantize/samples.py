@@ -4,7 +4,8 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, or two with a tab between them, or JSON of its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or the name of a sound's file, or JSON of its inputs, numbers where they
+are no ids.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
 from tformer_export.verify import LONGEST as LONGEST_PROMPT
+from tformer_runtime.audio import audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.inputs import Inputs
@@ -205,6 +207,8 @@ class _Reader:
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Source and target, None if there is none."""
+        if self.step is None and audio_of(self.manifest) is not None:
+            return line, None
         if self.plain and self.step is None:
             first, *second = line.split("\t")
             return (first, second[0]) if len(second) == 1 else line, None

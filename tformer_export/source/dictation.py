@@ -40,7 +40,8 @@ def from_transformers_that_writes(
     if audio is None or audio.features != LOG_MEL:
         what = "no feature extractor" if audio is None else "samples, and no spectrograms"
         raise SourceError(f"{name} writes what it hears, and has {what}: only windows of log mel are read that way")
-    single, generation = as_float32(module), module.generation_config
+    single: Any = as_float32(module)
+    generation = module.generation_config
     features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
     example = {module.main_input_name: features, STEP: torch.arange(1, 7).reshape(2, 3) % 3}
     lost = [option for option in _NOT_CARRIED if getattr(generation, option, None)]
@@ -50,7 +51,7 @@ def from_transformers_that_writes(
     def dictated(sample: Any, times: bool, most: int) -> list[int]:
         read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         with torch.no_grad():
-            found = module.generate(read[module.main_input_name], return_timestamps=times, max_new_tokens=most)
+            found = single.generate(read[module.main_input_name], return_timestamps=times, max_new_tokens=most)
         ids: list[int] = found[0].tolist()
         return ids
 

@@ -46,7 +46,7 @@ def on_sound(module: Any, task: str, name: str | None = None, extractor: Any = N
     taken = inspect.signature(module.forward).parameters
     source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)
     if extractor is not None:
-        source = _with_extractor(source, module, extractor)
+        source = _with_extractor(source, source.module.module, extractor)
     return source if tokenizer is None or task != RECOGNIZES else _with_vocabulary(source, tokenizer)
 
 

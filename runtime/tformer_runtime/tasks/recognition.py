@@ -70,10 +70,10 @@ class Recognition(Task):
         self._stride = follows.stride if follows is not None else 1  # samples of a frame
         self._rate = sound[1].rate if sound is not None else 1
         try:
-            blank = int(self.outcome.settings["blank"])
+            blank = int(self.outcome.settings.get("blank", 0))
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
             self._spelling = Spelling(self.outcome.labels, blank, **spelt)
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ModelFileError(
                 f"what the file says of its tokens is damaged ({error}): export the model again"
             ) from error
