@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tformer_export.quiet import quiet
 from tformer_export.source.adapter import Adapter
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.purpose import RECOGNIZES
@@ -36,10 +37,17 @@ def from_transformers_that_writes(
     """extractor, tokenizer: transformers' own; without a tokenizer the file gives ids. special, defaults: of its
     generation config. SourceError for an extractor that does something else than is done
     here, and for a model that is not made for windows of one size."""
-    audio = read_extractor(extractor) if extractor is not None else None
-    if audio is None or audio.features != LOG_MEL:
-        what = "no feature extractor" if audio is None else "samples, and no spectrograms"
-        raise SourceError(f"{name} writes what it hears, and has {what}: only windows of log mel are read that way")
+    if extractor is None:
+        raise SourceError(
+            f"{name} has no feature extractor, which says how its sounds are made: put its preprocessor_config.json into "
+            "the folder, or give its processor (tokenizer=)"
+        )
+    audio = read_extractor(extractor)
+    if audio.features != LOG_MEL:
+        raise SourceError(
+            f"{name} writes what it hears in samples, and that is done here of windows of log mel alone: load it in Python "
+            "and give an example of its inputs"
+        )
     single: Any = as_float32(module)
     generation = module.generation_config
     features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
@@ -50,7 +58,7 @@ def from_transformers_that_writes(
 
     def dictated(sample: Any, times: bool, most: int) -> list[int]:
         read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        with torch.no_grad():
+        with torch.no_grad(), quiet("transformers"):
             found = single.generate(read[module.main_input_name], return_timestamps=times, max_new_tokens=most)
         ids: list[int] = found[0].tolist()
         return ids

@@ -27,6 +27,8 @@ from tformer_runtime.sampling import Ints
 from tformer_runtime.tasks.flags import Flag
 from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
 
+DIGITS = 6  # of seconds, of which steps are hundredths
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -292,7 +294,11 @@ class Dictator:
             self._text(sound.ids),
             tuple(sound.ids),
             sound.score,
-            tuple(Segment(self._text(ids), begin, end) for ids, begin, end in sound.segments if sound.timestamps),
+            tuple(
+                Segment(self._text(ids), round(begin, DIGITS), round(end, DIGITS))
+                for ids, begin, end in sound.segments
+                if sound.timestamps
+            ),
             next((codes[i] for i in sound.opening if i is not None and i in codes), None),
         )
 

@@ -167,4 +167,4 @@ class Transcribing(Job):
         if not self.settings.get("timestamps"):
             return f"{self.task.line(found)}\n"
         front = f"{name}\t" if self.several else ""
-        return "".join(f"{front}{s.start:.2f}\t{s.end:.2f}\t{one_line(s.text)}\n" for s in found.segments)
+        return "".join(f"{front}{s.start:.2f}\t{s.end:.2f}\t{one_line(s.text)}\n" for s in found.segments if s.text)
