@@ -39,14 +39,14 @@ def from_transformers_that_writes(
     here, and for a model that is not made for windows of one size."""
     if extractor is None:
         raise SourceError(
-            f"{name} has no feature extractor, which says how its sounds are made: put its preprocessor_config.json into "
-            "the folder, or give its processor (tokenizer=)"
+            f"{name} has no feature extractor, which says how its sounds are made: put its preprocessor_config.json "
+            "into the folder, or give its processor (tokenizer=)"
         )
     audio = read_extractor(extractor)
     if audio.features != LOG_MEL:
         raise SourceError(
-            f"{name} writes what it hears in samples, and that is done here of windows of log mel alone: load it in Python "
-            "and give an example of its inputs"
+            f"{name} writes what it hears in samples, which is done here of windows of log mel alone: load it in "
+            "Python and give an example of its inputs"
         )
     single: Any = as_float32(module)
     generation = module.generation_config
