@@ -7,9 +7,8 @@ own logits are as near to each other as the error allows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,8 +19,9 @@ from tformer_runtime.audio import Audio, audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 from tformer_runtime.model import Model
+from tformer_runtime.record import cut_to
+from tformer_runtime.requests import every_size
 from tformer_runtime.tasks.dictation import Dictator
-from tformer_runtime.tasks.once import run_once
 
 TOKENS, AROUND = (
     24,
@@ -55,12 +55,11 @@ def _check_scores(source: Source, engine: Engine, audio: Audio, tolerance: float
     expected = [source.answer(sound, None) for sound in sounds]
     span = max(float(np.ptp(np.concatenate([value.numpy().ravel() for value in expected]))), 1e-6)
     worst = 0.0
-    for together in (len(sounds), 1):
-        requests = [partial(model._inputs.once, sound) for sound in sounds]
-        found = list(run_once(engine, requests, together))
-        results = list(model.predict(sounds, together))
-        for sound, (output, *_), result, own in zip(sounds, found, results, expected, strict=True):
-            where = f"for a sound of {len(sound)} samples, {'beside others' if together > 1 else 'alone'}"
+    for together in (True, False):
+        found = _outputs(engine, [model._inputs.once(sound) for sound in sounds], together)
+        results = list(model.predict(sounds, len(sounds) if together else 1))
+        for sound, output, result, own in zip(sounds, found, results, expected, strict=True):
+            where = f"for a sound of {len(sound)} samples, {'beside others' if together else 'alone'}"
             error = float(np.abs(output - own.numpy()).max()) if output.shape == tuple(own.shape) else np.inf
             worst = max(worst, error)
             if not error <= tolerance * span:
@@ -76,6 +75,18 @@ def _check_scores(source: Source, engine: Engine, audio: Audio, tolerance: float
                     f"the file's text {where}, is {result.text!r}, and its source's {text!r}; no file was written"
                 )
     return SoundParity(worst, worst / span, len(sounds))
+
+
+def _outputs(engine: Engine, rows: Sequence[Mapping[str, np.ndarray]], together: bool) -> list[np.ndarray]:
+    """The first output of each row, without padding; together where the file says that rows may be padded."""
+    encode = engine.manifest.encode
+    assert encode is not None
+    spec, found = encode.outputs[0], []
+    for batch in [rows] if together and encode.ragged else [[row] for row in rows]:
+        named = {name: [row[name] for row in batch] for name in batch[0]}
+        values = engine.encode(named, len(batch))[spec.name].numpy()
+        found += [cut_to(every_size(encode, row), spec.shape[1:], values[at]) for at, row in enumerate(batch)]
+    return found
 
 
 def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: float) -> SoundParity:
