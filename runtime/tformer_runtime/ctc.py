@@ -49,7 +49,7 @@ def said(path: Sequence[int] | Ints, blank: int) -> tuple[int, ...]:
 
 def beam(logprobs: Floats, blank: int, size: int) -> list[Labelling]:
     """At most `size` labellings of (frames, tokens), the likeliest first: the exact probabilities of those that no
-    prefix was dropped of. Cost: frames × size × tokens."""
+    prefix was dropped of. Cost: frames × size × tokens, and, for what prefixes are told apart by, × their length."""
     prefixes: list[tuple[int, ...]] = [()]
     ends = np.array([[0.0], [-np.inf]])  # log-probability of each prefix with a blank last, and with its token last
     for scores in logprobs:
