@@ -92,7 +92,7 @@ def test_horizons():
     assert series(horizon=7, at_once=True).steps(2) == 2
     for said, asked, sentence in (
         ({}, None, "say how many steps to forecast, for the file does not"),
-        ({}, 0, "horizon must be at least 1, not 0"),
+        ({}, 0, "horizon must be a whole number of at least 1, not 0"),
         ({"horizon": 7, "at_once": True}, 8, "horizon must be at most 7, which the model gives at once, not 8"),
     ):
         with pytest.raises(OptionError, match=sentence):
