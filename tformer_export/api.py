@@ -99,7 +99,8 @@ def export(
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
     list of them, of a model that is run once, names all outputs of the file.
-    tokenizer: text in tokenizers' JSON format, for all inputs or by name; or, for a model that is run once, a tokenizer
+    tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers processor, for a model that
+        reads sound; or, for a model that is run once, a tokenizer
     of transformers. special: start, end and pad ids.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
@@ -210,6 +211,10 @@ def _source(
         source, unread = from_program(model, step, example=example, **call), []
     elif example is None and is_sentence_encoder(model):
         source = from_sentence_encoder(model, from_folder)
+    elif example is None and is_transformers_model(model) and hasattr(tokenizer, "feature_extractor"):
+        processor: Any = tokenizer
+        source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+        tokenizer = None
     elif example is None and is_transformers_model(model):
         source = from_transformers(model)
     elif example is None:

@@ -58,6 +58,7 @@ ID_MOVES = {  # what may be done to ids on their way without changing which they
     aten.permute.default,
 }
 FEW, MANY = 17, 2**20  # sizes at which expressions are looked at
+SPACIOUS = 7  # times the least that a model reads: then what it makes of an axis has several positions
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
@@ -111,15 +112,16 @@ def capture(
     step: str | None,
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
     extras: tuple[str, ...] = (),
+    least: int = 0,
 ) -> Captured:
     """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
-    `extras` names what forward returns after its first output, if that is wanted.
+    `extras` names what forward returns after its first output, if that is wanted. `least`: as of `Source`.
 
     Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
     example's size.
     """
     free = {name: tuple((dynamic or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
-    sized = distinct_sizes(example, free, step)
+    sized = distinct_sizes(example, free, step, least)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     try:
         with sizes_watched(sized) as watch:
@@ -273,9 +275,10 @@ def _data_detached() -> Iterator[None]:
 
 
 def distinct_sizes(
-    example: Mapping[str, torch.Tensor], free: Mapping[str, tuple[int, ...]], step: str | None
+    example: Mapping[str, torch.Tensor], free: Mapping[str, tuple[int, ...]], step: str | None, least: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The example repeated or cut to sizes that tell its axes apart: batch 3, and 5, 7, 9 … for each other length.
+    """The example repeated or cut to sizes that tell its axes apart: batch 3, and 5, 7, 9 … for each other length,
+    which are as many beyond `SPACIOUS` times what a model needs to give anything.
 
     Axes of request inputs that have one size in the example keep having one size.
     """
@@ -287,7 +290,7 @@ def distinct_sizes(
                 size = BATCH_SIZE
             else:
                 key = (value.shape[axis], name == step)
-                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths))
+                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths) + SPACIOUS * least)
             value = value.index_select(axis, torch.arange(size) % value.shape[axis])
         sized[name] = value.contiguous()
     return sized

@@ -87,7 +87,9 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, About]) -> En
         described.append(RequestInput(**_spec(port), **role))
     outputs = tuple(TensorSpec(**_spec(port)) for port in program.outputs if port.name not in program.extras)
     padded = [inputs[spec.name].masked for spec in described if spec.role != "mask"]
-    return Encode(tuple(described), outputs, _extras(program), ragged=all(padded))
+    told = {axis for port in program.inputs for axis in port.shape} | set(program.follows)
+    cut = all(isinstance(axis, int) or axis in told for spec in outputs for axis in spec.shape)
+    return Encode(tuple(described), outputs, _extras(program), ragged=cut and all(padded), follows=program.follows)
 
 
 def _decode(program: Program, inputs: Mapping[str, About], shares_context: bool) -> Decode:

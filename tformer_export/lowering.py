@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.capture import source_line
+from tformer_export.capture import SPACIOUS, source_line
 from tformer_export.quiet import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.errors import UnsupportedModelError
@@ -23,13 +23,14 @@ IR_VERSION = 10
 OPSET = 24  # the first with TensorScatter
 
 
-def to_onnx(program: Program, limit: int | None = None) -> ir.Model:
+def to_onnx(program: Program, limit: int | None = None, least: int = 0) -> ir.Model:
     """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
 
-    limit: no request input may be longer than this. Raises UnsupportedModelError for what torch.onnx cannot translate.
+    limit: no request input may be longer than this. least: as of `Source`. Raises UnsupportedModelError for what
+    torch.onnx cannot translate.
     """
     sizes = dict(SIZES)
-    free = (n for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2)) if limit is None or n <= limit)
+    free = (n + SPACIOUS * least for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2)) if limit is None or n <= limit)
     for port in program.inputs:
         for axis in port.shape:
             if isinstance(axis, str) and axis not in sizes:
@@ -72,7 +73,7 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
         )
         return exported.model  # type: ignore[union-attr]
 
-    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
+    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript", "onnx_ir"), _translated_errors():
         warnings.simplefilter("ignore")
         undivided = traced()
         undivided.run_decompositions = lambda *_, **__: undivided

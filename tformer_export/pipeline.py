@@ -146,7 +146,7 @@ class Understood:
             for program in (encode, decode):
                 if program is not None:
                     found["grouped"] = found.get("grouped", 0) + target.lower(program.module)
-                models.append(to_onnx(program, min(limits, default=None)) if program else None)
+                models.append(to_onnx(program, min(limits, default=None), self.source.least) if program else None)
         return _Lowered((encode, decode), (models[0], models[1]), contexts, length, found)
 
 
@@ -211,11 +211,11 @@ def _sound(source: Source, hidden: Sequence[str]) -> Captured:
 def _capture(source: Source, hidden: Sequence[str]) -> Captured:
     others = source.outputs[1:]
     if not hidden:
-        return capture(source.module, source.example, source.step, source.dynamic, others)
+        return capture(source.module, source.example, source.step, source.dynamic, others, source.least)
     watching = WithHidden(source.module, find_modules(source.owner, hidden), 1 + len(others))
     watching.training = False
     names = (*others, *(f"{HIDDEN}.{name}" for name in watching.watched))
-    return capture(watching, source.example, source.step, source.dynamic, names)
+    return capture(watching, source.example, source.step, source.dynamic, names, source.least)
 
 
 def _but(extras: list[Extra], names: Sequence[str]) -> list[Extra]:

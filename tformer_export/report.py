@@ -149,7 +149,7 @@ class ExportReport:
             ("parity", self._parity),
         ]
         if (raw := self.parity.raw) is not None:
-            counted = {"texts": raw.texts, "pairs": raw.pairs, "images": raw.images}
+            counted = {"texts": raw.texts, "pairs": raw.pairs, "images": raw.images, "sounds": raw.sounds}
             compared = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
             rows.append(("from raw inputs", f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range), {compared}"))
         if self.parity.forecast is not None:

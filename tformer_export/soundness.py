@@ -41,7 +41,7 @@ class Rehearsal:
 def rehearse(source: Source) -> Rehearsal:
     """Run forward twice, at sizes other than the example's. SourceError if it fails on the example too."""
     free = {name: source.dynamic.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
-    sized = distinct_sizes(source.example, free, source.step)
+    sized = distinct_sizes(source.example, free, source.step, source.least)
     with unchanged(source.module) as kept, _WeightWrites(source.module, kept), torch.random.fork_rng(devices=[]):
         try:
             first = _outputs(source.module, sized)

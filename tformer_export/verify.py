@@ -423,6 +423,8 @@ class Gate:
                 continue
             about, axes = self.inputs[name], self.source.dynamic.get(name, (0, 1))
             size = min(length, about.max_length or length) if 1 in axes else value.shape[1]
+            if name in self.source.shortest and 1 in axes:  # half of what the model needs, for each position
+                size = max(self.source.shortest[name], self.source.shortest[name] * length // 2)
             if self.series is not None and name == self.series.input:
                 size = max(self.series.shortest, min(size, self.series.longest or size))
             if about.ids is not None:

@@ -27,7 +27,7 @@ from tformer_runtime.errors import (
 from tformer_runtime.generate import Result, Speculation, Timing
 from tformer_runtime.model import Model
 from tformer_runtime.options import GenerationOptions
-from tformer_runtime.tasks import Answer, Candidate, Classification, Span
+from tformer_runtime.tasks import Answer, Candidate, Classification, Segment, Span, Transcription
 
 if TYPE_CHECKING:
     from tformer_runtime.aio import AsyncModel
@@ -51,11 +51,13 @@ __all__ = [
     "OutputError",
     "ParityError",
     "Result",
+    "Segment",
     "SourceError",
     "Span",
     "Speculation",
     "TformerError",
     "Timing",
+    "Transcription",
     "UnsupportedCallError",
     "UnsupportedModelError",
     "__version__",

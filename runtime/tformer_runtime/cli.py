@@ -26,7 +26,7 @@ from tformer_runtime.inputs import Input
 from tformer_runtime.journal import ResultFile
 from tformer_runtime.model import Model
 from tformer_runtime.modelfile import read_manifest
-from tformer_runtime.tasks import TASKS, Task, task_of
+from tformer_runtime.tasks import TASKS, Task, generates, task_of
 from tformer_runtime.tasks.flags import Flag, value_of
 from tformer_runtime.tasks.generation import Generation
 from tformer_runtime.tasks.job import Asked, Batches, Job, Write
@@ -70,8 +70,7 @@ def main(context: click.Context, /, model: Path, info: bool, as_json: bool, **as
 def _job(model: Path, given: Mapping[str, Any], asked: Asked) -> Job:
     """What the file does with its inputs. given: options that not every file has. OptionError for those of others."""
     manifest = read_manifest(model)
-    generates = manifest.decode is not None and not manifest.decode.features
-    kind = Generation() if generates else task_of(manifest)
+    kind = Generation() if generates(manifest) else task_of(manifest)
     flags = {name: flag for flags in kind.every_flag().values() for name, flag in flags.items()}
     others = [option.flag for name, option in _every_flag().items() if name in given and name not in flags]
     if others:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.audio import KIND as AUDIO
 from tformer_runtime.bits import held_as
 from tformer_runtime.images import KIND as IMAGE
 from tformer_runtime.manifest import KEY, Manifest
@@ -45,6 +46,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "chat_template": "yes" if m.chat_template else None,
         "series": next((dict(how.numbers) for how in m.preparation.values() if how.kind == KIND), None),
         "images": next((dict(how.numbers) for how in m.preparation.values() if how.kind == IMAGE), None),
+        "audio": next((dict(how.numbers) for how in m.preparation.values() if how.kind == AUDIO), None),
         "defaults": dict(m.defaults),
         "versions": dict(m.producer),
         "source_digest": m.source_digest,

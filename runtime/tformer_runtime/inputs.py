@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.errors import InputError, UnsupportedCallError
 from tformer_runtime.generate import Base, Request
 from tformer_runtime.images import image_inputs, is_picture
@@ -40,6 +41,7 @@ class Inputs:
         self._readers = [Reader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
         self._images = image_inputs(manifest.preparation)
+        self._sound = audio_of(manifest)
 
     @property
     def output_tokenizer(self) -> str | None:
@@ -250,6 +252,8 @@ class Inputs:
             return ids
         if (images := self._images.get(spec.name)) is not None and is_picture(value):
             value = images.pixels(value)
+        if self._sound is not None and self._sound[0] == spec.name:
+            value = self._sound[1].made(value)
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:

@@ -128,17 +128,28 @@ class Extra(TensorSpec):
 
 
 @dataclass(frozen=True)
+class Follows:
+    """The size of an axis that a model makes of one of an input's, as convolutions do: of n it makes
+    (n - least) // stride + 1. of: the input's axis."""
+
+    of: str
+    least: int
+    stride: int
+
+
+@dataclass(frozen=True)
 class Encode:
     """The stage that runs once a request. Its outputs are the context of decode, or the results of the model.
 
     ragged: whether rows of different lengths may be run together, of a model that is run once; else padding would
-    change them, and only rows of one size are.
+    change them, and only rows of one size are. follows: what the outputs' axes that are no input's are, by name.
     """
 
     inputs: tuple[RequestInput, ...]
     outputs: tuple[TensorSpec, ...]
     extras: tuple[Extra, ...] = ()
     ragged: bool = False
+    follows: Mapping[str, Follows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -331,6 +342,7 @@ class Manifest:
                     tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
                     _extras(encode),
                     bool(encode.get("ragged", False)),
+                    {name: Follows(**how) for name, how in encode.get("follows", {}).items()},
                 ),
                 "decode": decode
                 and Decode(

@@ -36,10 +36,14 @@ from tformer_runtime.tasks import (
     Features,
     Filled,
     Filling,
+    Recognition,
     Span,
     Task,
+    Transcription,
+    generates,
     task_of,
 )
+from tformer_runtime.tasks.dictation import Dictation, Dictator
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
 
@@ -377,6 +381,29 @@ class Model:
         weights: Array = self._besides(sources, np.zeros(0, np.int64), (ATTENTION,))[ATTENTION]
         return weights, self._inputs.places(sources, weights.shape[-1])
 
+    def transcribe(self, sound: Any, **settings: Any) -> Transcription:
+        """What is said in a sound: the name of its file or its bytes, samples, or a pair of samples and their rate (see
+        `Audio.read`). settings: as of `transcribe_batch`.
+
+        Raises InputError, OptionError, MissingExtraError, and UnsupportedCallError for a model of another task.
+        """
+        return next(self.transcribe_batch([sound], 1, **settings))
+
+    def transcribe_batch(
+        self, sounds: Iterable[Any], batch_size: int = 8, workers: int = 1, first: int = 0, **settings: Any
+    ) -> Iterator[Transcription]:
+        """`transcribe` for any number of sounds, in their order, which are read as they are needed.
+
+        Of a model that scores each frame, timestamps: True or "word" for the time of each word, "char" of each
+        character; beam_size: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
+        have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
+        English; beam_size: hypotheses. Other arguments as of `predict`.
+        """
+        if self.manifest.decode is not None and not generates(self.manifest):
+            return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
+        self._task("transcribe", Recognition)
+        return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
+
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
@@ -436,6 +463,10 @@ class Model:
         """What a model that is run once is for; held, for some read the tokenizer."""
         return task_of(self.manifest)
 
+    @cached_property
+    def _dictator(self) -> Dictator:
+        return Dictator(self._generator, self.manifest)
+
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)
         if self.manifest.decode is None:
@@ -448,9 +479,10 @@ class Model:
         """The file's task. UnsupportedCallError if it has none, or none of that kind."""
         self._must_not_forecast(call)
         if self.manifest.decode is not None:
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) generates: it cannot {call}; call generate()"
+            does, instead = (
+                ("generates", "generate()") if generates(self.manifest) else (Dictation.does, Dictation.call)
             )
+            raise UnsupportedCallError(f"this model ({self.manifest.task}) {does}: it cannot {call}; call {instead}")
         task = self._only_task
         if not isinstance(task, kind):
             raise UnsupportedCallError(

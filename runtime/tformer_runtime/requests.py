@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.errors import InputError
-from tformer_runtime.manifest import RequestInput
+from tformer_runtime.manifest import Encode, RequestInput
 from tformer_runtime.session import Array
 
 Sizes = Mapping[str, int]  # name of an input's free axis → how long one row is there
@@ -19,6 +19,13 @@ def own_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> Si
     given = [(spec.shape[1:], sources[spec.name].shape) for spec in specs if spec.name in sources]
     sizes = ((axis, size) for axes, shape in given for axis, size in zip(axes, shape, strict=True))
     return {axis: size for axis, size in sizes if isinstance(axis, str)}
+
+
+def every_size(encode: Encode, sources: Mapping[str, Array]) -> Sizes:
+    """The same, and those of the outputs' axes that follow from them."""
+    sizes = dict(own_sizes(encode.inputs, sources))
+    made = {name: max(0, (sizes[f.of] - f.least) // f.stride + 1) for name, f in encode.follows.items()}
+    return {**sizes, **made}
 
 
 def lengths_of(

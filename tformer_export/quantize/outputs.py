@@ -28,6 +28,7 @@ from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
 from tformer_export.source.purpose import ANSWERS
 from tformer_export.verify import TOLERANCE, Gate
+from tformer_runtime.audio import TASK as RECOGNITION
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import OptionError, ParityError
 from tformer_runtime.manifest import Manifest, TensorSpec
@@ -168,7 +169,7 @@ def _reads_as_classes(manifest: Manifest) -> bool:
     assert manifest.encode is not None
     last = manifest.encode.outputs[0].shape[-1]
     vocabularies = {spec.vocabulary for spec in manifest.encode.inputs if spec.role == "ids"}
-    told = manifest.task.endswith("classification") or manifest.task == ANSWERS
+    told = manifest.task.endswith("classification") or manifest.task in (ANSWERS, RECOGNITION)
     return told or (isinstance(last, int) and last in vocabularies)
 
 

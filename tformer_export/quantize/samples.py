@@ -4,8 +4,8 @@ A line of `--calibration FILE` is a text that a model without an encoder goes on
 tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
 without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
 as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, or two with a tab between them, or the name of an image's file, from where the export runs, or JSON of
-its inputs, numbers where they are no ids.
+line is a text, or two with a tab between them, or the name of an image's or a sound's file, from where the export runs,
+or JSON of its inputs, numbers where they are no ids.
 """
 
 from __future__ import annotations

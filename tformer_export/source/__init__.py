@@ -8,6 +8,8 @@ source.hugging_face  a transformers model, in memory or in a folder, with its to
   purpose            which task its class is for
   once               its inputs, labels and own answers, if it is run once
   images             one that reads images: its image processor, or what is said of them
+  sounds             one that reads sound: its feature extractor and its vocabulary
+  dictation          one that reads sound and writes what it hears
   sentence_encoder   a folder of sentence-transformers: what follows the transformer
 source.module        any nn.Module with an example of its inputs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,10 @@ class Source:
     outcome: what the outputs of a model that is run once stand for. outputs: their names in the file, if `module` gives
     several, as a tuple. answer: its own way from a text, or a pair, cut to so many tokens, to its output without a
     batch axis, or, for tasks of `by_token`, to its result; by default its tokenizer and `module`. pairs: whether it
-    takes pairs of texts. preparation: how inputs are made of what a user has, such as pictures, by name.
+    takes pairs of texts. preparation: how inputs are made of what a user has, such as pictures or sounds, by name.
+    shortest: positions that an input has at least, where one is not enough, by name. written: the model's own way from
+    an output to a text; dictated: its own from samples to the ids that it writes, with times among them or without, of
+    each window at most so many.
     """
 
     module: nn.Module
@@ -55,6 +58,9 @@ class Source:
     pairs: bool = True
     series: Mapping[str, Any] | None = None
     preparation: Mapping[str, Preparation] = field(default_factory=dict)
+    shortest: Mapping[str, int] = field(default_factory=dict)
+    written: Callable[[torch.Tensor], str] | None = None
+    dictated: Callable[[Any, bool, int], list[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step not in self.example:
@@ -74,6 +80,11 @@ class Source:
         while isinstance(module, (Adapter, EncodeDecode, Pooled)):
             module = module.module
         return module
+
+    @property
+    def least(self) -> int:
+        """What sizes that are drawn go beyond; 0 where any will do."""
+        return max(self.shortest.values(), default=0)
 
     def ready(self) -> AbstractContextManager[None]:
         """The module in eval mode for a while."""

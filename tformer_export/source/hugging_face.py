@@ -16,10 +16,12 @@ from torch import nn
 from tformer_export.source.adapter import Adapter, chosen_output
 from tformer_export.source.base import Source, as_float32
 from tformer_export.source.derived import padding
+from tformer_export.source.dictation import from_transformers_that_writes
 from tformer_export.source.images import from_transformers_on_images, load_processor, with_processor
 from tformer_export.source.once import run_once, with_tokenizer
-from tformer_export.source.purpose import FEATURES, GENERATES, TRANSLATES, class_for, purpose_of
+from tformer_export.source.purpose import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
 from tformer_export.source.sentence_encoder import MODULES, length_limit, with_modules
+from tformer_export.source.sounds import SOUND, load_extractor, on_sound
 from tformer_export.source.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -54,10 +56,14 @@ def from_folder(
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
         module, found = _load(folder, task)
-        source = from_transformers(module, name=folder.resolve().name, task=found)
+        sound = module.main_input_name in SOUND and found not in (GENERATES, TRANSLATES)
+        beside = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
+        source = from_transformers(module, folder.resolve().name, found, *beside)
         if step not in (None, source.step):
             stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
             raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
+        if sound:
+            return source
         if source.step is None:
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
@@ -67,6 +73,10 @@ def from_folder(
         if source.chat_template is not None and source.tokenizers:
             source.chat_tokens = read_chat_tokens(folder)
     return source
+
+
+def _tokenizer(folder: Path) -> Any | None:
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
@@ -155,19 +165,27 @@ def _quiet_transformers() -> Iterator[None]:
             its.enable_progress_bar()
 
 
-def from_transformers(module: Any, name: str | None = None, task: str | None = None) -> Source:
+def from_transformers(
+    module: Any, name: str | None = None, task: str | None = None, extractor: Any = None, tokenizer: Any = None
+) -> Source:
     """Inputs of one that generates: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`,
     which is stepped over. For others see `once`. task: by default what transformers says that the class is for, and
-    generation for a class that it does not know.
+    generation for a class that it does not know. extractor, tokenizer: transformers' own, of a model that reads sound.
 
     A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
     """
     task = task or purpose_of(type(module)) or GENERATES
+    config, generation = module.config, getattr(module, "generation_config", None)
+    if task == RECOGNIZES and config.is_encoder_decoder:
+        special, defaults = _special(config, generation), _defaults(generation, 1, None)
+        name = name or type(module).__name__
+        return from_transformers_that_writes(module, name, extractor, tokenizer, special, defaults)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
         return from_transformers_on_images(module, task, name)
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name in SOUND:
+        return on_sound(module, task, name, extractor, tokenizer)
     if task not in (GENERATES, TRANSLATES):
         return run_once(module, task, name)
-    config, generation = module.config, getattr(module, "generation_config", None)
     ids = torch.arange(1, 7).reshape(2, 3) % 3
     example, masks = {"input_ids": ids}, {}
     step = "input_ids"

@@ -11,6 +11,7 @@ FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
 LABELS_TOKENS, ANSWERS, FILLS = "token-classification", "question-answering", "fill-mask"
 IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
 CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)  # tasks with one label or several for an input as a whole
+RECOGNIZES = "automatic-speech-recognition"
 TASKS = {  # automatic class → task; a class that several list is taken for the first
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
@@ -19,6 +20,8 @@ TASKS = {  # automatic class → task; a class that several list is taken for th
     "AutoModelForQuestionAnswering": ANSWERS,
     "AutoModelForMaskedLM": FILLS,
     "AutoModelForImageClassification": CLASSIFIES_IMAGES,
+    "AutoModelForCTC": RECOGNIZES,
+    "AutoModelForSpeechSeq2Seq": RECOGNIZES,
     "AutoModelForTextEncoding": FEATURES,
     "AutoModel": FEATURES,
 }

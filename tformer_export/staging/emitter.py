@@ -56,7 +56,8 @@ class CachedValue:
 
 @dataclass
 class Program:
-    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside its results."""
+    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside its results.
+    follows: as of the manifest's `Encode`."""
 
     module: GraphModule
     inputs: list[Port]
@@ -64,6 +65,7 @@ class Program:
     caches: list[CachedValue] = field(default_factory=list)
     ragged_chunks: bool = True
     extras: tuple[str, ...] = ()
+    follows: Mapping[str, manifest.Follows] = field(default_factory=dict)
 
 
 class Emitter:

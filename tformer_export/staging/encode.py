@@ -11,6 +11,7 @@ from tformer_export.capture import meta
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
 from tformer_export.staging.extras import Extra
+from tformer_export.staging.followers import followers
 from tformer_export.staging.levels import Level
 
 
@@ -47,7 +48,8 @@ class EncodeEmitter(Emitter):
         ]
         outputs += [Port(extra.name, meta(extra.node).dtype, extra.shape) for extra in extras]
         given = tuple(extra.name for extra in extras)
-        return Program(GraphModule(self.root, self.graph), self.inputs, outputs, extras=given)
+        follows = followers(captured, [meta(context.node) for context in wanted])
+        return Program(GraphModule(self.root, self.graph), self.inputs, outputs, extras=given, follows=follows)
 
     def _operand(self, argument: Node) -> Any:
         if isinstance(meta(argument), torch.SymInt):

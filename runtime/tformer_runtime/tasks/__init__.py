@@ -7,6 +7,8 @@ entities        labelled spans of a text
 features        a vector for each input, and how near inputs are by their vectors
 filling         what may stand where a text has a mask
 images          both of these, of images
+recognition     what is said in a sound, by scores of tokens at each of its frames
+dictation       the same by a model that writes it
 forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
 
 once            runs a model of one stage over any number of inputs, whatever its task
@@ -17,16 +19,19 @@ A task is added by a class like these, in `TASKS`: which names of tasks it serve
 and how its results are written.
 """
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.series import Series
 from tformer_runtime.tasks.answers import Answer, Answers
 from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
+from tformer_runtime.tasks.dictation import Dictation
 from tformer_runtime.tasks.entities import Entities, Span
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.filling import Candidate, Filled, Filling
 from tformer_runtime.tasks.forecasting import Forecasting
 from tformer_runtime.tasks.images import ImageClassifier, ImageFeatures
+from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
 
 TASKS: tuple[type[Task], ...] = (
     Classifier,
@@ -36,6 +41,8 @@ TASKS: tuple[type[Task], ...] = (
     Filling,
     ImageClassifier,
     ImageFeatures,
+    Recognition,
+    Dictation,
     Forecasting,
 )
 
@@ -45,8 +52,16 @@ def task_of(manifest: Manifest) -> Task:
     without a tokenizer, gives its outputs as they are, as features."""
     if Series.of(manifest) is not None:
         return Forecasting(manifest)
+    if manifest.decode is not None and manifest.task in Recognition.names:
+        return Dictation(manifest)
     kind = next((kind for kind in TASKS if manifest.task in kind.names), Features)
     return (Features if kind.of_texts and not manifest.tokenizer_of else kind)(manifest)
+
+
+def generates(manifest: Manifest) -> bool:
+    """Whether what a file is for is to generate: it decodes ids, and no task makes something else of them."""
+    decodes = manifest.decode is not None and not manifest.decode.features
+    return decodes and not (manifest.task in Recognition.names and audio_of(manifest) is not None)
 
 
 __all__ = [
@@ -56,12 +71,17 @@ __all__ = [
     "Candidate",
     "Classification",
     "Classifier",
+    "Dictation",
     "Entities",
     "Features",
     "Filled",
     "Filling",
     "Forecasting",
+    "Recognition",
+    "Segment",
     "Span",
     "Task",
+    "Transcription",
+    "generates",
     "task_of",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.audio import audio_of
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.images import image_inputs
 from tformer_runtime.manifest import ATTENTION, Manifest
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # the engine knows nothing of tasks, nor they of it
 Array = npt.NDArray[Any]
 Outputs = Sequence[Array]  # of the model, for one request, without batch axis and without padding
 TRUNCATE = "truncate"
+READ = "What is read"  # heading of options
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Task(ABC):
     def every_flag(cls) -> dict[str, dict[str, Flag]]:
         """Its own, and those that all tasks have."""
         own = {heading: dict(flags) for heading, flags in cls.flags.items()}
-        return {**own, "What is read": dict(_READING), "Beside the results": dict(_BESIDE)}
+        return {**own, READ: dict(_READING), "Beside the results": dict(_BESIDE)}
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What was asked of the results, checked: OptionError for a value that cannot be."""
@@ -109,9 +111,13 @@ class Task(ABC):
         """A result as one JSON object."""
 
     def read(self, line: str, ids: bool) -> Input:
-        """The input that a line stands for: a text or the name of an image's file, two with a tab between them, ids
-        between spaces where that is asked for, or JSON for a model without a tokenizer, of which it may be an array or
-        an object of arrays."""
+        """The input that a line stands for: a text or the name of an image's file, two with a tab between them, a sound's
+        file, ids between spaces where that is asked for, or JSON for a model without a tokenizer, of which it may be an
+        array or an object of arrays."""
+        if audio_of(self.manifest) is not None:
+            if ids:
+                raise InputError("the model reads sounds, not ids: leave out --ids")
+            return line
         encode = self.manifest.encode
         wanted = [spec for spec in encode.inputs if spec.role in ("ids", "data")] if encode else []
         image = len(wanted) == 1 and wanted[0].name in image_inputs(self.manifest.preparation)

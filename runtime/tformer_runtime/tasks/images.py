@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import READ, Task
 from tformer_runtime.tasks.classification import Classifier
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.flags import Flag
@@ -13,7 +13,7 @@ class _OfImages(Task):
 
     @classmethod
     def every_flag(cls) -> dict[str, dict[str, Flag]]:
-        return {heading: dict(flags) for heading, flags in cls.flags.items()}
+        return {heading: flags for heading, flags in super().every_flag().items() if heading != READ}
 
 
 class ImageClassifier(_OfImages, Classifier):

@@ -18,7 +18,7 @@ from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, TformerError
 from tformer_runtime.record import cut_to
-from tformer_runtime.requests import own_sizes
+from tformer_runtime.requests import every_size
 from tformer_runtime.session import Array
 from tformer_runtime.tasks.base import Outputs, Reading
 from tformer_runtime.tasks.windows import WINDOW, in_windows
@@ -144,6 +144,6 @@ def _run(engine: Engine, rows: Sequence[_Row], keep: Keep) -> None:
         return
     values = [(spec.shape[1:], given[spec.name].numpy()) for spec in encode.outputs]
     for at, row in enumerate(rows):
-        sizes = own_sizes(encode.inputs, row.sources)
+        sizes = every_size(encode, row.sources)
         own = keep([cut_to(sizes, shape, value[at]) for shape, value in values], row.sources)
         row.outputs = [np.array(value) for value in own]  # copies: a slice would hold the outputs of the whole batch

@@ -17,7 +17,8 @@ NAMES = {
     "Answer", "AsyncModel", "Candidate", "Classification", "DeadlineError", "DeviceError",
     "GenerationOptions", "InputError", "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
-    "SourceError", "Span", "Speculation", "TformerError", "Timing", "UnsupportedCallError", "UnsupportedModelError",
+    "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription", "UnsupportedCallError",
+    "UnsupportedModelError",
     "__version__",
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from tformer_export.source.tokenizer.read import (
     read_chat_tokens,
     read_encoder_tokenizer,
     read_tokenizers,
+    read_writing_tokenizer,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "read_chat_tokens",
     "read_encoder_tokenizer",
     "read_tokenizers",
+    "read_writing_tokenizer",
 ]

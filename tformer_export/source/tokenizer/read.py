@@ -55,6 +55,17 @@ def read_encoder_tokenizer(tokenizer: Any) -> tuple[str, Any]:
     return _text(original, form, differs), original.tokenizer
 
 
+def read_writing_tokenizer(tokenizer: Any, below: int | None) -> str:
+    """Of a transformers tokenizer: text in tokenizers' JSON format that writes ids as it does. below: ids from here on
+    are no text, whatever it writes for them. SourceError where none can be made."""
+    original = Original(tokenizer)
+    _check_vocabulary(original)
+    if below is not None:
+        original.ids = [i for i in original.ids if i < below]
+    form, differs = _agreeing(original, reads=False, writes=True)
+    return _text(original, form, differs)
+
+
 def read_chat_template(folder: Path) -> str | None:
     """The Jinja text that makes a prompt of a conversation: chat_template.jinja, or in tokenizer_config.json."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"

@@ -1,0 +1,247 @@
+"""Models that score tokens at each frame of a sound, from a folder to text: against transformers' feature extractor,
+module and tokenizer, one sound at a time.
+
+Each is exported once. What is expected is made by transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
+
+from tformer_export import export
+from tformer_export.hearing import check_sounds
+from tformer_export.source import load_source
+from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
+from tformer_runtime.engine import Engine
+from tformer_runtime.manifest import Outcome
+from tformer_runtime.tasks import Recognition
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+
+from running import failed, run
+
+VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", "|", "E", "T", "A", "O", "N", "I", "H", "S", "R"]
+SHAPE = dict(
+    vocab_size=len(VOCABULARY) + 1, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+    conv_dim=(16, 16), conv_kernel=(10, 12), conv_stride=(5, 8), num_feat_extract_layers=2,
+    num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, initializer_range=0.4, pad_token_id=0,
+)  # fmt: skip
+MODELS = {
+    # the first convolution is normalised over time: padding changes a row, and no mask is taken
+    "group": lambda: transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SHAPE, feat_extract_norm="group")),
+    "layer": lambda: transformers.HubertForCTC(
+        transformers.HubertConfig(**SHAPE, feat_extract_norm="layer", do_stable_layer_norm=True, conv_bias=True)
+    ),
+    "layer before": lambda: transformers.Wav2Vec2ForCTC(
+        transformers.Wav2Vec2Config(**SHAPE, feat_extract_norm="layer")
+    ),
+}
+
+
+def sound(seconds, seed=0, rate=16000):
+    random, time = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
+    tones = sum(np.sin(2 * np.pi * p * time) * np.sin(7 * time + p) for p in random.uniform(100, 3000, 5))
+    return (0.1 * tones + 0.05 * random.standard_normal(len(time))).astype(np.float32)
+
+
+SOUNDS = [sound(0.31, 1), sound(1.0, 2), sound(0.052, 3), sound(0.7, 4)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name → folder, file, model and processor."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name) / "folder"
+        torch.manual_seed(3)
+        model = MODELS[name]().eval()
+        with torch.no_grad():
+            model.lm_head.bias[0] += 1.0  # some frames are blank
+        model.save_pretrained(folder)
+        (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(VOCABULARY)}))
+        tokenizer = Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
+        extractor = Wav2Vec2FeatureExtractor(do_normalize=True, return_attention_mask=name != "group")
+        processor = Wav2Vec2Processor(extractor, tokenizer)
+        processor.save_pretrained(folder)
+        report = export(load_source(folder), folder.parent / "speech.onnx")
+        return folder, folder.parent / "speech.onnx", model, processor, report
+
+    return make
+
+
+def written(*arguments):
+    """Standard output's lines."""
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def theirs(model, processor, sound):
+    """Logits, text, and offsets of words and characters."""
+    given = processor(sound, sampling_rate=16000, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**given).logits[0]
+    ids = logits.argmax(-1)[None]
+    found = processor.batch_decode(ids, output_word_offsets=True, output_char_offsets=True)
+    assert processor.batch_decode(ids) == found.text
+    return logits.numpy(), found.text[0], found.word_offsets[0], found.char_offsets[0]
+
+
+def timed(offsets, name, model):
+    step = model.config.inputs_to_logits_ratio / 16000
+    return [(o[name], pytest.approx(o["start_offset"] * step), pytest.approx(o["end_offset"] * step)) for o in offsets]
+
+
+@pytest.mark.parametrize("name", ["group", "layer", pytest.param("layer before", marks=pytest.mark.thorough)])
+def test_transcriptions_are_transformers_own(made, name):
+    _, path, model, processor, report = made(name)
+    expected = [theirs(model, processor, sound) for sound in SOUNDS]
+    assert len({text for _, text, _, _ in expected}) == len(SOUNDS)  # they say something, each another thing
+    assert report.parity.raw.sounds == 3
+    assert report.parity.raw.relative < 1e-4
+    loaded = Model.load(path)
+    for batch_size, workers in ((8, 1), (1, 1), (2, 2)):
+        words = list(loaded.transcribe_batch(SOUNDS, batch_size, workers, timestamps=True))
+        assert [result.text for result in words] == [text for _, text, _, _ in expected]
+        for result, (logits, _, offsets, _) in zip(words, expected, strict=True):
+            assert [(s.text, s.start, s.end) for s in result.segments] == timed(offsets, "word", model)
+            assert result.score == pytest.approx(
+                float(torch.from_numpy(logits).log_softmax(-1).max(-1).values.sum()), rel=1e-3
+            )
+    for sound, (_, text, _, offsets) in zip(SOUNDS, expected, strict=True):
+        result = loaded.transcribe(sound, timestamps="char")
+        assert result.text == text
+        assert [(s.text, s.start, s.end) for s in result.segments] == timed(offsets, "char", model)
+
+
+def test_rows_are_padded_only_where_that_is_hidden(made):
+    assert not Model.load(made("group")[1]).manifest.encode.ragged
+    assert Model.load(made("layer")[1]).manifest.encode.ragged
+    follows = next(iter(Model.load(made("layer")[1]).manifest.encode.follows.values()))
+    assert (follows.of, follows.least, follows.stride) == ("input_values_length", 65, 40)
+
+
+def test_a_beam_is_at_least_as_likely(made):
+    _, path, model, processor, _ = made("layer")
+    loaded = Model.load(path)
+    for sound in SOUNDS:
+        logits = theirs(model, processor, sound)[0]
+        logprobs = torch.from_numpy(logits).log_softmax(-1)[:, None]
+        found = {size: loaded.transcribe(sound, beam_size=size, timestamps=True) for size in (1, 64)}
+
+        def likely(ids, logprobs=logprobs):
+            """By torch's own sum over paths."""
+            return -torch.nn.functional.ctc_loss(
+                logprobs, torch.tensor([ids]), (len(logprobs),), (len(ids),), reduction="sum"
+            ).item()
+
+        greedy, wide = (likely(found[size].token_ids) for size in (1, 64))
+        assert wide >= greedy - 1e-3
+        assert found[64].score <= wide + 1e-3
+        assert "".join(s.text for s in found[64].segments) == found[64].text.replace(" ", "")
+        assert all(a.end <= b.start for a, b in zip(found[64].segments, found[64].segments[1:], strict=False))
+
+
+def test_on_the_command_line(made, tmp_path):
+    _, path, model, processor, _ = made("layer")
+    names = [tmp_path / f"{i}.wav" for i in range(3)]
+    for name, sound in zip(names, SOUNDS, strict=False):
+        soundfile.write(name, sound, 16000, subtype="FLOAT")
+    expected = [theirs(model, processor, sound) for sound in SOUNDS[:3]]
+    lines = written(path, *names)
+    assert lines == [text for _, text, _, _ in expected]
+    objects = [json.loads(line) for line in written(path, *names, "--json", "--timestamps")]
+    assert [o["text"] for o in objects] == lines
+    assert [o["input"] for o in objects] == list(map(str, names))
+    words = [[s["text"] for s in o.get("segments", [])] for o in objects]
+    assert words == [[o["word"] for o in offsets] for _, _, offsets, _ in expected]
+    first = [line.split("\t") for line in written(path, names[0], "--timestamps")]
+    assert [word for _, _, word in first] == words[0]
+    both = [line.split("\t") for line in written(path, *names, "--timestamps", "--beam-size", "1")]
+    assert {line[0] for line in both} <= set(map(str, names))
+    assert len(both) == sum(map(len, words))
+
+
+def test_what_cannot_be_is_refused(made, tmp_path):
+    path = made("group")[1]
+    model = Model.load(path)
+    soundfile.write(tmp_path / "short.wav", SOUNDS[0][:30], 16000)
+    assert "30 samples long" in failed(run(path, tmp_path / "short.wav"))
+    assert "none.wav cannot be read" in failed(run(path, "none.wav"))
+    assert "transcribes speech" in failed(run(path, "a.wav", "--temperature", "1"), status=2)
+    assert "not ids" in failed(run(path, "1 2", "--ids"))
+    with pytest.raises(InputError, match="input 2: the sound is empty"):
+        list(model.transcribe_batch([SOUNDS[0], np.zeros(0, np.float32)]))
+    with pytest.raises(OptionError, match="timestamps is True, 'word' or 'char'"):
+        model.transcribe(SOUNDS[0], timestamps="sentence")
+    with pytest.raises(OptionError, match="beam_size must be a whole number"):
+        model.transcribe(SOUNDS[0], beam_size=0)
+    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
+        model.classify([SOUNDS[0]])
+
+
+def test_a_model_in_memory_in_integers(made, tmp_path):
+    """With its processor, fitted to files of sounds; what quantisation changes is told by the tokens of frames."""
+    _, _, model, processor, _ = made("layer")
+    names = [tmp_path / f"{i}.wav" for i in range(8)]
+    for i, name in enumerate(names):
+        soundfile.write(name, sound(0.2, 10 + i), 16000)
+    (tmp_path / "names.txt").write_text("\n".join(map(str, names)))
+    report = export(
+        model, tmp_path / "int8.onnx", tokenizer=processor, quantize="int8", calibration=tmp_path / "names.txt"
+    )
+    assert not any(part.training for part in model.modules())
+    assert report.degradation.quality.agreement > 0.9
+    assert "keep their class" in dict(report.rows())["quantised"]
+    found = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
+    own = theirs(model, processor, SOUNDS[1])[1]
+    assert difflib.SequenceMatcher(None, found, own, autojunk=False).ratio() > 0.9
+
+
+def test_without_a_vocabulary_there_are_ids(made):
+    _, path, model, processor, _ = made("group")
+    manifest = Model.load(path).manifest
+    task = Recognition(replace(manifest, outcome=Outcome(settings={"blank": 0})))
+    logits = theirs(model, processor, SOUNDS[0])[0]
+    result = task.result([logits], task.settings({}))
+    best = logits.argmax(-1)
+    kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
+    assert result.text == ""
+    assert list(result.token_ids) == kept[kept != 0].tolist()
+    with pytest.raises(OptionError, match="the file has no vocabulary"):
+        task.settings({"timestamps": True})
+
+
+def test_an_extractor_that_does_something_else_is_refused(made, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(made("group")[0], tmp_path / "folder")
+    (folder / "processor_config.json").unlink()
+    transformers.SeamlessM4TFeatureExtractor().save_pretrained(folder)
+    with pytest.raises(SourceError, match="does something else than normalise samples"):
+        load_source(folder)
+
+
+def test_a_source_that_hears_something_else_is_refused(made):
+    folder, path, *_ = made("layer")
+    source, engine = load_source(folder), Engine(path)
+    assert check_sounds(source, engine, 1e-3).count == 3
+    louder = replace(source, answer=lambda sample, most: source.answer(sample, most) * 1.01)
+    with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, beside others, differs"):
+        check_sounds(louder, engine, 1e-3)
+    other = replace(source, written=lambda logits: "something else")
+    with pytest.raises(ParityError, match="and its source's 'something else'"):
+        check_sounds(other, engine, 1e-3)

@@ -1,0 +1,148 @@
+"""From files and samples to what a model reads: against transformers' feature extractors, and sounds written here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import soundfile
+from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
+
+from tformer_runtime.audio import LOG_MEL, Audio
+from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError
+from tformer_runtime.manifest import Preparation
+
+WAVE = Audio(rate=16000, shortest=50)
+MEL = Audio(rate=16000, features=LOG_MEL, mels=80, window=400, hop=160, highest=8000.0, samples=480000)
+
+
+def speech(seconds, rate=16000, seed=0):
+    """Tones that glide, come and go, and noise."""
+    random, time = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
+    sound = 0.01 * random.standard_normal(len(time))
+    for pitch in (110, 330, 1300, 2900):
+        sound += (
+            0.2 * np.sin(2 * np.pi * (pitch + 40 * np.sin(3 * time)) * time) * np.maximum(0, np.sin(5 * time + pitch))
+        )
+    return sound.astype(np.float32)
+
+
+SOUNDS = {
+    "speech": speech(3.7),
+    "silence": np.zeros(8000, np.float32),
+    "noise": np.random.default_rng(1).uniform(-1, 1, 20011).astype(np.float32),
+    "one sample": np.ones(1, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+@pytest.mark.parametrize("mels", [80, 128])
+def test_spectrograms_are_those_of_the_feature_extractor(name, mels):
+    theirs = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
+    own = replace(MEL, mels=mels).made(SOUNDS[name])
+    assert own.shape == (mels, 3000)
+    assert own.dtype == np.float32
+    np.testing.assert_allclose(own, theirs.input_features[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("window", [400, 256])
+def test_spectrograms_of_other_sizes_and_of_long_sounds(window):
+    extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1, hop_length=100, n_fft=window)
+    audio = replace(MEL, mels=12, window=window, hop=100, samples=16000)
+    for sound in (speech(0.4), speech(1.0), speech(2.7137)):
+        how = "longest" if len(sound) > 16000 else "max_length"
+        theirs = extractor(sound, sampling_rate=16000, return_tensors="np", truncation=False, padding=how)
+        np.testing.assert_allclose(audio.spectrogram(sound), theirs.input_features[0], atol=1e-4, rtol=0)
+
+
+def test_waveforms_are_normalised_as_by_the_feature_extractor():
+    for normalize in (True, False):
+        extractor = Wav2Vec2FeatureExtractor(do_normalize=normalize)
+        for sound in SOUNDS.values():
+            theirs = extractor(sound + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
+            own = Audio(normalize=normalize).made(sound + np.float32(0.3))
+            np.testing.assert_allclose(own, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error"),
+    [("a.wav", "PCM_16", 4e-5), ("a.wav", "PCM_24", 2e-7), ("a.wav", "FLOAT", 0), ("a.flac", "PCM_16", 4e-5)],
+)
+def test_files(tmp_path, name, kind, error):
+    sound = speech(0.5)
+    soundfile.write(tmp_path / name, sound, 16000, subtype=kind)
+    for given in (tmp_path / name, str(tmp_path / name), (tmp_path / name).read_bytes()):
+        np.testing.assert_allclose(WAVE.read(given), sound, atol=error, rtol=0)
+
+
+def test_channels_are_averaged_and_integers_scaled(tmp_path):
+    left, right = speech(0.5, seed=1), speech(0.5, seed=2)
+    both = np.stack([left, right], 1)
+    soundfile.write(tmp_path / "both.wav", both, 16000, subtype="FLOAT")
+    for given in (tmp_path / "both.wav", both, (both, 16000)):
+        np.testing.assert_allclose(WAVE.read(given), (left + right) / 2, atol=1e-7)
+    integers = np.round(left * 32767).astype(np.int16)
+    np.testing.assert_allclose(WAVE.read(integers), integers / 32768, atol=1e-7)
+    np.testing.assert_allclose(WAVE.read(list(map(float, left))), left, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [8000, 44100, 48000])
+def test_other_rates_are_resampled(tmp_path, rate):
+    def tone(rate):
+        return (0.5 * np.sin(2 * np.pi * 1000 * np.arange(rate) / rate)).astype(np.float32)
+
+    soundfile.write(tmp_path / "tone.wav", tone(rate), rate, subtype="FLOAT")
+    for given in (tmp_path / "tone.wav", (tone(rate), rate)):
+        found = WAVE.read(given)
+        assert len(found) == 16000
+        np.testing.assert_allclose(found[500:-500], tone(16000)[500:-500], atol=1e-3)
+
+
+def test_without_a_resampler_both_rates_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "soxr" else object())
+    with pytest.raises(MissingExtraError, match=r"44100 samples a second and the model reads 16000.*tformer\[audio\]"):
+        WAVE.read((speech(0.5), 44100))
+
+
+def test_without_soundfile_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"needs soundfile: pip install 'tformer\[audio\]'"):
+        WAVE.read(tmp_path / "a.wav")
+
+
+def test_what_is_no_sound_is_refused(tmp_path):
+    (tmp_path / "text.wav").write_text("no sound at all")
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0, np.float32), 16000)
+    whole = tmp_path / "whole.flac"
+    soundfile.write(whole, speech(1.0), 16000)
+    (tmp_path / "cut.flac").write_bytes(whole.read_bytes()[:30])
+    gap = speech(0.5)
+    gap[800] = np.nan
+    refused = {
+        "there is no such file": tmp_path / "none.wav",
+        "text.wav is not a sound": tmp_path / "text.wav",
+        "cut.flac is not a sound": tmp_path / "cut.flac",
+        "empty.wav is empty": tmp_path / "empty.wav",
+        "the sound is empty": [],
+        r"no number, \[nan\] at 0.050 s": gap,
+        "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
+        r"these are \(2, 800\): turn them round": np.zeros((2, 800), np.float32),
+        r"samples, .* not ndarray of <U4": np.array("text"),
+        "integers of 16 or 32 bits, not": np.zeros(800, np.int64),
+        "a rate of 0 samples": (speech(0.5), 0),
+    }
+    for sentence, given in refused.items():
+        with pytest.raises(InputError, match=sentence):
+            WAVE.read(given)
+    with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
+        MEL.made(speech(31.0))
+
+
+def test_what_a_file_holds_is_read_again():
+    assert Audio.of(MEL.preparation) == MEL
+    for numbers in ({"rate": "fast"}, {"features": "smell"}, {"loud": 1}, {"features": LOG_MEL, "mels": 0}):
+        with pytest.raises(ModelFileError, match="damaged"):
+            Audio.of(Preparation("audio", numbers))
