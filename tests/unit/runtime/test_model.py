@@ -239,7 +239,7 @@ def test_a_bad_input_among_many_is_named(both):
         with pytest.raises(InputError, match=r"^input 3: 'é'"):
             next(results)
     for wrong in ({"batch_size": 0}, {"workers": 0}):
-        with pytest.raises(OptionError, match="must be at least 1, not 0"):
+        with pytest.raises(OptionError, match="must be a whole number of at least 1, not 0"):
             model.generate_batch(["a"], **wrong)
 
 
