@@ -111,9 +111,9 @@ class Task(ABC):
         """A result as one JSON object."""
 
     def read(self, line: str, ids: bool) -> Input:
-        """The input that a line stands for: a text or the name of an image's file, two with a tab between them, a sound's
-        file, ids between spaces where that is asked for, or JSON for a model without a tokenizer, of which it may be an
-        array or an object of arrays."""
+        """The input that a line stands for: a text or an image's file, two with a tab between them, a sound's file,
+        ids between spaces where that is asked, or JSON for a model without a tokenizer, of which it
+        may be an array or an object of arrays."""
         if audio_of(self.manifest) is not None:
             if ids:
                 raise InputError("the model reads sounds, not ids: leave out --ids")
