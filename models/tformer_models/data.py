@@ -1,5 +1,4 @@
-"""Pairs of sequences, or rows with labels, and the batches that training sees: a function of seed and step, so that runs
-can be resumed."""
+"""Pairs of sequences or rows with labels, in batches that follow from seed and step, so that runs can be resumed."""
 
 from __future__ import annotations
 
