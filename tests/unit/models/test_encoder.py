@@ -1,5 +1,4 @@
-"""Sentence encoder, classifier and language model: what PyTorch's own layers compute with the same weights, and nothing of
-padding in it."""
+"""Sentence encoder, classifier and language model: what PyTorch's own layers compute, and nothing of padding."""
 
 import math
 

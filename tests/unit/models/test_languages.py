@@ -1,4 +1,4 @@
-"""Languages of Django's messages: which texts there are, on which side, and how classifiers of them are trained and counted."""
+"""Languages of Django's messages: the sides, and how classifiers of them are trained, asked and counted."""
 
 import json
 
@@ -89,9 +89,7 @@ def test_a_classifier_learns_and_the_checkpoint_says_all(tmp_path):
 
 
 def test_a_metric_of_something_else_is_refused(tmp_path):
-    with pytest.raises(
-        OptionError, match="rows of ids with labels, whose metrics are loss, accuracy: not forecast_error"
-    ):
+    with pytest.raises(OptionError, match="with labels, whose metrics are loss, accuracy: not forecast_error"):
         train(recipe(monitor="forecast_error"), tmp_path / "run")
 
 
