@@ -75,7 +75,7 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
     with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript"), _translated_errors():
         warnings.simplefilter("ignore")
         undivided = traced()
-        undivided.run_decompositions = lambda *_, **__: undivided  # type: ignore[method-assign]
+        undivided.run_decompositions = lambda *_, **__: undivided
         try:
             return translated(undivided)
         except Exception:  # they have no common base

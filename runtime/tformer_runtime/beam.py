@@ -10,9 +10,11 @@ are lowered (diverse beam search, Vijayakumar et al. 2016).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from tformer_runtime.constrain import Guide
 from tformer_runtime.device import Chosen
@@ -23,81 +25,134 @@ from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hyp
 
 _MORE = 16  # generated ids that there is room for at first
 
+Bools = npt.NDArray[np.bool_]
+
+
+class _Histories:
+    """What each row has generated, of all tasks in the same arrays, so that a step costs a few operations for all.
+
+    ids, logprobs: (rows, room), of which `lengths` (rows,) are a row's own. scores: (rows,) summed log-probabilities,
+    as rules left them.
+    """
+
+    def __init__(self) -> None:
+        self.ids: Ints = np.zeros((0, _MORE), np.int64)
+        self.logprobs: Floats = np.zeros((0, _MORE), np.float32)
+        self.lengths: Ints = np.zeros(0, np.int64)
+        self.scores: Floats = np.zeros(0, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def add(self, count: int) -> None:
+        """Rows that have generated nothing, behind those that are there."""
+        more = ((0, count), (0, 0))
+        self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
+        self.lengths, self.scores = np.pad(self.lengths, more[0]), np.pad(self.scores, more[0])
+
+    def take(self, rows: Ints) -> None:
+        """Row i becomes what row rows[i] was."""
+        self.ids, self.logprobs = self.ids[rows], self.logprobs[rows]
+        self.lengths, self.scores = self.lengths[rows], self.scores[rows]
+
+    def append(self, tokens: Ints, gains: Floats, scores: Floats) -> None:
+        """A token more for every row, with its log-probability, and the sum up to it. All are (rows,)."""
+        room = self.ids.shape[1]
+        if len(self) and int(self.lengths.max()) == room:
+            more = ((0, 0), (0, room))
+            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
+        row = np.arange(len(self))
+        self.ids[row, self.lengths], self.logprobs[row, self.lengths] = tokens, gains
+        self.lengths = self.lengths + 1
+        self.scores = scores
+
 
 class _Beams:
-    """One group of a task's beams: what each has so far, and where its logits are.
+    """One group of a task's beams: which rows they are, and how many tokens each has generated.
 
-    rows: (beams,) of the logits. ids: (beams, room), the prompt and `length` generated ids. scores: (beams,) summed
-    log-probabilities, as rules left them. done: the hypotheses, best first.
+    guides, alternatives: of each beam, where the task has a grammar, or tells what else was likely. chosen: the tokens
+    of the latest step, if other groups ask for them. done: the hypotheses, best first.
     """
 
     def __init__(self, task: Task, count: int, row: int) -> None:
+        settings = task.settings
         self.task, self.count, self.length, self.over = task, count, 0, False
-        self.rows = np.array([row])
-        self.ids = np.zeros((1, len(task.prompt) + _MORE), np.int64)
-        self.ids[0, : len(task.prompt)] = task.prompt
-        self.scores = np.zeros(1, np.float32)  # one beam until the first tokens are known
-        self.logprobs = np.zeros((1, _MORE), np.float32)
-        self.alternatives: list[tuple[Alternatives, ...]] = [()]
-        self.guides: list[Guide | None] = [task.guide]
-        self.chosen: list[int] = []  # the tokens of the latest step
+        self.rows = np.array([row])  # one beam until the first tokens are known
+        self.guides = [task.guide] if task.guide is not None else []
+        self.alternatives: list[tuple[Alternatives, ...]] = [()] if settings.top_logprobs else []
+        self.chosen: list[int] = []
         self.done: list[Hypothesis] = []
+        self.most = max(1, math.floor(count * settings.patience + 0.5))  # hypotheses
+        self.watched = task.cuts is not None or task.guide is not None or settings.top_logprobs > 0
 
     @property
     def width(self) -> int:
-        return len(self.scores)
+        return len(self.rows)
 
-    def so_far(self, beam: int) -> Ints:
-        return self.ids[beam, : len(self.task.prompt) + self.length]
-
-    def continue_from(self, parents: Ints, tokens: Ints, scores: Floats, gains: Floats, places: Ints) -> None:
-        """Beam i becomes what beam parents[i] was, with a token more. places: the rows of the next logits."""
-        end = len(self.task.prompt) + self.length
-        self.ids, self.logprobs = self.ids[parents], self.logprobs[parents]
-        if end == self.ids.shape[1]:
-            self.ids = np.pad(self.ids, ((0, 0), (0, end)))
-        if self.length == self.logprobs.shape[1]:
-            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, self.length)))
-        self.ids[:, end], self.logprobs[:, self.length] = tokens, gains
-        self.scores, self.rows, self.chosen = scores, places, tokens.tolist()
-        self.length += 1
-        self.guides = [self.accepted(p, t) for p, t in zip(parents.tolist(), self.chosen, strict=True)]
-
-    def accepted(self, parent: int, token: int) -> Guide | None:
-        guide = self.guides[parent]
-        if guide is not None:
-            guide = guide.copy()
-            guide.accept(token)
+    def accepted(self, parent: int, token: int) -> Guide:
+        guide = self.guides[parent].copy()
+        guide.accept(token)
         return guide
+
+    def can_improve(self, lead: float) -> bool:
+        """Whether the beams may still better the hypotheses. lead: the best beam's summed log-probability."""
+        settings = self.task.settings
+        if len(self.done) < self.most:
+            return True
+        if settings.early_stopping is True:
+            return False
+        longest = settings.early_stopping == "never" and settings.length_penalty > 0
+        reach = self.task.most if longest else self.length + 1
+        return bool(np.float32(lead) / np.float32(reach**settings.length_penalty) > np.float32(self.done[-1].score))
+
+
+@dataclass
+class _Ranked:
+    """The best continuations of some groups, each (groups, wide): summed scores, the beams that they continue and their
+    rows, tokens and their log-probabilities, and which of them are possible, and end."""
+
+    top: Floats
+    beams: Ints
+    rows: Ints
+    tokens: Ints
+    gains: Floats
+    possible: Bools
+    ended: Bools
 
 
 class BeamSearch:
-    """Tasks that keep the same number of beams. Cost of a step: two passes over the logits, and some tens of
-    microseconds a task; rules and grammars add theirs for each beam."""
+    """Tasks that keep the same number of beams. Cost of a step: two passes over the logits, some operations on what all
+    rows have generated, and a microsecond or two a task; stop strings, rules and grammars add theirs for each beam."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self._beams: dict[Task, list[_Beams]] = {}
-        self.width = 0
+        self._held = _Histories()
+
+    @property
+    def width(self) -> int:
+        return len(self._held)
 
     def add(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
+        for row, task in enumerate(tasks, self.width):
             groups, beams = task.settings.beam_groups, task.settings.beam_size
             self.tasks.append(task)
-            self._beams[task] = [_Beams(task, beams // groups, self.width) for _ in range(groups)]
-            self.width += 1
+            self._beams[task] = [_Beams(task, beams // groups, row) for _ in range(groups)]
+        self._held.add(len(tasks))
 
     def drop(self, over: Callable[[Task], bool]) -> Ints:
         self._forget(over)
-        stays = np.unique([row for group in self._live() for row in group.rows.tolist()]).astype(np.int64)
+        rows = [group.rows for group in self._live()]
+        stays = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
         for group in self._live():
             group.rows = np.searchsorted(stays, group.rows)
-        self.width = len(stays)
+        self._held.take(stays)
         return stays
 
     def renumber(self, rows: Ints) -> None:
         for group in self._live():
             group.rows = rows[group.rows]
+        self._held.take(np.argsort(rows))
 
     def advance(
         self,
@@ -107,49 +162,50 @@ class BeamSearch:
     ) -> tuple[Ints, Ints]:
         logits = logits.copy() if isinstance(logits, Chosen) else logits
         norms = log_normalizer(logits)
-        for group in (group for groups in self._beams.values() for group in groups if group.over):
-            group.chosen = []
-        parents: list[Ints] = []
-        tokens: list[Ints] = []
-        count = 0
+        rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        gains, scores = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+        first = 0
         for level in range(max((len(groups) for groups in self._beams.values()), default=0)):
-            alike: dict[tuple[int, int], list[_Beams]] = {}
-            for groups in self._beams.values():
-                if level < len(groups) and not groups[level].over and not groups[level].task.over:
-                    group = groups[level]
-                    alike.setdefault((group.width, group.count * max(2, 1 + len(group.task.ends))), []).append(group)
-            for (_, wide), those in alike.items():
-                for group, top, beams, ids in zip(those, *self._ranked(those, level, wide, logits, norms), strict=True):
-                    try:
-                        found = self._step(group, top, beams, ids, logits, norms, count, trails)
-                    except Exception as error:  # of the task's own stop strings or grammar: it ends alone
-                        group.task.error = error
-                        continue
-                    if found is not None:
-                        parents.append(found[0])
-                        tokens.append(found[1])
-                        count += len(found[0])
+            for wide, groups in self._alike(level):
+                ranked = self._ranked(groups, level, wide, logits, norms)
+                going, picks = self._continue(groups, ranked, logits, norms, trails, first)
+                rows.append(ranked.rows[going, picks])
+                tokens.append(ranked.tokens[going, picks])
+                gains.append(ranked.gains[going, picks])
+                scores.append(ranked.top[going, picks])
+                first += len(going)
         for task, groups in self._beams.items():
             if not task.over and all(group.over for group in groups):
                 self._finish(task, groups)
-        nothing = np.zeros(0, np.int64)
-        rows = np.concatenate([nothing, *parents])
-        new = np.concatenate([nothing, *tokens])
-        self.width = count
+        parents, new = np.concatenate(rows), np.concatenate(tokens)
+        self._held.take(parents)
+        self._held.append(new, np.concatenate(gains), np.concatenate(scores))
         if any(task.over for task in self.tasks):
             stays = self.drop(lambda task: task.over)
-            rows, new = rows[stays], new[stays]
-        return rows, new
+            parents, new = parents[stays], new[stays]
+        return parents, new
 
-    def _ranked(
-        self, groups: list[_Beams], level: int, wide: int, logits: Floats, norms: Floats
-    ) -> tuple[Floats, Ints, Ints]:
-        """The `wide` best continuations of each group: summed scores, beams, tokens.
+    def _alike(self, level: int) -> Iterator[tuple[int, list[_Beams]]]:
+        """The groups of that number that can be ranked together, and how many continuations of each."""
+        found: dict[tuple[int, int, tuple[int, ...]], list[_Beams]] = {}
+        for groups in self._beams.values():
+            if level >= len(groups) or groups[level].task.over:
+                continue
+            group = groups[level]
+            group.chosen = []
+            if not group.over:
+                found.setdefault((group.width, group.count, group.task.ends), []).append(group)
+        for (_, count, ends), alike in found.items():
+            yield count * max(2, 1 + len(ends)), alike
+
+    def _ranked(self, groups: list[_Beams], level: int, wide: int, logits: Floats, norms: Floats) -> _Ranked:
+        """The `wide` best continuations of each group.
 
         logits, norms: of all rows; a logit minus its row's norm is a log-probability.
         """
-        rows = np.stack([group.rows for group in groups])  # (groups, beams)
-        scores = np.stack([group.scores for group in groups])
+        rows = np.array([group.rows for group in groups])  # (groups, beams)
+        each = np.arange(len(groups))[:, None]
+        scores = self._held.scores[rows]
         if not any(level or group.task.rules or group.task.guide for group in groups):
             # Each row's best by its logits, which its norm and its score so far only move: no pass over all of them.
             flat = rows.ravel()
@@ -159,86 +215,135 @@ class BeamSearch:
                 top, tokens = top[flat], tokens[flat]
             top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, wide) + scores[:, :, None]
             top, picks = best(top.reshape(len(groups), -1), wide)
-            tokens = np.take_along_axis(tokens.reshape(len(groups), -1), picks, 1)
-            return top, picks // wide, tokens
-        steps = logits[rows] - norms[rows][:, :, None]
-        for group, own in zip(groups, steps, strict=True):
-            task = group.task
-            try:
-                if level:
-                    before = np.array([t for other in self._beams[task][:level] for t in other.chosen], np.int64)
-                    own -= np.float32(task.settings.diversity_penalty) * np.bincount(before, minlength=own.shape[-1])
-                if task.rules or task.guide is not None:
-                    for beam in range(group.width):
-                        own[beam] = task.ruled(group.so_far(beam), group.guides[beam], own[beam])
-            except Exception as error:  # of the task's own rule: it ends alone
-                task.error = error
-        steps += scores[:, :, None]
-        top, picks = best(steps.reshape(len(groups), -1), wide)
-        return top, picks // steps.shape[-1], picks % steps.shape[-1]
+            tokens = tokens.reshape(len(groups), -1)[each, picks]
+            beams = picks // wide
+        else:
+            steps = logits[rows] - norms[rows][:, :, None]
+            for group, own in zip(groups, steps, strict=True):
+                self._rule(group, level, own)
+            steps += scores[:, :, None]
+            top, picks = best(steps.reshape(len(groups), -1), wide)
+            beams, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
+        at = rows[each, beams]
+        gains = logits[at, tokens] - norms[at]
+        return _Ranked(top, beams, at, tokens, gains, np.isfinite(top), self._ended(groups, at, beams, tokens))
 
-    def _step(
+    def _rule(self, group: _Beams, level: int, scores: Floats) -> None:
+        """What earlier groups have chosen, and the task's rules and grammar, change scores (beams, vocabulary)."""
+        task = group.task
+        try:
+            if level:
+                before = np.array([t for other in self._beams[task][:level] for t in other.chosen], np.int64)
+                scores -= np.float32(task.settings.diversity_penalty) * np.bincount(before, minlength=scores.shape[-1])
+            if task.rules or task.guide is not None:
+                for beam, row in enumerate(group.rows.tolist()):
+                    so_far = np.concatenate([task.prompt, self._made(row, group.length)])
+                    scores[beam] = task.ruled(so_far, group.guides[beam] if group.guides else None, scores[beam])
+        except Exception as error:  # of the task's own rule: it ends alone
+            task.error = error
+
+    def _ended(self, groups: list[_Beams], rows: Ints, beams: Ints, tokens: Ints) -> Bools:
+        """Which continuations end."""
+        found: Bools = np.zeros(tokens.shape, np.bool_)
+        for end in groups[0].task.ends:
+            found |= tokens == end
+        for g, group in enumerate(groups):
+            if group.length + 1 >= group.task.most:
+                found[g] = True
+            if not group.watched or group.task.error is not None:
+                continue
+            try:
+                every = zip(rows[g].tolist(), beams[g].tolist(), tokens[g].tolist(), strict=True)
+                found[g] = [self._reason(group, row, beam, token) is not None for row, beam, token in every]
+            except Exception as error:  # of the task's own stop strings or grammar: it ends alone
+                group.task.error = error
+        return found
+
+    def _continue(
         self,
-        group: _Beams,
-        top: Floats,
-        parents: Ints,
-        tokens: Ints,
+        groups: list[_Beams],
+        ranked: _Ranked,
         logits: Floats,
         norms: Floats,
-        first: int,
         trails: Sequence[Trail] | None,
-    ) -> tuple[Ints, Ints] | None:
-        """Hypotheses and next beams from a group's best continuations. Returns the rows that the next beams continue
-        and their tokens; the beams' next rows are `first` and those after it. None: the group is over."""
-        task, settings, length = group.task, group.task.settings, group.length + 1
-        if task.error is not None:
-            return None
-        possible = np.isfinite(top)
-        gains = logits[group.rows[parents], tokens] - norms[group.rows[parents]]
-        reasons = [self._reason(group, p, t) for p, t in zip(parents.tolist(), tokens.tolist(), strict=True)]
-        ended = np.array([reason is not None for reason in reasons])
-        for c in np.flatnonzero(ended[: group.count] & possible[: group.count]).tolist():
-            p = int(parents[c])
-            alternatives = (
-                (*group.alternatives[p], self._alternatives(group, p, logits, norms)) if settings.top_logprobs else ()
-            )
+        first: int,
+    ) -> tuple[Ints, Ints]:
+        """Hypotheses and next beams from the best continuations. The next beams are the continuations
+        ranked[going, picks], of all groups that are not over, and their rows `first` and those after it."""
+        count = groups[0].count
+        going = ranked.possible & ~ranked.ended
+        following = np.argsort(~going, axis=1, kind="stable")[:, :count]
+        widths = going.sum(1).tolist()
+        closing: list[bool] = np.any((ranked.ended & ranked.possible)[:, :count], axis=1).tolist()
+        chosen: list[Ints] = []
+        where: list[int] = []
+        for g, group in enumerate(groups):
+            task, picks = group.task, following[g, : widths[g]]
+            try:
+                if task.error is None and closing[g]:
+                    self._close(group, g, ranked, logits, norms, trails)
+                if task.error is None and not (len(picks) and group.can_improve(float(ranked.top[g, picks[0]]))):
+                    group.over, group.chosen = True, ranked.tokens[g][ranked.possible[g]][:count].tolist()
+                if group.watched and not group.over and task.error is None:
+                    self._watch(group, ranked.beams[g][picks], ranked.tokens[g][picks], logits, norms)
+            except Exception as error:  # of the task's own grammar: it ends alone
+                task.error = error
+            if group.over or task.error is not None:
+                continue
+            group.rows = np.arange(first, first + len(picks))
+            group.length += 1
+            first += len(picks)
+            if task.settings.beam_groups > 1:
+                group.chosen = ranked.tokens[g][picks].tolist()
+            chosen.append(picks)
+            where += [g] * len(picks)
+        return np.array(where, np.int64), np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+
+    def _close(
+        self, group: _Beams, g: int, ranked: _Ranked, logits: Floats, norms: Floats, trails: Sequence[Trail] | None
+    ) -> None:
+        """Make hypotheses of those of a group's first continuations that end."""
+        settings, length = group.task.settings, group.length + 1
+        for c in np.flatnonzero((ranked.ended & ranked.possible)[g, : group.count]).tolist():
+            row, beam, token = int(ranked.rows[g, c]), int(ranked.beams[g, c]), int(ranked.tokens[g, c])
+            alternatives: tuple[Alternatives, ...] = ()
+            if settings.top_logprobs:
+                alternatives = (*group.alternatives[beam], self._likeliest(group, row, logits, norms))
             group.done.append(
                 Hypothesis(
-                    (*group.ids[p, len(task.prompt) : len(task.prompt) + group.length].tolist(), int(tokens[c])),
-                    (*group.logprobs[p, : group.length].tolist(), float(gains[c])),
-                    float(top[c] / np.float32(length**settings.length_penalty)),
-                    reasons[c] or "length",
+                    (*self._made(row, group.length).tolist(), token),
+                    (*self._held.logprobs[row, : group.length].tolist(), float(ranked.gains[g, c])),
+                    float(ranked.top[g, c] / np.float32(length**settings.length_penalty)),
+                    self._reason(group, row, beam, token) or "length",
                     alternatives,
-                    trails[group.rows[p]] if trails else None,
+                    trails[row] if trails else None,
                 )
             )
-        most = max(1, math.floor(group.count * settings.patience + 0.5))
-        group.done = sorted(group.done, key=lambda h: -h.score)[:most]
-        following = np.flatnonzero(~ended & possible)[: group.count]
-        lead = float(top[following[0]]) if len(following) else -np.inf
-        if not len(following) or not _can_improve(group, most, lead, length):
-            group.over, group.chosen = True, tokens[possible][: group.count].tolist()
-            return None
-        rows, parents, tokens = group.rows[parents[following]], parents[following], tokens[following]
-        if settings.top_logprobs:
-            group.alternatives = [
-                (*group.alternatives[p], self._alternatives(group, p, logits, norms)) for p in parents.tolist()
-            ]
-        places = np.arange(first, first + len(following))
-        group.continue_from(parents, tokens, top[following], gains[following], places)
-        return rows, tokens
+        group.done = sorted(group.done, key=lambda h: -h.score)[: group.most]
 
-    def _alternatives(self, group: _Beams, beam: int, logits: Floats, norms: Floats) -> Alternatives:
-        row = group.rows[beam]
+    def _watch(self, group: _Beams, parents: Ints, tokens: Ints, logits: Floats, norms: Floats) -> None:
+        """What a group holds of each beam besides, for its next beams."""
+        rows = group.rows[parents].tolist()
+        if group.task.settings.top_logprobs:
+            group.alternatives = [
+                (*group.alternatives[p], self._likeliest(group, row, logits, norms))
+                for p, row in zip(parents.tolist(), rows, strict=True)
+            ]
+        if group.guides:
+            group.guides = [group.accepted(p, t) for p, t in zip(parents.tolist(), tokens.tolist(), strict=True)]
+
+    def _made(self, row: int, length: int) -> Ints:
+        """What a row has generated."""
+        return self._held.ids[row, :length]
+
+    def _likeliest(self, group: _Beams, row: int, logits: Floats, norms: Floats) -> Alternatives:
         return likeliest(logits[row] - norms[row], group.task.settings.top_logprobs)
 
-    def _reason(self, group: _Beams, beam: int, token: int) -> FinishReason | None:
-        """Why a candidate ends, if it does."""
+    def _reason(self, group: _Beams, row: int, beam: int, token: int) -> FinishReason | None:
+        """Why a continuation ends, if it does."""
         task = group.task
-        stopped = False
-        if task.cuts is not None:
-            stopped = task.cuts([*group.so_far(beam)[len(task.prompt) :].tolist(), token])
-        if group.guides[beam] is not None and not task.ends:
+        stopped = task.cuts is not None and task.cuts([*self._made(row, group.length).tolist(), token])
+        if group.guides and not task.ends:
             stopped = stopped or task.complete(group.accepted(beam, token))
         return task.reason(token, group.length + 1, stopped)
 
@@ -255,17 +360,6 @@ class BeamSearch:
     def _forget(self, over: Callable[[Task], bool]) -> None:
         self.tasks = [task for task in self.tasks if not over(task)]
         self._beams = {task: groups for task, groups in self._beams.items() if not over(task)}
-
-
-def _can_improve(group: _Beams, most: int, lead: float, length: int) -> bool:
-    """Whether a group's beams may still better its hypotheses. lead: the best beam's summed log-probability."""
-    settings = group.task.settings
-    if len(group.done) < most:
-        return True
-    if settings.early_stopping is True:
-        return False
-    reach = group.task.most if settings.early_stopping == "never" and settings.length_penalty > 0 else length
-    return bool(np.float32(lead) / np.float32(reach**settings.length_penalty) > np.float32(group.done[-1].score))
 
 
 _SIZE = 32  # of a block; 18 µs a row of 32,000, 25 with 16 or 64

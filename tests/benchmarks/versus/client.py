@@ -36,8 +36,10 @@ class Peer:
 
 
 OURS = Peer("tformer", "versus.engines.ours")
+FIXED = Peer("tformer, fixed scales", "versus.engines.fixed")
 PEERS = (
     OURS,
+    FIXED,
     Peer("CTranslate2", "versus.engines.ctranslate"),
     Peer("onnxruntime-genai", "versus.engines.genai", ".venv-genai"),
     Peer("optimum-onnx", "versus.engines.optimum_onnx", ".venv-optimum"),

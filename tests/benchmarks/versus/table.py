@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from versus.client import BARE, OURS, PEERS
+from versus.client import BARE, FIXED, OURS, PEERS
 from versus.floor import floors
 from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
 
 ORDER = [peer.name for peer in PEERS]
+OTHERS = [peer.name for peer in PEERS if peer not in (OURS, FIXED)]
 LEGEND = (
     "The fastest round, and by how much the median of them took longer; in parentheses how many times as long as "
     "tformer's it took, and the share of the floor's speed."
@@ -160,7 +161,7 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
             case: Any = record["case"]
             kind = kinds.get(record["row"], "")
             wanted = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
-            if record["peer"] in ORDER and record["peer"] != OURS.name and wanted and ratio < 1:
+            if record["peer"] in OTHERS and wanted and ratio < 1:
                 where = case if isinstance(case, str) else f"{Case(**case).name}, {measure}"
                 told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
                 found.append((ratio, told))

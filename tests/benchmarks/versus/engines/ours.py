@@ -12,23 +12,25 @@ from versus.shapes import END, PAD, START, Case, Shape
 QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
 
 
-def prepare(folder: Path, shape: Shape, precision: str) -> int:
-    path = model_path(folder, precision)
-    return made(path.parent, lambda part: _export(folder, part / path.name, shape, precision))
+def prepare(folder: Path, shape: Shape, precision: str, activations: str = "rows") -> int:
+    path = model_path(folder, precision, activations)
+    return made(path.parent, lambda part: _export(folder, part / path.name, shape, precision, activations))
 
 
-def model_path(folder: Path, precision: str) -> Path:
-    return folder / f"tformer-{precision}" / "model.onnx"
+def model_path(folder: Path, precision: str, activations: str = "rows") -> Path:
+    return folder / f"tformer-{precision}{'' if activations == 'rows' else f'-{activations}'}" / "model.onnx"
 
 
-def _export(folder: Path, path: Path, shape: Shape, precision: str) -> None:
+def _export(folder: Path, path: Path, shape: Shape, precision: str, activations: str) -> None:
     import torch
 
     from tformer_export import export, padding
     from tformer_runtime import TformerError
 
     ids = torch.full((2, 6), 10)
-    options: dict[str, Any] = {"quantize": QUANTIZE[precision], "max_length": shape.max_length}
+    options: dict[str, Any] = {
+        "quantize": QUANTIZE[precision], "activations": activations, "max_length": shape.max_length
+    }  # fmt: skip
     try:
         if shape.kind == "translate":
             from versus.engines.source import encoder_decoder
@@ -43,39 +45,31 @@ def _export(folder: Path, path: Path, shape: Shape, precision: str) -> None:
         else:
             from transformers import AutoModel
 
-            model = AutoModel.from_pretrained(folder / SOURCE / HUGGING_FACE)
-            masks = {"attention_mask": padding("input_ids")}
-            export(model, path, {"input_ids": ids}, None, masks=masks, output="last_hidden_state", **options)
+            export(AutoModel.from_pretrained(folder / SOURCE / HUGGING_FACE), path, pool="mean", **options)
     except TformerError as error:
         raise UnavailableError(str(error)) from error
 
 
 class Engine:
+    activations = "rows"
+
     def __init__(self, folder: Path, shape: Shape, precision: str, threads: int) -> None:
         from tformer_runtime import Model
 
-        self.model = Model.load(model_path(folder, precision), device="cpu", threads=threads)
+        path = model_path(folder, precision, self.activations)
+        self.model = Model.load(path, device="cpu", threads=threads)
         self.kind = shape.kind
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         begun = time.perf_counter()
         if self.kind == "embed":
-            return None, self._embed(inputs)
+            return None, self.model.embed(inputs, batch_size=case.batch).tolist()
         made = self.model.generate_batch(
             inputs, batch_size=case.batch, beam_size=case.beams, max_new_tokens=case.new, min_new_tokens=case.new
         )
         results = list(made)
         first = max(result.timing.first_token for result in results)
         return begun + first if case.beams == 1 else None, [list(result.token_ids) for result in results]
-
-    def _embed(self, inputs: list[list[int]]) -> list[list[float]]:
-        # Where `Model.embed` will be called. Until then, the encode stage as the runtime runs it.
-        import numpy as np
-
-        engine = self.model._engine
-        (spec,) = [i for i in engine.manifest.encode.inputs if i.role == "ids"]
-        (output,) = engine.encode({spec.name: [np.array(ids) for ids in inputs]}, len(inputs)).values()
-        return output.numpy().mean(1).tolist()
 
     def score(self, inputs: list[list[int]], last: int) -> list[float]:
         return [float(value) for ids in inputs for value in self.model.score(ids)[-last:]]
