@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from tformer_export import export
 from tformer_export.checkpoint import save_checkpoint
-from tformer_export.cli import main as export_command
+from tformer_export.cli import command as export_command
 from tformer_models import languages
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel

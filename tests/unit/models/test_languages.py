@@ -1,6 +1,7 @@
 """Languages of Django's messages: the sides, and how classifiers of them are trained, asked and counted."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ def _one_thread():
 
 def test_the_split_never_changes():
     counts = {side: len(languages.split(side)) for side in languages.SPLITS}
-    assert counts == {"train": 0, "validation": 0, "test": 0}
-    assert len(languages.messages()) == 0
+    assert counts == {"train": 33366, "validation": 1611, "test": 1960}
+    assert len(languages.messages()) == 72
     learned = set(languages.split("train"))
     assert len(learned) == counts["train"]
     for side in ("validation", "test"):
@@ -40,7 +41,7 @@ def test_the_split_never_changes():
     ("message", "text"),
     [
         ("Please enter  a <b>valid</b>\n value&hellip;", "Please enter a valid value"),
-        ("%(count)d of %s objects", "of objects"),
+        ("%(count)d of %s objects, %(size).1f of it", "of objects, of it"),
         ("{start} – {end} of the list", "– of the list"),
         ("Mot de passe\u0301 change\u0301", "Mot de passé changé"),
         ("Yes", ""),
@@ -50,6 +51,17 @@ def test_the_split_never_changes():
 )
 def test_what_is_not_language_is_left_out(message, text):
     assert languages.clean(message) == text
+
+
+def test_a_crop_is_a_run_of_words_of_a_text():
+    texts = [("one two three four five six seven", "en"), ("eins zwei", "de"), ("a b c", "en")]
+    draw = random.Random(0)
+    found = [languages.cropped(texts, draw) for _ in range(50)]
+    pieces = {piece for each in found for piece, _ in each}
+    assert all(f" {piece} " in " one two three four five six seven " for piece in pieces)
+    assert len(pieces) > 5
+    assert "one two three four five six seven" not in pieces
+    assert {language for each in found for _, language in each} == {"en"}
 
 
 @pytest.mark.parametrize(

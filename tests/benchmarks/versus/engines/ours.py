@@ -24,7 +24,7 @@ def model_path(folder: Path, precision: str, activations: str = "rows") -> Path:
 def _export(folder: Path, path: Path, shape: Shape, precision: str, activations: str) -> None:
     import torch
 
-    from tformer_export import export, padding
+    from tformer_export import export
     from tformer_runtime import TformerError
 
     ids = torch.full((2, 6), 10)
