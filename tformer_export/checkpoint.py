@@ -16,6 +16,7 @@ reads it without running any code that it might hold:
 ``defaults``    generation defaults, JSON-able
 ``series``      of a model that forecasts: columns, normalisation and the rest, as `tformer_export.series` has it;
                 None for any other
+``labels``      of a classifier, in the order of its scores; empty for any other
 ``max_length``  longest sequence that the model takes, or None where it has to be told or found
 =============== ====================================================================================================
 
@@ -31,7 +32,7 @@ import os
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -74,6 +75,7 @@ class Checkpoint:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     series: Mapping[str, Any] | None = None
+    labels: Sequence[str] = ()
 
     def build(self) -> nn.Module:
         """The module with its weights, in eval mode.
@@ -103,6 +105,7 @@ KINDS: dict[str, type | UnionType] = {
     "defaults": dict,
     "max_length": int | None,
     "series": dict | None,
+    "labels": list,
 }
 
 
@@ -119,6 +122,7 @@ def save_checkpoint(
     defaults: Mapping[str, Any] | None = None,
     max_length: int | None = None,
     series: Mapping[str, Any] | None = None,
+    labels: Sequence[str] = (),
 ) -> None:
     """Write `model` to `path`, which is replaced in one go: a killed process leaves the old file or the new one.
 
@@ -143,6 +147,7 @@ def save_checkpoint(
         "defaults": _plain("defaults", defaults or {}),
         "max_length": max_length,
         "series": None if series is None else _plain("series", series),
+        "labels": _plain("labels", list(labels)),
     }
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -226,7 +231,7 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise SourceError(f"{source} has format version {version}; this release reads up to {VERSION}: upgrade tformer")
-    content = {"series": None, **content}  # which earlier releases did not write
+    content = {"series": None, "labels": [], **content}  # which earlier releases did not write
     missing = [f.name for f in fields(Checkpoint) if f.name not in content]
     if missing:
         raise SourceError(f"{source} lacks {', '.join(missing)}, so it is damaged or was not written by tformer")

@@ -29,13 +29,13 @@ def _draw(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     losses, accuracies = figure.subplots(1, 2)
     losses.plot(steps, [row["train_loss"] for row in rows], label="training (dropout, label smoothing)")
     losses.plot(steps, [row["loss"] for row in rows], label="validation")
-    losses.set(xlabel="step", ylabel="cross-entropy, nats per token", yscale="log")
+    losses.set(xlabel="step", ylabel="cross-entropy, nats", yscale="log")
     if "forecast_error" in rows[0]:
         losses.set(ylabel="mean squared error")
         accuracies.plot(steps, [row["forecast_error"] for row in rows], label="whole forecasts, validation")
         accuracies.set(xlabel="step", ylabel="root mean squared error")
     else:
-        for name in ("token_accuracy", "sequence_accuracy"):
+        for name in [name for name in rows[0] if name.endswith("accuracy")]:
             accuracies.plot(steps, [row[name] for row in rows], label=name.replace("_", " "))
         accuracies.set(xlabel="step", ylabel="share right, validation", ylim=(0, 1))
     for axes in (losses, accuracies):

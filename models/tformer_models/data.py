@@ -1,4 +1,4 @@
-"""Pairs of sequences, and the batches that training sees: a function of seed and step, so that a run can be resumed."""
+"""Pairs of sequences or rows with labels, in batches that follow from seed and step, so that runs can be resumed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Dataset:
     train, validation: pairs of source ids and target ids; the targets hold their start and end tokens.
     model_arguments: what the data decides about the model, such as the sizes of its vocabularies.
     tokenizers: input name → text in tokenizers' JSON format. special: as in a checkpoint.
+    labels: of a classifier, whose targets hold one number each: which label is the row's.
     """
 
     train: Sequence[Pair]
@@ -27,6 +28,7 @@ class Dataset:
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     special: Mapping[str, Any] = field(default_factory=lambda: {"start": [1], "end": [2], "pad": 0})
+    labels: Sequence[str] = ()
 
 
 class Batches:

@@ -25,7 +25,7 @@ CHOICES = {
     "optimizer": ("adam", "adamw"),
     "schedule": ("inverse-sqrt", "cosine"),
     "precision": ("32", "bf16"),
-    "monitor": ("loss", "token_accuracy", "sequence_accuracy", "forecast_error"),
+    "monitor": ("loss", "token_accuracy", "sequence_accuracy", "accuracy", "forecast_error"),
 }
 
 

@@ -8,6 +8,7 @@ from tformer_export.checkpoint import EVERY_INPUT, load_checkpoint
 from tformer_export.source.base import Source, special_tokens
 from tformer_export.source.module import from_module, has_one_length, ids_for, numbers_for
 from tformer_runtime.errors import SourceError
+from tformer_runtime.manifest import Outcome
 
 
 def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> Source:
@@ -33,4 +34,5 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
         dynamic=dict.fromkeys(example, (0,)) if step is None and has_one_length(checkpoint.series or {}) else None,
     )
     source.name = os.path.basename(path)
+    source.outcome = Outcome(tuple(checkpoint.labels))
     return source

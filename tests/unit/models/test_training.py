@@ -14,8 +14,9 @@ from tformer_export.checkpoint import OptionError, OutputError, SourceError, loa
 from tformer_models.cli import main
 from tformer_models.data import Batches, pad_rows
 from tformer_models.dropout import ByteDropout, use_byte_dropout
+from tformer_models.objectives import Seq2SeqTask, rate
 from tformer_models.recipe import Output, Part, Recipe, Training, load_recipe
-from tformer_models.training import Seq2SeqTask, rate, train
+from tformer_models.training import train
 
 MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
 RECIPE = Recipe(

@@ -1,0 +1,89 @@
+"""The models of tformer_models that are no translators, from a checkpoint to the command line: against PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tokenizers import Tokenizer
+
+from tformer_export import export
+from tformer_export.checkpoint import save_checkpoint
+from tformer_export.cli import command as export_command
+from tformer_models import languages
+from tformer_models.encoder import SentenceClassifier, SentenceEncoder
+from tformer_models.language_model import LanguageModel
+from tformer_runtime import Model
+from tformer_runtime.cli import main as run_command
+
+SIZES = {"width": 32, "heads": 4, "layers": 2, "feedforward": 48, "max_length": 24}
+TEXTS = ["Die Katze schläft", "The dog", "Der Hund sieht heute die Katze nicht", "é 你"]
+LABELS = ["de", "en", "fr"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return languages.tokenizer(TEXTS, 300)
+
+
+def random(kind, *arguments, **options):
+    torch.manual_seed(2)
+    model = kind(*arguments, **SIZES, **options).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def rows(tokenizer):
+    return [torch.tensor([Tokenizer.from_str(tokenizer).encode(text).ids[:24]]) for text in TEXTS]
+
+
+def test_a_classifiers_checkpoint_holds_all_that_its_file_needs(tokenizer, tmp_path):
+    model = random(SentenceClassifier, 300, 3, positions="sinusoidal")
+    arguments = {"vocabulary": 300, "labels": 3, **SIZES, "positions": "sinusoidal"}
+    save_checkpoint(
+        model, tmp_path / "model.pt", factory="tformer_models.encoder:SentenceClassifier", arguments=arguments,
+        tokenizer={"ids": tokenizer}, task="text-classification", step=None, max_length=24, labels=LABELS,
+    )  # fmt: skip
+    file = tmp_path / "model.onnx"
+    done = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
+    assert done.exit_code == 0, done.output
+    out = CliRunner().invoke(run_command, [str(file), *TEXTS, "--json", "--truncate"])
+    assert out.exit_code == 0, out.output
+    found = [json.loads(line) for line in out.stdout.splitlines()]
+    with torch.inference_mode():
+        expected = [model(ids)[0].softmax(-1).tolist() for ids in rows(tokenizer)]
+    assert [list(each["scores"]) for each in found] == [LABELS] * 4
+    np.testing.assert_allclose([list(each["scores"].values()) for each in found], expected, atol=1e-5)
+    assert [each["label"] for each in found] == [LABELS[int(np.argmax(row))] for row in expected]
+
+
+def test_a_sentence_encoders_vectors_are_the_modules_whatever_stands_beside_them(tokenizer, tmp_path):
+    model = random(SentenceEncoder, 300, pool="max", vector=8, normalize=True)
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    export(
+        model, tmp_path / "m.onnx", {"ids": ids}, None, tokenizer=tokenizer, task="feature-extraction",
+        special={"pad": 0}, max_length=24,
+    )  # fmt: skip
+    file = Model.load(tmp_path / "m.onnx", device="cpu", threads=1)
+    with torch.inference_mode():
+        expected = np.concatenate([model(row).numpy() for row in rows(tokenizer)])
+    for batch in (1, 4):
+        np.testing.assert_allclose(file.embed(TEXTS, batch_size=batch, truncate=True), expected, atol=1e-5)
+
+
+def test_a_language_model_goes_on_as_its_whole_forward_does(tmp_path):
+    model = random(LanguageModel, 40)
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    export(model, tmp_path / "m.onnx", {"ids": ids}, "ids", special={"start": [1], "end": [2], "pad": 0}, max_length=24)
+    file = Model.load(tmp_path / "m.onnx", device="cpu", threads=1)
+    prompts = [[1, 5, 9, 7, 30], [1, 8], [1, 33, 12]]
+    for prompt, result in zip(prompts, file.generate_batch(prompts, max_new_tokens=12), strict=True):
+        wanted = list(prompt)
+        with torch.inference_mode():
+            while len(wanted) < len(prompt) + 12 and (len(wanted) == len(prompt) or wanted[-1] != 2):
+                wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
+        assert list(result.token_ids) == wanted[len(prompt) :]
