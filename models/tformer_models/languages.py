@@ -69,9 +69,14 @@ def _translations() -> Iterator[tuple[str, str, str]]:
         language = language_of(path.parent.parent.name)
         with path.open("rb") as file:
             for message in read_mo(file):
-                english, text = (part if isinstance(part, str) else part[0] for part in (message.id, message.string))
+                english, text = _singular(message.id), _singular(message.string)
                 if english and text:
                     yield language, english, text
+
+
+def _singular(said: str | Sequence[str] | None) -> str:
+    """Of a message that has forms for numbers, the first."""
+    return said if isinstance(said, str) else (said or ("",))[0]
 
 
 def language_of(locale: str) -> str:
