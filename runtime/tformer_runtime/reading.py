@@ -90,6 +90,11 @@ class Reader:
         """What the vocabulary calls an id; nothing for what is none."""
         return str(self._cutting(None).id_to_token(id_) or "")
 
+    @property
+    def size(self) -> int:
+        """How many ids the vocabulary has."""
+        return int(self._cutting(None).get_vocab_size())
+
     def ids(self, text: str) -> list[int]:
         """Those of a text alone, with nothing around it."""
         return list(self._cutting(None).encode(text, add_special_tokens=False).ids)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.checks import whole
+from tformer_runtime.checks import refused, whole
 from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.reading import Reader
@@ -68,12 +69,15 @@ class Filling(Task):
         return int(found[0])
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """targets: tokens, as text or as the vocabulary calls them, or ids."""
+        """targets: tokens, as text or as the vocabulary calls them, or ids; one, or several of them."""
         given = {name: value for name, value in given.items() if value is not None}
         top, targets = given.pop("top_k", TOP_K), given.pop("targets", None)
         super().settings(given)
         if targets is not None:
-            targets = [targets] if isinstance(targets, (str, int)) else list(targets)
+            if isinstance(targets, (str, Integral)):
+                targets = [targets]
+            if not isinstance(targets, Iterable) or isinstance(targets, bytes):
+                raise refused("targets", "tokens, as texts or ids", targets)
             targets = list(dict.fromkeys(map(self._target, targets)))
             if not targets:
                 raise OptionError("targets names no token: give one, or leave it out")
@@ -81,8 +85,16 @@ class Filling(Task):
 
     def _target(self, target: Any) -> int:
         """Its id. OptionError for what is no token, for another would answer another question."""
-        if isinstance(target, int):
-            return target
+        found = self._id(target)
+        if not 0 <= found < self._vocabulary:
+            raise OptionError(f"the target {found} is not in the model's vocabulary, which has {self._vocabulary} ids")
+        return found
+
+    def _id(self, target: Any) -> int:
+        if isinstance(target, Integral) and not isinstance(target, bool):
+            return int(target)
+        if not isinstance(target, str):
+            raise refused("each of targets", "a text or an id", target)
         known = self._reader.id_of(target)
         if known is not None:
             return known
@@ -93,6 +105,13 @@ class Filling(Task):
                 f"the target {target!r} is not one token of the model's vocabulary, but {parts or 'none'}"
             )
         return ids[0]
+
+    @property
+    def _vocabulary(self) -> int:
+        """How many ids the model gives scores of."""
+        assert self.manifest.encode is not None
+        size = self.manifest.encode.outputs[0].shape[-1]
+        return size if isinstance(size, int) else self._reader.size
 
     def sample(self, text: str | tuple[str, str]) -> Input | None:
         if not isinstance(text, str):
@@ -133,10 +152,6 @@ class Filling(Task):
         powers = np.exp(logits - logits.max())
         scores = powers / powers.sum()
         targets = settings["targets"]
-        if targets is not None and max(targets) >= len(scores):
-            raise OptionError(
-                f"the target {max(targets)} is not in the model's vocabulary, which has {len(scores)} ids"
-            )
         among = np.arange(len(scores)) if targets is None else np.array(targets)
         most = min(settings["top_k"], len(among))
         likely = among[np.argpartition(-scores[among], most - 1)[:most]]

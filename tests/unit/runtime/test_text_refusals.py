@@ -1,0 +1,56 @@
+"""What files that label spans, answer questions and fill masks refuse from Python, and before any run where that is
+possible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_tasks import WIDTH, write
+
+from tformer_runtime import Model, OptionError
+from tformer_runtime import manifest as m
+
+MASK = 11  # "old"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    asked = {
+        "spans": ("states", "token-classification", m.Outcome(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))),
+        "answers": ("places", "question-answering", m.Outcome(settings={"first": 1})),
+        "masks": ("states", "fill-mask", m.Outcome(settings={"mask": MASK})),
+    }
+    made = {}
+    for name, (gives, task, outcome) in asked.items():
+        path = write(folder / f"{name}.onnx", gives, task=task, outcome=outcome)
+        made[name] = Model.load(path, "cpu", threads=1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([-1], f"the target -1 is not in the model's vocabulary, which has {WIDTH} ids"),
+        ([WIDTH], f"the target {WIDTH} is not in the model's vocabulary"),
+        (["good", "night"], "the target 10 is not in the model's vocabulary"),
+        ([1.5], "each of targets must be a text or an id, not 1.5"),
+        ([None], "each of targets must be a text or an id, not None"),
+        ([True], "each of targets must be a text or an id, not True"),
+        (True, "each of targets must be a text or an id, not True"),
+        (5.5, "targets must be tokens, as texts or ids, not 5.5"),
+        ([], "targets names no token"),
+    ],
+)
+def test_targets_that_are_no_tokens(files, targets, message):
+    with pytest.raises(OptionError, match=message):  # though no text is read
+        files["masks"].fill([], targets=targets)
+
+
+def test_targets_of_any_whole_number(files):
+    (given,) = files["masks"].fill(["bad old"], targets=["bad", "good"])
+    assert {candidate.id for candidate in given[0]} == {4, 5}
+    for targets in ([np.int64(5), 4], np.array([4, 5])):
+        assert files["masks"].fill(["bad old"], targets=targets) == [given]
+    (one,) = files["masks"].fill(["bad old"], targets=np.int32(4))
+    assert one[0] == tuple(candidate for candidate in given[0] if candidate.id == 4)
