@@ -98,6 +98,8 @@ class Answers(Task):
         if not question.strip():
             raise InputError("the question is empty")
         windows = inputs.windows((question, context), most=settings["window"], stride=settings["stride"])
+        if not context.strip() or not any((window.texts == 1).any() for window in windows):  # nothing to answer from
+            raise InputError("the context is empty")
         return Reading([inputs.arrays(window) for window in windows], (context, windows))
 
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Answer:

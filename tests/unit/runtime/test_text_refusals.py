@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toy_tasks import WIDTH, write
 
-from tformer_runtime import Model, OptionError
+from tformer_runtime import InputError, Model, OptionError
 from tformer_runtime import manifest as m
 
 MASK = 11  # "old"
@@ -54,3 +54,9 @@ def test_targets_of_any_whole_number(files):
         assert files["masks"].fill(["bad old"], targets=targets) == [given]
     (one,) = files["masks"].fill(["bad old"], targets=np.int32(4))
     assert one[0] == tuple(candidate for candidate in given[0] if candidate.id == 4)
+
+
+@pytest.mark.parametrize("context", ["", "  ", "\n"])
+def test_a_context_without_text(files, context):
+    with pytest.raises(InputError, match="^input 2: the context is empty$"):
+        files["answers"].answer([("a good", "bad film"), ("a good", context)])
