@@ -71,7 +71,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     span = max(float(np.ptp(np.concatenate([value.ravel() for value in expected]))), 1e-6)
     worst = 0.0
     for together in (len(samples), 1):
-        found = list(model.predict(samples, batch_size=together, truncate=True, **task.proven))
+        found = list(model.predict(samples, batch_size=together, truncate=task.cuts, **task.proven))
         for sample, result, own in zip(samples, found, expected, strict=True):
             numbers = np.asarray(task.numbers(result), np.float64)
             error = float(np.abs(numbers - own).max(initial=0)) if numbers.shape == own.shape else np.inf
@@ -93,7 +93,7 @@ def _readable(model: Model, task: Task, samples: Any) -> list[Any]:
     for sample in map(task.sample, samples):
         try:
             if sample is not None:
-                task.reading(sample, model._inputs, True, settings)
+                task.reading(sample, model._inputs, task.cuts, settings)
                 found.append(sample)
         except InputError:
             continue

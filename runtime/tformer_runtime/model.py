@@ -266,6 +266,7 @@ class Model:
         """
         task = self._task("predict")
         settings = task.settings(settings)
+        truncate = task.cutting(truncate, settings)
         readings = (partial(task.reading, input, self._inputs, truncate, settings) for input in inputs)
         found = run_once(self._engine, readings, batch_size, workers, first, task.keep)
         return (task.made(reading, outputs, settings) for reading, outputs in found)

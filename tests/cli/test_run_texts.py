@@ -127,6 +127,10 @@ def test_masks_between_tabs_and_as_json(files):
          "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
         ("answers", ["--target", "a"],
          "answers.onnx answers questions from a context (question-answering): it takes no --target"),
+        ("answers", ["--truncate"],
+         "answers.onnx answers questions from a context (question-answering): it takes no --truncate"),
+        ("spans", ["--truncate", "--stride", "2"],
+         "a text that is too long is cut or read in windows: give --truncate or --stride, not both"),
         ("masks", ["--top-k", "0"], "--top-k must be a whole number of at least 1, not 0"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.checks import whole
+from tformer_runtime.checks import flag, whole
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.reading import Window
 from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
@@ -50,6 +50,7 @@ class Answers(Task):
     does = "answers questions from a context"
     call = "answer()"
     of_texts = True
+    cuts = False  # a context is read in windows
     proven = {"top_k": 10**6}  # noqa: RUF012  (all spans: where many are as likely, which are the best is not told)
     flags = {  # noqa: RUF012
         "Answers": {
@@ -65,7 +66,7 @@ class Answers(Task):
         given = {name: value for name, value in given.items() if value is not None}
         counts = {"top_k": 1, "longest": LONGEST, "window": self._window, "stride": None}
         settings = {name: given.pop(name, default) for name, default in counts.items()}
-        settings["no_answer"] = bool(given.pop("no_answer", False))
+        settings["no_answer"] = flag("no_answer", given.pop("no_answer", False))
         super().settings(given)
         for name in ("top_k", "longest", "window"):
             settings[name] = whole(name, settings[name])

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.audio import audio_of
+from tformer_runtime.checks import flag
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.images import image_inputs
 from tformer_runtime.manifest import ATTENTION, Manifest
@@ -45,7 +46,8 @@ class Task(ABC):
     names: the tasks that it serves, by transformers' names. does: what a file of it does, in a sentence's middle.
     call: the method of `Model` that does it. flags: what may be asked for on the command line, by a heading and by the
     name of the option of `settings`. batch_size: inputs that are computed together, unless it is said. proven: the
-    settings with which the exporter compares results. of_texts: whether it cannot be done without a tokenizer.
+    settings with which the exporter compares results. of_texts: whether it cannot be done without a tokenizer. cuts:
+    whether what is too long for the model may be cut.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -55,6 +57,7 @@ class Task(ABC):
     batch_size: ClassVar[int] = 32
     proven: ClassVar[Mapping[str, Any]] = {}
     of_texts: ClassVar[bool] = False
+    cuts: ClassVar[bool] = True
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -64,13 +67,20 @@ class Task(ABC):
     def every_flag(cls) -> dict[str, dict[str, Flag]]:
         """Its own, and those that all tasks have."""
         own = {heading: dict(flags) for heading, flags in cls.flags.items()}
-        return {**own, READ: dict(_READING), "Beside the results": dict(_BESIDE)}
+        return {**own, **({READ: dict(_READING)} if cls.cuts else {}), "Beside the results": dict(_BESIDE)}
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What was asked of the results, checked: OptionError for a value that cannot be."""
         if given:
             raise OptionError(f"this file {self.does}: {', '.join(given)} is not asked of it")
         return {}
+
+    def cutting(self, truncate: Any, settings: Mapping[str, Any]) -> bool:
+        """Whether what is too long is to be cut, as was asked. settings: as `settings` gives them. OptionError where
+        it cannot be."""
+        if flag(TRUNCATE, truncate) and not self.cuts:
+            raise OptionError(f"this file {self.does}: {TRUNCATE} is not asked of it")
+        return bool(truncate)
 
     def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
         """What the model reads of an input. InputError for one that it cannot read."""

@@ -91,6 +91,12 @@ class Entities(Task):
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         return {"aggregation": aggregation, "ignore": ignore, "stride": stride}
 
+    def cutting(self, truncate: Any, settings: Mapping[str, Any]) -> bool:
+        cuts = super().cutting(truncate, settings)
+        if cuts and settings["stride"] is not None:
+            raise OptionError("a text that is too long is cut or read in windows: give truncate or stride, not both")
+        return cuts
+
     def sample(self, text: str | tuple[str, str]) -> Input | None:
         return text if isinstance(text, str) else None
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from tformer_runtime.tasks.base import READ, Task
+from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classifier
 from tformer_runtime.tasks.features import Features
-from tformer_runtime.tasks.flags import Flag
 
 
 class _OfImages(Task):
-    """Without the options of reading texts."""
+    """Of which none is too long."""
 
-    @classmethod
-    def every_flag(cls) -> dict[str, dict[str, Flag]]:
-        return {heading: flags for heading, flags in super().every_flag().items() if heading != READ}
+    cuts = False
 
 
 class ImageClassifier(_OfImages, Classifier):

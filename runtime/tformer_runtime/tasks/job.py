@@ -59,9 +59,9 @@ class Job:
         """settings: of the task's results, and whether inputs are to be cut."""
         self.task, self.as_json, self.ids = task, asked.as_json, asked.ids
         self.batch_size = task.batch_size
-        self.truncate = bool(settings.get(TRUNCATE, False))
         self.settings = {name: value for name, value in settings.items() if name not in (TRUNCATE, ATTENTION)}
-        task.settings(self.settings)  # refuses before the model is loaded
+        checked = task.settings(self.settings)  # refuses before the model is loaded
+        self.truncate = task.cutting(settings.get(TRUNCATE, False), checked)
         self.drawing = self._drawing(Path(settings[ATTENTION]), asked) if ATTENTION in settings else None
         self.resumes = self.drawing is None
         flags = {name: flag.flag for flags in task.every_flag().values() for name, flag in flags.items()}

@@ -60,3 +60,17 @@ def test_targets_of_any_whole_number(files):
 def test_a_context_without_text(files, context):
     with pytest.raises(InputError, match="^input 2: the context is empty$"):
         files["answers"].answer([("a good", "bad film"), ("a good", context)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("answers", {"truncate": True}, "this file answers questions from a context: truncate is not asked of it"),
+        ("spans", {"truncate": True, "stride": 2}, "give truncate or stride, not both"),
+        ("masks", {"truncate": "no"}, "truncate must be True or False, not 'no'"),
+        ("answers", {"no_answer": "no"}, "no_answer must be True or False, not 'no'"),
+    ],
+)
+def test_what_does_not_go_together(files, kind, settings, message):
+    with pytest.raises(OptionError, match=message):
+        files[kind].predict([], **settings)
