@@ -303,7 +303,7 @@ class Model:
         self,
         texts: Iterable[str],
         aggregation: str = "simple",
-        ignore: Sequence[str] = ("O",),
+        ignore: str | Sequence[str] | None = ("O",),
         stride: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
@@ -312,9 +312,9 @@ class Model:
         """The labelled spans of each text. Arguments as of `predict`.
 
         aggregation: how tokens are made spans, "none", "simple", "first", "average" or "max" (`tasks.entities`).
-        ignore: labels of spans that are left out. stride: read a text that is too long in windows that share so many
-        tokens, or half of what a window holds if that is fewer; of spans that overlap then, the longest is kept. Cost:
-        that of the windows.
+        ignore: labels of spans that are left out, instead of O; with none, every span is given. stride: read a text
+        that is too long in windows that share so many tokens, fewer than one has of the text; of spans that overlap
+        then, the longest is kept. Cost: that of the windows.
         Raises UnsupportedCallError for a model of another task.
         """
         self._task("entities", Entities)

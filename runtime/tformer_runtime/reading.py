@@ -122,12 +122,16 @@ class Reader:
         InputError where the first leaves no room for the second. Where there is less of it than the stride, half of the
         room is shared.
         """
-        room = most - len(self._encoded("" if isinstance(text, str) else (text[0], ""), None).ids)
+        room = self.room(most, "" if isinstance(text, str) else (text[0], ""))
         if room < 1:
             what = "tokens around a text" if isinstance(text, str) else "first text and the tokens around both"
             raise InputError(f"the {what} leave no room in a window of {most} tokens: shorten it, or make that longer")
         found = self._encoded(text, most, stride if stride < room else room // 2)
         return [Window.of(found), *map(Window.of, found.overflowing)]
+
+    def room(self, most: int, around: str | Pair = "") -> int:
+        """How many tokens of a text a window of `most` has beside those of what is around it in each."""
+        return most - len(self._encoded(around, None).ids)
 
     def _encoded(self, text: str | Pair, most: int | None, stride: int | None = None) -> Encoding:
         first, second = (text, None) if isinstance(text, str) else text

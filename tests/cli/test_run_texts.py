@@ -42,8 +42,8 @@ def numbers(line):
 
 
 def test_spans_between_tabs_and_as_json(files):
-    lines = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "none of them").stdout.splitlines()
-    found = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "-", "--json").stdout.splitlines()
+    lines = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "").stdout.splitlines()
+    found = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "", "--json").stdout.splitlines()
     for index, (line, fields, text) in enumerate(zip(lines, map(json.loads, found), TEXTS, strict=True)):
         scores = softmax(states(text).astype(np.float64))[1:-1]
         expected = [(TAGS[row.argmax()], word, row.max()) for row, word in zip(scores, text.split(), strict=True)]
@@ -59,7 +59,7 @@ def test_spans_between_tabs_and_as_json(files):
 def test_spans_of_windows(files):
     text = "bad film the old night " * 4
     assert "takes at most 12" in failed(run(files["spans"], text))
-    (line,) = run(files["spans"], text, "--stride", 2, "--ignore", "-", "--json").stdout.splitlines()
+    (line,) = run(files["spans"], text, "--stride", 2, "--ignore", "", "--json").stdout.splitlines()
     spans = json.loads(line)["spans"]
     assert spans[0]["start"] == 0
     assert spans[-1]["end"] == len(text.rstrip())
@@ -123,6 +123,8 @@ def test_masks_between_tabs_and_as_json(files):
         ("spans", ["--aggregation", "last"],
          "--aggregation must be one of none, simple, first, average, max, not 'last'"),
         ("spans", ["--stride", "x"], "--stride must be a whole number of at least 0, not 'x'"),
+        ("spans", ["--ignore", "LOC"], "--ignore names 'LOC', and the labels are O, A, B, C"),
+        ("spans", ["--stride", "11"], "--stride must be less than a window has of the text, 10 tokens, not 11"),
         ("spans", ["--top-k", "2"],
          "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
         ("answers", ["--target", "a"],

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.checks import whole
+from tformer_runtime.checks import refused, whole
 from tformer_runtime.errors import InputError, OptionError
+from tformer_runtime.manifest import Manifest
 from tformer_runtime.reading import Reader, Window
 from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
 from tformer_runtime.tasks.flags import Flag
@@ -30,6 +31,7 @@ from tformer_runtime.tasks.flags import Flag
 if TYPE_CHECKING:
     from tformer_runtime.inputs import Input, Inputs
 
+OUTSIDE = "O"  # the label of what is no span
 NONE, SIMPLE = "none", "simple"
 AGGREGATIONS = (NONE, SIMPLE, "first", "average", "max")
 UNKNOWN = "unknown"  # of the outcome's settings: the id of what the tokenizer does not know
@@ -69,27 +71,64 @@ class Entities(Task):
     flags = {  # noqa: RUF012
         "Spans": {
             "aggregation": Flag("--aggregation", "|".join(AGGREGATIONS), "How tokens are made spans.", str),
-            "ignore": Flag("--ignore", "LABEL", "Leave out spans of this label; may be repeated.", list, repeated=True),
+            "ignore": Flag(
+                "--ignore",
+                "LABEL",
+                "Leave out spans of this label, by default O; may be repeated, or '' for none.",
+                list,
+                repeated=True,
+            ),
             "stride": Flag("--stride", "N", "Read what is too long in windows that share N tokens.", int),
         }
     }
     proven = {"aggregation": NONE, "ignore": ()}  # noqa: RUF012
 
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        self._reader = Reader(manifest.tokenizers[next(iter(manifest.tokenizer_of.values()))])
+
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """aggregation: see above. ignore: labels that no span has, by default O. stride: by how many tokens the windows
-        overlap in which a text is read that is too long; None: it is refused."""
-        given = dict(given)
-        aggregation, ignore = given.pop("aggregation", SIMPLE), given.pop("ignore", ("O",))
+        """aggregation: see above. ignore: labels that no span has; O unless some are given, as the pipeline has it, so
+        that none are left out where that is empty. stride: by how many tokens the windows overlap in which a text is
+        read that is too long; None: it is refused."""
+        given = {name: value for name, value in given.items() if value is not None}
+        aggregation, ignore = given.pop("aggregation", SIMPLE), given.pop("ignore", (OUTSIDE,))
         stride = given.pop("stride", None)
         super().settings(given)
         if aggregation not in AGGREGATIONS:
             raise OptionError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}")
         if stride is not None:
-            whole("stride", stride, least=0)
+            stride = self._overlap(stride)
             if aggregation == NONE:
                 raise OptionError("stride makes spans of several windows, and aggregation none leaves each token alone")
-        ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        return {"aggregation": aggregation, "ignore": ignore, "stride": stride}
+        return {"aggregation": aggregation, "ignore": self._left_out(ignore, aggregation), "stride": stride}
+
+    def _overlap(self, stride: Any) -> int:
+        """Of windows; fewer tokens than one has of a text, or no window would bring more of it."""
+        assert self.manifest.encode is not None
+        most = min((spec.max_length for spec in self.manifest.encode.inputs if spec.max_length), default=None)
+        room = self._reader.room(most) if most is not None else None
+        if whole("stride", stride, least=0) >= (stride + 1 if room is None else room):
+            raise OptionError(f"stride must be less than a window has of the text, {room} tokens, not {stride}")
+        return int(stride)
+
+    def _left_out(self, ignore: Any, aggregation: str) -> tuple[str, ...]:
+        """OptionError for a label that no span has: another would be left in."""
+        given = (ignore,) if isinstance(ignore, str) else tuple(ignore) if isinstance(ignore, Iterable) else (None,)
+        if not all(isinstance(label, str) for label in given):
+            raise refused("ignore", "labels", ignore)
+        labels = tuple(label for label in given if label)  # one of no letters, such as --ignore "", is none
+        known = [label if aggregation == NONE else _tag(label)[1] for label in self._labels]
+        if known and (other := [label for label in labels if label not in (*known, OUTSIDE)]):
+            raise OptionError(f"ignore names {other[0]!r}, and the labels are {', '.join(dict.fromkeys(known))}")
+        return labels
+
+    @property
+    def _labels(self) -> Sequence[str]:
+        """None where the file tells neither their names nor how many there are."""
+        assert self.manifest.encode is not None
+        size = self.manifest.encode.outputs[0].shape[-1]
+        return self.outcome.labels or [f"LABEL_{i}" for i in range(size if isinstance(size, int) else 0)]
 
     def cutting(self, truncate: Any, settings: Mapping[str, Any]) -> bool:
         cuts = super().cutting(truncate, settings)

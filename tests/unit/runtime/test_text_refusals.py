@@ -58,7 +58,7 @@ def test_targets_of_any_whole_number(files):
 
 @pytest.mark.parametrize("context", ["", "  ", "\n"])
 def test_a_context_without_text(files, context):
-    with pytest.raises(InputError, match="^input 2: the context is empty$"):
+    with pytest.raises(InputError, match=r"^input 2: the context is empty$"):
         files["answers"].answer([("a good", "bad film"), ("a good", context)])
 
 
@@ -67,6 +67,11 @@ def test_a_context_without_text(files, context):
     [
         ("answers", {"truncate": True}, "this file answers questions from a context: truncate is not asked of it"),
         ("spans", {"truncate": True, "stride": 2}, "give truncate or stride, not both"),
+        ("spans", {"stride": 10}, "stride must be less than a window has of the text, 10 tokens, not 10"),
+        ("spans", {"ignore": 5}, "ignore must be labels, not 5"),
+        ("spans", {"ignore": [None]}, r"ignore must be labels, not \[None\]"),
+        ("spans", {"ignore": ["A", "LOC"]}, "ignore names 'LOC', and the labels are O, A, B, C"),
+        ("spans", {"ignore": "A", "aggregation": "none"}, "ignore names 'A', and the labels are O, B-A, I-A, B-B, I-B"),
         ("masks", {"truncate": "no"}, "truncate must be True or False, not 'no'"),
         ("answers", {"no_answer": "no"}, "no_answer must be True or False, not 'no'"),
     ],
@@ -74,3 +79,21 @@ def test_a_context_without_text(files, context):
 def test_what_does_not_go_together(files, kind, settings, message):
     with pytest.raises(OptionError, match=message):
         files[kind].predict([], **settings)
+
+
+def test_which_labels_are_left_out(files):
+    """Those that are given, instead of O."""
+    text = "good bad day film a the night old"
+    every = files["spans"].entities([text], ignore=())[0]
+    held = {span.label for span in every}
+    assert {"O"} < held
+    one = min(held - {"O"})
+    for ignore, without in (("O", "O"), (None, "O"), (one, one), ([one], one)):
+        (found,) = files["spans"].entities([text], ignore=ignore)
+        assert found == [span for span in every if span.label != without]
+
+
+def test_the_widest_windows_share(files):
+    text = "bad film the old night " * 4
+    (found,) = files["spans"].entities([text], ignore=(), stride=9)
+    assert found[-1].end == len(text.rstrip())
