@@ -369,18 +369,24 @@ class Model:
         self._task("fill", Filling)
         return list(self.predict(_several(texts), batch_size, workers, truncate, top_k=top_k, targets=targets))
 
-    def attention(self, input: Input, truncate: bool = False) -> tuple[Array, list[str]]:
+    def attention(self, input: Input, truncate: bool = False, **settings: Any) -> tuple[Array, list[str]]:
         """(layers, heads, positions, positions) float32, of a model that is run once: what each position takes of each,
         so that a row sums to 1; and what stands at the positions: tokens, ids without a tokenizer, else numbers.
 
         Layers and heads are in the order in which the model computes them. truncate: cut what is too long for it; else
-        that is an InputError. Raises UnsupportedCallError for a file that was exported without attention.
+        that is an InputError, as is what the task reads in windows. settings: of the task, such as the window of a
+        question's context. Raises UnsupportedCallError for a file that was exported without attention.
         """
-        task = self._task("give attention")
-        self._extras(ATTENTION)
-        sources = self._inputs.once(task.value(input), truncate)
+        sources = self._at_once(input, truncate, settings)
         weights: Array = self._besides(sources, np.zeros(0, np.int64), (ATTENTION,))[ATTENTION]
         return weights, self._inputs.places(sources, weights.shape[-1])
+
+    def _at_once(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
+        """What `attention` is of; its errors."""
+        task = self._task("give attention")
+        self._extras(ATTENTION)
+        settings = task.settings(settings)
+        return task.at_once(input, self._inputs, task.cutting(truncate, settings), settings)
 
     def transcribe(self, sound: Any, **settings: Any) -> Transcription:
         """What is said in a sound: the name of its file or its bytes, samples, or a pair of samples and their rate (see

@@ -8,13 +8,13 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.errors import MissingExtraError, OptionError, OutputError
+from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError
 from tformer_runtime.generate import Result
 from tformer_runtime.inputs import Input
 from tformer_runtime.model import Model
@@ -48,9 +48,14 @@ class Drawing:
         self._first: tuple[Model, Result, Input] | None = None  # until it is known whether it is the only one
         self._check(path)
 
-    def watch(self, inputs: Iterable[Input]) -> Iterator[Input]:
-        """The inputs, remembered until their results are there."""
-        for value in inputs:
+    def watch(self, model: Model, inputs: Iterable[Input]) -> Iterator[Input]:
+        """The inputs, remembered until their results are there. InputError, before it is run, for one that cannot be
+        drawn."""
+        for number, value in enumerate(inputs, 1):
+            try:
+                self._must_draw(model, value)
+            except InputError as error:
+                raise InputError(f"input {number}: {error}") from error
             self._inputs.append(value)
             yield value
 
@@ -80,6 +85,9 @@ class Drawing:
         self._check(path)
         self._picture(path, model, result, value)
 
+    def _must_draw(self, model: Model, value: Input) -> None:
+        """InputError for an input that has results but no picture."""
+
     def _picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
         if result.alignments is not None:
             heat_map(path, result.alignments, *model.labels(value, result))
@@ -94,12 +102,16 @@ class Maps(Drawing):
 
     what = "attention"
 
-    def __init__(self, path: Path, force: bool, truncate: bool) -> None:
+    def __init__(self, path: Path, force: bool, truncate: bool, settings: Mapping[str, Any]) -> None:
+        """settings: of the task."""
         super().__init__(path, force)
-        self._truncate = truncate
+        self._truncate, self._settings = truncate, settings
+
+    def _must_draw(self, model: Model, value: Input) -> None:
+        model._at_once(value, self._truncate, self._settings)
 
     def _picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
-        attention_maps(path, *model.attention(value, self._truncate))
+        attention_maps(path, *model.attention(value, self._truncate, **self._settings))
 
 
 def heat_map(path: Path, weights: Array, source: Sequence[str], tokens: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from toy_tasks import write
 
 from tformer_export import export, padding
-from tformer_runtime import Model, OptionError, UnsupportedCallError
+from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
 from tformer_runtime.plot import attention_maps
 
 WORDS = {word: i for i, word in enumerate(["[PAD]", "a", "good", "bad", "day", "$b", "night"])}
@@ -33,6 +33,17 @@ class Encoder(nn.Module):
             q, k, v = packed(x).unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
             x = x + nn.functional.scaled_dot_product_attention(q, k, v, keep[:, None, None]).transpose(1, 2).flatten(2)
         return self.head(x[:, 0])
+
+
+class Reader(Encoder):
+    """Scores of each position, two of them outputs of their own."""
+
+    def forward(self, ids, keep):
+        x = self.embed(ids)
+        for packed, heads in zip(self.packed, self.heads, strict=True):
+            q, k, v = packed(x).unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, keep[:, None, None]).transpose(1, 2).flatten(2)
+        return dict(zip(("start", "end"), self.head(x).unbind(-1)[:2], strict=True))
 
 
 def exported(module, out, **options):
@@ -121,6 +132,22 @@ def test_what_is_refused(path, tmp_path):
     out.write_text("old")
     assert failed(run(path, "a", "--attention", out)) == f"{out} exists already: give --force to overwrite it"
     assert failed(run(plain, "a", "--attention", out, "--similarity"), 2).endswith("leave out --similarity")
+
+
+def test_what_is_read_in_windows_is_not_drawn(tmp_path):
+    """It is refused before it is run, and what answer() reads is read."""
+    path = tmp_path / "x.onnx"
+    exported(Reader((2,)), path, task="question-answering", output=["start", "end"])
+    model, pair = Model.load(path, "cpu"), ("a good", "day night a bad")
+    weights, tokens = model.attention({"question": pair[0], "context": pair[1]})
+    assert tokens == " ".join(pair).split()
+    np.testing.assert_array_equal(weights, model.attention(pair)[0])
+    with pytest.raises(InputError, match="the context is read in 2 windows of 4 tokens, and attention is of what is"):
+        model.attention(pair, window=4, stride=0)
+    lines = ["a\tgood day", "\t".join(pair)]
+    found = run(path, *lines, "--attention", tmp_path / "out.png", "--window", 4, "--stride", 0)
+    assert failed(found, before=1).startswith("input 2: the context is read in 2 windows of 4 tokens")
+    assert found.stdout == run(path, lines[0]).stdout
 
 
 def test_models_that_cannot_give_it(tmp_path):

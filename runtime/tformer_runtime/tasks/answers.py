@@ -103,6 +103,17 @@ class Answers(Task):
             raise InputError("the context is empty")
         return Reading([inputs.arrays(window) for window in windows], (context, windows))
 
+    def at_once(
+        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
+    ) -> Mapping[str, Array]:
+        first, *others = self.reading(input, inputs, truncate, settings).requests
+        if others:
+            raise InputError(
+                f"the context is read in {1 + len(others)} windows of {settings['window']} tokens, and attention is of "
+                "what is read at once: shorten it, or leave attention out"
+            )
+        return first
+
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Answer:
         context, windows = reading.beside
         found: dict[str, Answer] = {}

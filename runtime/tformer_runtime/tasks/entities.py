@@ -146,6 +146,17 @@ class Entities(Task):
         _, reader = inputs.text_input
         return Reading([inputs.arrays(window) for window in windows], (input, windows, reader))
 
+    def at_once(
+        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
+    ) -> Mapping[str, Array]:
+        windows = 1 if settings["stride"] is None else len(self.reading(input, inputs, truncate, settings).requests)
+        if windows > 1:
+            raise InputError(
+                f"the text is read in {windows} windows, and attention is of what is read at once: shorten it, or "
+                "leave attention out"
+            )
+        return super().at_once(input, inputs, truncate, settings)
+
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> list[Span]:
         text, windows, reader = reading.beside
         found: list[Span] = []

@@ -76,7 +76,7 @@ class Job:
             raise UnsupportedCallError(
                 "the file holds no attention to draw: export the model with --attention (attention=True)"
             )
-        return Maps(path, asked.force, self.truncate)
+        return Maps(path, asked.force, self.truncate, self.settings)
 
     def read(self, line: str) -> Input:
         """The input that a line stands for. InputError if it stands for none."""
@@ -90,7 +90,7 @@ class Job:
     ) -> None:
         """Write the results of all inputs, in their order. advance: told of each."""
         drawing = self.drawing
-        results = self.results(model, drawing.watch(values) if drawing else values, how)
+        results = self.results(model, drawing.watch(model, values) if drawing else values, how)
         for index, result in enumerate(drawing.drawn(model, results) if drawing else results, how.first):
             write(self.written(result, index))
             advance()
