@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError
+from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError, TformerError
 from tformer_runtime.generate import Result
 from tformer_runtime.inputs import Input
 from tformer_runtime.model import Model
@@ -60,12 +60,23 @@ class Drawing:
             yield value
 
     def drawn(self, model: Model, results: Iterable[Result]) -> Iterator[Result]:
-        """The results, each drawn before it is given on."""
-        for result in results:
+        """The results, each drawn before it is given on; but the first when it is known whether it is the only one,
+        also by what is raised for an input after it."""
+        found = iter(results)
+        while True:
+            try:
+                result = next(found, None)
+            except Exception as error:
+                try:
+                    self._draw_first(self._numbered(1))
+                except TformerError as other:
+                    error.add_note(str(other))
+                raise
+            if result is None:
+                break
             self._add(model, result)
             yield result
-        if self._first:
-            self._draw(self._path, *self._first)
+        self._draw_first(self._path)
 
     def _add(self, model: Model, result: Result) -> None:
         self._count += 1
@@ -73,10 +84,13 @@ class Drawing:
         if self._count == 1:
             self._first = model, result, value
             return
-        if self._first:
-            self._draw(self._numbered(1), *self._first)
-            self._first = None
+        self._draw_first(self._numbered(1))
         self._draw(self._numbered(self._count), model, result, value)
+
+    def _draw_first(self, path: Path) -> None:
+        if self._first:
+            self._draw(path, *self._first)
+            self._first = None
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_stem(f"{self._path.stem}-{number}")

@@ -145,9 +145,11 @@ def test_what_is_read_in_windows_is_not_drawn(tmp_path):
     with pytest.raises(InputError, match="the context is read in 2 windows of 4 tokens, and attention is of what is"):
         model.attention(pair, window=4, stride=0)
     lines = ["a\tgood day", "\t".join(pair)]
-    found = run(path, *lines, "--attention", tmp_path / "out.png", "--window", 4, "--stride", 0)
+    (tmp_path / "drawn").mkdir()
+    found = run(path, *lines, "--attention", tmp_path / "drawn" / "out.png", "--window", 4, "--stride", 0)
     assert failed(found, before=1).startswith("input 2: the context is read in 2 windows of 4 tokens")
     assert found.stdout == run(path, lines[0]).stdout
+    assert os.listdir(tmp_path / "drawn") == ["out-1.png"]  # of what came before
 
 
 def test_models_that_cannot_give_it(tmp_path):
