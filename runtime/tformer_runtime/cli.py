@@ -108,6 +108,8 @@ def _run(
             raise click.UsageError("there is no INPUT: give some, or --input-file")
         input_file = "-"
     job = _job(model, given, Asked(ids, as_json, output_file, resume, force))
+    if output_file and output_file.suffix == ".npy" and job.head is None:
+        raise OptionError(f"{output_file} is named as an array, and the results are lines: give it another ending")
     file: ResultFile | None = None
     if output_file:
         asked = {"MODEL.onnx": identity(model), **job.asked}

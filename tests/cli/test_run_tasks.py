@@ -162,6 +162,14 @@ def test_options_of_other_tasks_are_refused(files, kind, options, message):
     assert failed(run(files[kind], "a", *options), 2) == message
 
 
+def test_lines_are_no_array(files, path, tmp_path):
+    out = tmp_path / "x.npy"
+    for file in (files["scores"], path):
+        message = failed(run(file, "a", "--output-file", out), 2)
+        assert message == f"{out} is named as an array, and the results are lines: give it another ending"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_generates_takes_none_of_theirs(path):
     assert failed(run(path, "a", "--similarity", "--truncate"), 2) == (
         "toy.onnx generates text (translate): it takes no --truncate, --similarity"
