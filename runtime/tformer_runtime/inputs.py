@@ -162,8 +162,19 @@ class Inputs:
                 ids, kinds = self._read(spec, given[spec.name], truncate)
                 found[spec.name] = ids
                 if (name := types.get(spec.name)) is not None:
-                    found[name] = np.asarray(given[name], np.int64) if name in given else kinds
+                    found[name] = self._types(name, given[name], spec, ids, truncate) if name in given else kinds
         return found
+
+    @staticmethod
+    def _types(name: str, value: Value, spec: RequestInput, ids: Ints, truncate: bool) -> Ints:
+        """The type of each of the ids, as the caller gives them."""
+        types = np.asarray(value)
+        if types.ndim != 1 or (types.size and types.dtype.kind not in "iu"):
+            raise InputError(f"input {name} takes a sequence of whole numbers")
+        types = types[: spec.max_length if truncate else None].astype(np.int64)
+        if len(types) != len(ids):
+            raise InputError(f"input {name} has {len(types)} numbers and {spec.name} {len(ids)}: give one for each")
+        return types
 
     @property
     def text_input(self) -> tuple[RequestInput, Reader]:
@@ -257,9 +268,14 @@ class Inputs:
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:
-            return np.asarray(value, spec.dtype)
+            with np.errstate(over="ignore"):  # refused below
+                array = np.asarray(value, spec.dtype)
         except (TypeError, ValueError, OverflowError) as error:  # no number, one too large, rows of several lengths
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+            raise InputError(f"input {spec.name} takes finite numbers of {spec.dtype}, not {array[place]} at {place}")
+        return array
 
     def _match(self, wanted: Sequence[str], given: Mapping[str, Value]) -> None:
         if set(given) != set(wanted):

@@ -94,6 +94,11 @@ def test_a_model_that_generates_reads_pictures_too(tmp_path):
         assert tuple(start) == manifest.special.start
     with pytest.raises(InputError, match=r"none.png cannot be read"):
         inputs.parts("none.png")
+    for number in (np.nan, -np.inf, 1e300):  # the last is none of float32
+        pixels = np.zeros((1, 4, 6))
+        pixels[0, 3, 2] = number
+        with pytest.raises(InputError, match=r"input pixels takes finite numbers of float32, not \S+ at \(0, 3, 2\)"):
+            inputs.parts(pixels)
 
 
 def test_without_pillow(monkeypatch):
