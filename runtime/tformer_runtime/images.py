@@ -72,7 +72,9 @@ class Images:
 
         Linear in the picture's pixels. InputError tells what is wrong with it, MissingExtraError if there is no Pillow.
         """
-        name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the image"
+        name = str(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else "the image"
+        if not name or "\0" in name:
+            raise InputError(f"{name!r} is no name of a file: give that of an image")
         if importlib.util.find_spec("PIL") is None:
             raise MissingExtraError("reading images needs Pillow: pip install 'tformer[image]'")
         with _in_sentences(name):
@@ -201,6 +203,8 @@ def _opened(given: Any, name: str) -> Image:
         with _opening, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
             picture = Image.open(source)
+    elif isinstance(given, (list, tuple)) and len(given) == 2:
+        raise InputError("it is two images, and each is read by itself: give one, for pairs are of --similarity alone")
     else:
         raise InputError(
             "an image is the name of a file, its bytes, a Pillow image or an array of uint8, not "

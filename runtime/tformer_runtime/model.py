@@ -317,7 +317,7 @@ class Model:
         then, the longest is kept. Cost: that of the windows.
         Raises UnsupportedCallError for a model of another task.
         """
-        self._task("entities", Entities)
+        self._task("label spans", Entities)
         asked: dict[str, Any] = {"aggregation": aggregation, "ignore": ignore, "stride": stride}
         return list(self.predict(_several(texts), batch_size, workers, truncate, **asked))
 

@@ -45,7 +45,12 @@ def image(
     "lanczos", "bilinear", "bicubic", "box" or "hamming". scale: what numbers from 0 to 255 are multiplied with; None:
     nothing. mean, std: of each channel, or of all: (x · scale - mean) / std. OptionError for what cannot be.
     """
-    mean, std = (tuple(map(float, np.ravel(value))) for value in (mean, std))
+    try:
+        mean, std = (tuple(map(float, np.ravel(value))) for value in (mean, std))
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"mean and std are one number for all channels, or one for each, not {mean!r}, {std!r}"
+        ) from error
     named = size if isinstance(size, Mapping) else zip(("height", "width"), _both(size), strict=False)
     made = Images(dict(named), resample, _both(crop), scale, mean, std, channels=max(1, len(mean), len(std)))
     return _checked(made).preparation

@@ -103,9 +103,7 @@ class Answers(Task):
             raise InputError("the context is empty")
         return Reading([inputs.arrays(window) for window in windows], (context, windows))
 
-    def at_once(
-        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
-    ) -> Mapping[str, Array]:
+    def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         first, *others = self.reading(input, inputs, truncate, settings).requests
         if others:
             raise InputError(

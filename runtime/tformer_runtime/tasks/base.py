@@ -86,9 +86,7 @@ class Task(ABC):
         """What the model reads of an input. InputError for one that it cannot read."""
         return Reading([inputs.once(self.value(input), truncate)])
 
-    def at_once(
-        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
-    ) -> Mapping[str, Array]:
+    def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         """What the model reads of an input as a whole, to be looked into. InputError for one that it reads in parts."""
         return inputs.once(self.value(input), truncate)
 

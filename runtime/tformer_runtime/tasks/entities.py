@@ -146,9 +146,7 @@ class Entities(Task):
         _, reader = inputs.text_input
         return Reading([inputs.arrays(window) for window in windows], (input, windows, reader))
 
-    def at_once(
-        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
-    ) -> Mapping[str, Array]:
+    def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         windows = 1 if settings["stride"] is None else len(self.reading(input, inputs, truncate, settings).requests)
         if windows > 1:
             raise InputError(

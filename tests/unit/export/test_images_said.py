@@ -52,6 +52,7 @@ def test_sizes_are_said_in_any_way():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"mean": ["a"], "std": [0.5]}, r"one number for all channels, or one for each, not \['a'\], \[0.5\]"),
         ({"size": (1, 2, 3)}, r"a size is one number, or a height and a width, not \(1, 2, 3\)"),
         ({"size": {"edge": 3}}, "a size has the names height, width; shortest_edge; .*, not edge"),
         ({"size": 0}, "sizes are whole numbers of 1 or more, two of them for a crop: height and width"),

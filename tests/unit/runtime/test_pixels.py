@@ -69,7 +69,7 @@ def test_arrays():
     assert np.array_equal(Images().pixels(np.array(picture)), expected)
     gray = np.array(picture.convert("L"))
     assert np.array_equal(Images(channels=1).pixels(gray[..., None]), Images(channels=1).pixels(gray))
-    for wrong in (3, ("a.jpg", "b.jpg")):
+    for wrong in (3, ("a.jpg",)):
         with pytest.raises(InputError, match=rf"a Pillow image or an array of uint8, not {type(wrong).__name__}$"):
             Images().pixels(wrong)
     for shape in ((3, 12, 10), (12,), (1, 12, 10, 3)):
@@ -99,6 +99,22 @@ def test_a_model_that_generates_reads_pictures_too(tmp_path):
         pixels[0, 3, 2] = number
         with pytest.raises(InputError, match=r"input pixels takes finite numbers of float32, not \S+ at \(0, 3, 2\)"):
             inputs.parts(pixels)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("", "'' is no name of a file: give that of an image"),
+        ("a\0.png", r"'a\x00.png' is no name of a file: give that of an image"),
+        (
+            ("a.png", "b.png"),
+            "it is two images, and each is read by itself: give one, for pairs are of --similarity alone",
+        ),
+    ],
+)
+def test_names_that_are_none(given, message):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        Images().pixels(given)
 
 
 def test_without_pillow(monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toy_tasks import WIDTH, write
 
-from tformer_runtime import InputError, Model, OptionError
+from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
 from tformer_runtime import manifest as m
 
 MASK = 11  # "old"
@@ -97,3 +97,8 @@ def test_the_widest_windows_share(files):
     text = "bad film the old night " * 4
     (found,) = files["spans"].entities([text], ignore=(), stride=9)
     assert found[-1].end == len(text.rstrip())
+
+
+def test_a_task_that_is_not_of_spans_says_so(files):
+    with pytest.raises(UnsupportedCallError, match=r"fills in masks: it cannot label spans; call fill\(\) or predict"):
+        files["masks"].entities(["a"])
