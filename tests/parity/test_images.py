@@ -336,7 +336,7 @@ def test_sentences_of_options(own, pictures, monkeypatch):
     )
     assert failed(run(path, line, "--top-k", 0), 2) == "--top-k must be a whole number of at least 1, not 0"
     assert failed(run(path, f"{line}\t{line}")) == (
-        "input 1: an image is the name of a file, its bytes, a Pillow image or an array of uint8, not tuple"
+        "input 1: it is two images, and each is read by itself: give one, for pairs are of --similarity alone"
     )
     assert "holds 2 tabs: a pair is two names of files with one tab" in failed(run(path, "a\tb\tc"))
     real = importlib.util.find_spec
