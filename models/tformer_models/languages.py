@@ -18,7 +18,7 @@ import re
 import sys
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -118,6 +118,7 @@ def dataset(
     from tformer_models.data import Dataset
 
     learned, draw = split("train"), random.Random(seed)
+    held_out = {text for side in ("validation", "test") for text, _ in split(side)}
     text = tokenizer([text for text, _ in learned], vocabulary)
     labels = list(messages())
 
@@ -129,7 +130,7 @@ def dataset(
         train=[
             *pairs(learned),
             *(pair for count in coarse for pair in pairs(learned, coarser(text, count))),
-            *(pair for _ in range(crops) for pair in pairs(cropped(learned, draw))),
+            *(pair for _ in range(crops) for pair in pairs(cropped(learned, draw, held_out))),
         ],
         validation=pairs(split("validation")),
         model_arguments={"vocabulary": Tokenizer.from_str(text).get_vocab_size(), "labels": len(labels)},
@@ -139,8 +140,9 @@ def dataset(
     )
 
 
-def cropped(texts: Texts, draw: random.Random) -> Texts:
-    """A run of the words of each text, of those that have three or more, if it is long enough to tell a language."""
+def cropped(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
+    """A run of the words of each text, of those that have three or more, if it is long enough to tell a language and
+    not among those that are held out."""
     found = []
     for text, language in texts:
         words = text.split()
@@ -148,7 +150,8 @@ def cropped(texts: Texts, draw: random.Random) -> Texts:
             continue
         count = draw.randint(2, len(words) - 1)
         first = draw.randint(0, len(words) - count)
-        if piece := clean(" ".join(words[first : first + count])):
+        piece = clean(" ".join(words[first : first + count]))
+        if piece and piece not in held_out:
             found.append((piece, language))
     return found
 

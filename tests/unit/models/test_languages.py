@@ -63,6 +63,9 @@ def test_a_crop_is_a_run_of_words_of_a_text():
     assert len(pieces) > 5
     assert "one two three four five six seven" not in pieces
     assert {language for each in found for _, language in each} == {"en"}
+    kept = {piece for _ in range(50) for piece, _ in languages.cropped(texts, draw, {"two three four"})}
+    assert "two three four" not in kept
+    assert kept & pieces
 
 
 def test_a_coarser_tokenizer_has_the_same_ids_for_smaller_pieces():
