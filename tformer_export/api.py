@@ -98,10 +98,10 @@ def export(
     dynamic: the batch and time axis of an input, where they are not (0, 1). The logits are in the step input's layout.
     constants: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
-    list of them, of a model that is run once, names all outputs of the file.
+        list of them, of a model that is run once, names all outputs of the file.
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers processor, for a model that
-        reads sound; or, for a model that is run once, a tokenizer
-    of transformers. special: start, end and pad ids.
+        reads sound; or a tokenizer of transformers, for a model that is run once.
+    special: start, end and pad ids.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
         in its own units.

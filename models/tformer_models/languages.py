@@ -18,7 +18,7 @@ import re
 import sys
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -105,23 +105,33 @@ def split(side: str) -> Texts:
     return [(text, language) for language, found in texts.items() for text in sorted(found)]
 
 
-def dataset(vocabulary: int = 2000, longest: int = 128, crops: int = 2, seed: int = 1) -> Dataset:
-    """The data factory of the recipe. vocabulary: byte pairs. longest: tokens of a text, behind which it is cut. crops:
-    how often a run of its words is drawn from each text that is learned from, by the seed, and learned from as well."""
+def dataset(
+    vocabulary: int = 6000, longest: int = 128, crops: int = 1, coarse: Sequence[int] = (400, 1500), seed: int = 1
+) -> Dataset:
+    """The data factory of the recipe. vocabulary: byte pairs. longest: tokens of a text, behind which it is cut.
+
+    A text is learned from several times: as it will be read; in smaller pieces, as if the tokenizer had learnt so many
+    pairs of each of `coarse` alone; and as many runs of its words as `crops`, drawn by the seed.
+    """
     from tokenizers import Tokenizer
 
     from tformer_models.data import Dataset
 
-    text = tokenizer([text for text, _ in split("train")], vocabulary)
-    encode = Tokenizer.from_str(text).encode
+    learned, draw = split("train"), random.Random(seed)
+    held_out = {text for side in ("validation", "test") for text, _ in split(side)}
+    text = tokenizer([text for text, _ in learned], vocabulary)
     labels = list(messages())
 
-    def pairs(texts: Texts) -> list[tuple[list[int], list[int]]]:
+    def pairs(texts: Texts, definition: str = text) -> list[tuple[list[int], list[int]]]:
+        encode = Tokenizer.from_str(definition).encode
         return [(encode(text).ids[:longest], [labels.index(language)]) for text, language in texts]
 
-    draw = random.Random(seed)
     return Dataset(
-        train=pairs([*split("train"), *(piece for _ in range(crops) for piece in cropped(split("train"), draw))]),
+        train=[
+            *pairs(learned),
+            *(pair for count in coarse for pair in pairs(learned, coarser(text, count))),
+            *(pair for _ in range(crops) for pair in pairs(cropped(learned, draw, held_out))),
+        ],
         validation=pairs(split("validation")),
         model_arguments={"vocabulary": Tokenizer.from_str(text).get_vocab_size(), "labels": len(labels)},
         tokenizers={"ids": text},
@@ -130,8 +140,9 @@ def dataset(vocabulary: int = 2000, longest: int = 128, crops: int = 2, seed: in
     )
 
 
-def cropped(texts: Texts, draw: random.Random) -> Texts:
-    """A run of the words of each text, of those that have three or more, if it is long enough to tell a language."""
+def cropped(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
+    """A run of the words of each text, of those that have three or more, if it is long enough to tell a language and
+    not among those that are held out."""
     found = []
     for text, language in texts:
         words = text.split()
@@ -139,7 +150,8 @@ def cropped(texts: Texts, draw: random.Random) -> Texts:
             continue
         count = draw.randint(2, len(words) - 1)
         first = draw.randint(0, len(words) - count)
-        if piece := clean(" ".join(words[first : first + count])):
+        piece = clean(" ".join(words[first : first + count]))
+        if piece and piece not in held_out:
             found.append((piece, language))
     return found
 
@@ -160,6 +172,14 @@ def tokenizer(texts: Sequence[str], vocabulary: int) -> str:
         ),
     )
     return made.to_str()
+
+
+def coarser(definition: str, pairs: int) -> str:
+    """A tokenizer with the first `pairs` of the byte pairs of another alone, and the same ids. What it makes of a text
+    is as a draw of BPE-dropout (Provilkov et al., 2020), but the same each time."""
+    held = json.loads(definition)
+    held["model"]["merges"] = held["model"]["merges"][:pairs]
+    return json.dumps(held)
 
 
 def predict(checkpoint: Path, texts: Sequence[str], batch_size: int = 256) -> list[str]:

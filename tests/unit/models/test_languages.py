@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from sklearn.metrics import accuracy_score, recall_score
+from tokenizers import Tokenizer
 
 from tformer_export.checkpoint import InputError, OptionError, load_checkpoint, save_checkpoint
 from tformer_models import languages
@@ -62,6 +63,19 @@ def test_a_crop_is_a_run_of_words_of_a_text():
     assert len(pieces) > 5
     assert "one two three four five six seven" not in pieces
     assert {language for each in found for _, language in each} == {"en"}
+    kept = {piece for _ in range(50) for piece, _ in languages.cropped(texts, draw, {"two three four"})}
+    assert "two three four" not in kept
+    assert kept & pieces
+
+
+def test_a_coarser_tokenizer_has_the_same_ids_for_smaller_pieces():
+    fine = languages.tokenizer(["the theatre there", "the other theatre"] * 5, 280)
+    coarse = languages.coarser(fine, 2)
+    one, other = (Tokenizer.from_str(text) for text in (fine, coarse))
+    assert one.get_vocab() == other.get_vocab()
+    few, many = one.encode("the theatre").ids, other.encode("the theatre").ids
+    assert len(few) < len(many)
+    assert one.decode(few) == other.decode(many)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +137,6 @@ def test_predictions_are_the_models_own_in_the_order_of_the_texts(few, tmp_path)
         model, path, factory="tformer_models.encoder:SentenceClassifier", arguments=arguments, tokenizer={"ids": text},
         task="text-classification", step=None, max_length=16, labels=["de", "en"],
     )  # fmt: skip
-    from tokenizers import Tokenizer
-
     ids = [Tokenizer.from_str(text).encode(t).ids[:16] for t, _ in few]
     expected = [["de", "en"][int(model(torch.tensor([row])).argmax())] for row in ids]
     assert languages.predict(path, [t for t, _ in few], batch_size=3) == expected
