@@ -31,6 +31,9 @@ WAVEFORM, LOG_MEL = "waveform", "log-mel"
 EPSILON = 1e-7  # of a variance
 QUIETEST, RANGE = 1e-10, 8.0  # a power, and how far below the loudest a logarithm of one is told apart
 FRAMES_AT_ONCE = 4096  # of a transform: 13 MB for 400 samples
+MOST_SAMPLES = 2**30  # of all channels: 4 GiB, 18 hours at 16 kHz; beyond, a small file may fill the memory
+LOWEST_RATE, HIGHEST_RATE = 1_000, 1_000_000  # samples a second; telephones have 8000, studios 384,000
+UNKNOWN = 2**63 - 1  # frames of a file that does not say how many, such as FLAC from a pipe
 
 Floats = npt.NDArray[np.float32]
 
@@ -114,13 +117,22 @@ class Audio:
         given: the name of a file or its bytes, of any format that soundfile reads (WAV, FLAC, OGG, MP3); or samples at
         the model's rate, (samples,) or (samples, channels), floats from -1 to 1 or integers of 16 or 32 bits; or a pair
         of samples and their rate. Channels are averaged. InputError says what is wrong with it.
+
+        Cost and memory: linear in its length, as it is and resampled, both of which are MOST_SAMPLES at most.
         """
         name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the sound"
-        rate = self.rate
+        try:
+            return self._read(given, str(name))
+        except MemoryError as error:
+            raise InputError(f"{name} is too long for the memory there is: cut it into parts") from error
+
+    def _read(self, given: Any, name: str) -> Floats:
+        rate: Any = self.rate
         if isinstance(given, (str, os.PathLike, bytes)):
             samples, rate = _opened(given, name)
-        elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (int, np.integer)):
-            samples, rate = _numbers(given[0]), int(given[1])
+        elif isinstance(given, tuple) and len(given) == 2 and np.isscalar(given[1]) and not np.isscalar(given[0]):
+            rate = _whole_rate(given[1], name)
+            samples = _numbers(given[0])
         else:
             samples = _numbers(given)
         if not samples.size:
@@ -169,18 +181,44 @@ def _opened(given: Any, name: str) -> tuple[Floats, int]:
         raise MissingExtraError("reading sound needs soundfile: pip install 'tformer[audio]'")
     import soundfile
 
-    if not isinstance(given, bytes) and not Path(given).is_file():
-        raise InputError(f"{name} cannot be read: there is no such file")
+    if not isinstance(given, bytes):
+        if not os.fspath(given):
+            raise InputError("the name of a sound's file is empty")
+        if Path(given).is_dir():
+            raise InputError(f"{name} is a directory: give the name of a file in it")
+        if not Path(given).is_file():
+            raise InputError(f"{name} cannot be read: there is no such file")
     try:
-        samples, rate = soundfile.read(
-            io.BytesIO(given) if isinstance(given, bytes) else os.fspath(given), dtype="float32", always_2d=True
-        )
+        with soundfile.SoundFile(io.BytesIO(given) if isinstance(given, bytes) else os.fspath(given)) as file:
+            rate = _whole_rate(file.samplerate, name)
+            if file.frames == UNKNOWN:
+                raise InputError(
+                    f"{name} does not say how long it is, as what comes from a pipe: write it to a file again"
+                )
+            if file.frames * file.channels > MOST_SAMPLES:
+                raise _too_long(name, file.frames * file.channels)
+            samples = file.read(dtype="float32", always_2d=True)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition(": ")[2] or str(error)
         raise InputError(f"{name} is not a sound that can be read (WAV, FLAC, OGG, MP3): {reason}") from error
-    return samples, int(rate)
+    return samples, rate
+
+
+def _too_long(name: str, samples: int) -> InputError:
+    return InputError(f"{name} has {samples:,} samples, and at most {MOST_SAMPLES:,} are read: cut it into parts")
+
+
+def _whole_rate(given: Any, name: str) -> int:
+    """Samples a second, a whole number between those that sounds have."""
+    number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    if not number or not LOWEST_RATE <= given <= HIGHEST_RATE or given != int(given):
+        raise InputError(
+            f"{name} has a rate of {given!r} samples a second, which is a whole number from {LOWEST_RATE:,} to "
+            f"{HIGHEST_RATE:,}: give what it was sampled at"
+        )
+    return int(given)
 
 
 def _numbers(given: Any) -> Floats:
@@ -191,6 +229,11 @@ def _numbers(given: Any) -> Floats:
         raise InputError(f"a sound is an array of numbers, (samples,): {error}") from error
     if values.dtype in (np.int16, np.int32):
         values = values / np.float32(-np.iinfo(values.dtype).min)
+    if values.dtype.kind in "iu" and values.size:
+        raise InputError(
+            f"samples are floats from -1 to 1, or integers of 16 or 32 bits (np.int16, np.int32), and these are "
+            f"{values.dtype}: make them what they were sampled in, such as np.array(samples, np.int16)"
+        )
     if values.dtype.kind != "f" or values.ndim not in (1, 2):
         raise InputError(
             "a sound is the name of a file, its bytes, or samples, (samples,) floats from -1 to 1 or integers of 16 or "
@@ -207,8 +250,8 @@ def _resampled(sound: Floats, rate: int, wanted: int, name: str) -> Floats:
     """At the wanted rate; soxr's high quality, as librosa resamples by default."""
     if rate == wanted:
         return sound
-    if rate < 1:
-        raise InputError(f"{name} has a rate of {rate} samples a second: give what it was sampled at")
+    if len(sound) * wanted > MOST_SAMPLES * rate:
+        raise _too_long(f"{name}, resampled to {wanted} Hz,", len(sound) * wanted // rate)
     if importlib.util.find_spec("soxr") is None:
         raise MissingExtraError(
             f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled, pip install "
