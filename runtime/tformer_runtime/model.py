@@ -40,6 +40,7 @@ from tformer_runtime.tasks import (
     Span,
     Task,
     Transcription,
+    dictates,
     generates,
     task_of,
 )
@@ -172,7 +173,7 @@ class Model:
         For a model without an encoder: of `target` after the prompt `source`, or of `source` itself; there a first
         token that has nothing before it, not even a start token, is left out.
         """
-        self._must_decode("score")
+        self._must_generate("score")
         if self.manifest.encode is not None and target is None:
             raise InputError("score needs a target beside the source for a model with an encoder")
         sources, prompt, start = self._inputs.parts(source)
@@ -399,7 +400,7 @@ class Model:
         have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
         English; beam_size: hypotheses. Other arguments as of `predict`.
         """
-        if self.manifest.decode is not None and not generates(self.manifest):
+        if dictates(self.manifest):
             return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
         self._task("transcribe", Recognition)
         return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
@@ -409,7 +410,7 @@ class Model:
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
 
     def _settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
-        self._must_decode("generate")
+        self._must_generate("generate")
         options = (options or GenerationOptions()).with_(overrides)
         settings = Settings.of(options, self.manifest.defaults)
         if settings.stop and not self._inputs.output_codec:
@@ -450,7 +451,7 @@ class Model:
             raise InputError(f"input {index + 1}: {error}") from error
 
     def _must_go_on(self, call: str) -> None:
-        self._must_decode(call)
+        self._must_generate(call)
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
@@ -473,6 +474,14 @@ class Model:
             offers = self._only_task.call
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+            )
+
+    def _must_generate(self, call: str) -> None:
+        """Not every model that decodes does: what a sound is decoded to follows from more than one call."""
+        self._must_decode(call)
+        if dictates(self.manifest):
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) {Dictation.does}: it cannot {call}; call {Dictation.call}"
             )
 
     def _task(self, call: str, kind: type[Task] = Task) -> Task:

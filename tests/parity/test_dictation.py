@@ -4,6 +4,7 @@ sounds within a window and beyond it. A window is a second here, and the model t
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
@@ -25,7 +26,7 @@ from tformer_export.hearing import check_sounds
 from tformer_export.source import load_source
 from tformer_export.source.dictation import opening_of
 from tformer_export.source.hugging_face import from_transformers
-from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
+from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine import Engine
 from tformer_runtime.tasks.dictation import Dictation, Opening, Times
 
@@ -219,6 +220,29 @@ def test_what_cannot_be_is_refused(made):
         next(model.predict([SHORT[0]]))
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
+
+
+def test_what_it_hears_is_not_generated(made):
+    """Neither the first tokens of a language and a task nor windows are of generate()."""
+    model = Model.load(made[1])
+    features = model._dictator._audio.made(SHORT[0])
+
+    async def asked():
+        async with AsyncModel(model) as several:
+            await several.generate(features)
+
+    for call, ask in {
+        "generate": lambda: model.generate(features),
+        "generate ": lambda: model.generate_batch([features]),
+        "generate  ": lambda: model.stream(features),
+        "generate   ": lambda: asyncio.run(asked()),
+        "score": lambda: model.score(features, [1, 2]),
+        "chat": lambda: model.chat(),
+    }.items():
+        with pytest.raises(
+            UnsupportedCallError, match=rf"transcribes speech: it cannot {call.strip()}; call transcribe\(\)"
+        ):
+            ask()
 
 
 FORCED = {
