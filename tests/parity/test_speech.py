@@ -134,6 +134,22 @@ def test_rows_are_padded_only_where_that_is_hidden(made):
     assert (follows.of, follows.least, follows.stride) == ("input_values_length", 65, 40)
 
 
+def test_sounds_are_run_together_by_the_frames_made_of_them(made, monkeypatch):
+    """Of 0.1 s there are 1600 samples and 39 frames: eight sounds are one batch."""
+    counts, encode = [], Engine.encode
+
+    def counting(self, sources, rows, *rest):
+        counts.append(rows)
+        return encode(self, sources, rows, *rest)
+
+    monkeypatch.setattr(Engine, "encode", counting)
+    _, path, model, processor, _ = made("layer")
+    several = [sound(0.1, seed) for seed in range(8)]
+    found = [result.text for result in Model.load(path, device="cpu").transcribe_batch([*several, SOUNDS[1]])]
+    assert found == [theirs(model, processor, sound)[1] for sound in [*several, SOUNDS[1]]]
+    assert counts == [1, 8]
+
+
 def test_a_beam_is_at_least_as_likely(made):
     _, path, model, processor, _ = made("layer")
     loaded = Model.load(path)
