@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import io
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ QUIETEST, RANGE = 1e-10, 8.0  # a power, and how far below the loudest a logarit
 FRAMES_AT_ONCE = 4096  # of a transform: 13 MB for 400 samples
 MOST_SAMPLES = 2**30  # of all channels: 4 GiB, 18 hours at 16 kHz; beyond, a small file may fill the memory
 LOWEST_RATE, HIGHEST_RATE = 1_000, 1_000_000  # samples a second; telephones have 8000, studios 384,000
+SLACK, SLACK_BYTES = 2304, 8  # samples that MP3 may have less, two of its frames; bytes that writers count and not
+PIPED = 2**31 - 2**16  # bytes that who writes to a pipe, and cannot go back, says that come
 UNKNOWN = 2**63 - 1  # frames of a file that does not say how many, such as FLAC from a pipe
 
 Floats = npt.NDArray[np.float32]
@@ -198,12 +201,29 @@ def _opened(given: Any, name: str) -> tuple[Floats, int]:
             if file.frames * file.channels > MOST_SAMPLES:
                 raise _too_long(name, file.frames * file.channels)
             samples = file.read(dtype="float32", always_2d=True)
+            _must_be_whole(file, len(samples), name)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition(": ")[2] or str(error)
-        raise InputError(f"{name} is not a sound that can be read (WAV, FLAC, OGG, MP3): {reason}") from error
+        raise InputError(
+            f"{name} is no sound that can be read (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
+        ) from error
     return samples, rate
+
+
+def _must_be_whole(file: Any, read: int, name: str) -> None:
+    """InputError for a file that ends before what its header says. Of formats that hold samples as they are, libsndfile
+    corrects what the header says by the file's size, and its log tells; others are read until they end."""
+    whole = file.frames if file.frames - read > SLACK else 0
+    for said, held in _CORRECTED.findall(file.extra_info):
+        if int(said) - int(held) > SLACK_BYTES and int(said) < PIPED:
+            whole = max(whole, read * int(said) // max(1, int(held)))
+    if whole:
+        raise InputError(
+            f"{name} is cut off: it holds {read / file.samplerate:.2f} s of {whole / file.samplerate:.2f} s that its "
+            "header speaks of; copy it again"
+        )
 
 
 def _too_long(name: str, samples: int) -> InputError:
@@ -275,6 +295,8 @@ def _filters(rate: int, window: int, mels: int, highest: float) -> npt.NDArray[n
     areas: npt.NDArray[np.float64] = 2.0 / (corners[2:] - corners[:-2])
     return triangles * areas[:, None]
 
+
+_CORRECTED = re.compile(r"(\d+) \(should be (\d+)\)")  # bytes
 
 _BEND, _LOGARITHMIC = 1000.0, 27.0 / np.log(6.4)  # Hz; mels for each factor of e above
 

@@ -46,8 +46,8 @@ class _Row:
     def positions(self, encode: Encode) -> int:
         """How many the model is likely to compute for it; of a sound, not its samples but the frames that it makes of
         them."""
-        sizes, follows = every_size(encode, self.sources), encode.follows
-        made = {rule.of: sizes[name] for name, rule in follows.items()}
+        sizes = every_size(encode, self.sources) if encode.follows else {}
+        made = {rule.of: sizes[name] for name, rule in encode.follows.items()}
         axes = {spec.name: spec.shape[1] for spec in encode.inputs if len(spec.shape) > 1}
         counts = (
             PATCHES if value.ndim > 2 else made.get(str(axes.get(name)), len(value))

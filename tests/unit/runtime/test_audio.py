@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 
@@ -123,8 +124,8 @@ def test_what_is_no_sound_is_refused(tmp_path):
     gap[800] = np.nan
     refused = {
         "there is no such file": tmp_path / "none.wav",
-        "text.wav is not a sound": tmp_path / "text.wav",
-        "cut.flac is not a sound": tmp_path / "cut.flac",
+        "text.wav is no sound": tmp_path / "text.wav",
+        "cut.flac is no sound": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
         r"no number, \[nan\] at 0.050 s": gap,
@@ -178,6 +179,37 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tformer_runtime.audio._resampled", nothing_left)
     with pytest.raises(InputError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        ("WAV", "PCM_16"),
+        ("RF64", "PCM_16"),
+        ("AIFF", "PCM_24"),
+        ("AU", "FLOAT"),
+        ("W64", "PCM_16"),
+        ("MP3", "MPEG_LAYER_III"),
+        ("FLAC", "PCM_16"),
+    ],
+)
+def test_a_file_that_ends_too_early_is_not_taken_for_whole(kind, subtype):
+    held = io.BytesIO()
+    soundfile.write(held, speech(2.0), 16000, format=kind, subtype=subtype)
+    assert len(WAVE.read(held.getvalue())) == 32000
+    with pytest.raises(InputError, match=r"the sound is cut off: it holds 1\.\d\d s of 2\.\d\d s|or is damaged"):
+        WAVE.read(held.getvalue()[: len(held.getvalue()) * 2 // 3])
+
+
+@pytest.mark.parametrize("says", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
+def test_what_came_from_a_pipe_is_whole(says):
+    """Whoever wrote it did not know how much would come, and wrote the most that can."""
+    held = io.BytesIO()
+    soundfile.write(held, speech(0.5), 16000, format="WAV", subtype="PCM_16")
+    wave = bytearray(held.getvalue())
+    at = wave.index(b"data") + 4
+    wave[4:8] = wave[at : at + 4] = says.to_bytes(4, "little")
+    assert len(WAVE.read(bytes(wave))) == 8000
 
 
 def test_a_rate_may_be_a_whole_float():
