@@ -12,7 +12,7 @@ The mel scale and its triangles of equal area are those of Slaney's Auditory Too
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import io
 import os
 import re
@@ -180,10 +180,7 @@ def audio_of(manifest: Manifest) -> tuple[str, Audio] | None:
 
 def _opened(given: Any, name: str) -> tuple[Floats, int]:
     """(samples, channels) of a file, and their rate."""
-    if importlib.util.find_spec("soundfile") is None:
-        raise MissingExtraError("reading sound needs soundfile: pip install 'tformer[audio]'")
-    import soundfile
-
+    soundfile = _library("soundfile", "reading sound needs soundfile")
     if not isinstance(given, bytes):
         if not os.fspath(given):
             raise InputError("the name of a sound's file is empty")
@@ -210,6 +207,19 @@ def _opened(given: Any, name: str) -> tuple[Floats, int]:
             f"{name} is no sound that can be read (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
         ) from error
     return samples, rate
+
+
+def _library(name: str, needs: str) -> Any:
+    """One of the extra `audio`. OSError is raised by one that is there, and the library in C beneath it is not."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{needs}: pip install 'tformer[audio]'") from error
+    except (ImportError, OSError) as error:
+        raise MissingExtraError(
+            f"{needs}, which is installed and cannot be loaded ({error}): install it anew, pip install "
+            "--force-reinstall 'tformer[audio]'"
+        ) from error
 
 
 def _must_be_whole(file: Any, read: int, name: str) -> None:
@@ -272,13 +282,9 @@ def _resampled(sound: Floats, rate: int, wanted: int, name: str) -> Floats:
         return sound
     if len(sound) * wanted > MOST_SAMPLES * rate:
         raise _too_long(f"{name}, resampled to {wanted} Hz,", len(sound) * wanted // rate)
-    if importlib.util.find_spec("soxr") is None:
-        raise MissingExtraError(
-            f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled, pip install "
-            "'tformer[audio]', which has soxr"
-        )
-    import soxr
-
+    soxr = _library(
+        "soxr", f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled it needs soxr"
+    )
     found: Floats = soxr.resample(sound, rate, wanted).astype(np.float32)
     return found
 

@@ -103,14 +103,22 @@ def test_other_rates_are_resampled(tmp_path, rate):
 
 def test_without_a_resampler_both_rates_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "soxr", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "soxr" else object())
     with pytest.raises(MissingExtraError, match=r"44100 samples a second and the model reads 16000.*tformer\[audio\]"):
         WAVE.read((speech(0.5), 44100))
 
 
 def test_without_soundfile_the_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtraError, match=r"needs soundfile: pip install 'tformer\[audio\]'"):
+        WAVE.read(tmp_path / "a.wav")
+
+
+def test_a_soundfile_without_its_library_is_named(monkeypatch, tmp_path):
+    """Its module raises OSError while it is imported, as where libsndfile is not found."""
+    (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "soundfile")
+    with pytest.raises(MissingExtraError, match=r"cannot be loaded \(sndfile library not found\).*tformer\[audio\]"):
         WAVE.read(tmp_path / "a.wav")
 
 
