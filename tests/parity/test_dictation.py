@@ -28,7 +28,7 @@ from tformer_export.source.dictation import opening_of
 from tformer_export.source.hugging_face import from_transformers
 from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine import Engine
-from tformer_runtime.tasks.dictation import Dictation, Opening, Times
+from tformer_runtime.tasks.dictation import Dictation, Dictator, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -220,6 +220,49 @@ def test_what_cannot_be_is_refused(made):
         next(model.predict([SHORT[0]]))
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
+
+
+SET = {
+    "bad_words_ids": lambda ids: [[ids[4]], list(ids[5:7])],
+    "repetition_penalty": lambda ids: 3.0,
+    "no_repeat_ngram_size": lambda ids: 2,
+    "min_new_tokens": lambda ids: len(ids) + 3,
+    "sequence_bias": lambda ids: [[[ids[4]], -30.0]],
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("times", [False, True])
+def test_what_the_generation_config_asks_is_asked_of_the_file(made, name, times):
+    _, path, model, processor, _ = made
+    loaded = Model.load(path)
+    plain = loaded.transcribe(SHORT[1], timestamps=times).token_ids
+    before = model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(before)
+        setattr(model.generation_config, name, SET[name](plain))
+        source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+        expected = theirs(made, SHORT[1], return_timestamps=times)
+    finally:
+        model.generation_config = before
+    (result,) = Dictator(loaded._generator, replace(loaded.manifest, defaults=source.defaults)).every(
+        [SHORT[1]], 1, 1, 0, {"timestamps": times}
+    )
+    same(result, expected, times)
+    if name in ("bad_words_ids", "repetition_penalty", "sequence_bias"):
+        assert result.token_ids != plain
+
+
+def test_what_a_file_does_not_carry_is_named(made, caplog):
+    _, _, model, processor, _ = made
+    asked = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9}
+    changed = copy.copy(model)
+    changed.generation_config = copy.deepcopy(model.generation_config)
+    for name, value in asked.items():
+        setattr(changed.generation_config, name, value)
+    source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+    assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
+    assert not {"temperature", "num_return", "min_new_tokens"} & set(source.defaults)
 
 
 def test_what_it_hears_is_not_generated(made):
