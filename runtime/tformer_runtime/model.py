@@ -263,8 +263,15 @@ class Model:
         workers: batches run side by side; most results a second with as many as there are cores and a model that was
             loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
             InputError. first: how many inputs came before these. settings: of the results, such as top_k.
-        Raises UnsupportedCallError for a model that decodes.
+        A model that writes what it hears gives what `transcribe_batch` does. Raises UnsupportedCallError for any other
+        that decodes.
         """
+        if dictates(self.manifest):
+            if truncate:
+                raise OptionError(
+                    "truncate is not asked of a model that transcribes speech: it reads sounds of any length"
+                )
+            return self._dictator.every(inputs, batch_size, workers, first, settings)
         task = self._task("predict")
         settings = task.settings(settings)
         readings = (partial(task.reading, input, self._inputs, truncate, settings) for input in inputs)

@@ -141,6 +141,7 @@ def test_tokens_of_a_window_are_those_of_generate(made, way):
         same(result, own, times)
         assert result.language in (way["language"].strip("<|>") if "language" in way else "en de fr")
     same(model.transcribe(SHORT[0], **asked), expected[0], times)
+    same(next(model.predict(SHORT, **asked)), expected[0], times)
 
 
 @pytest.mark.parametrize("way", [{}, {"language": "de", "task": "transcribe"}, {"num_beams": 2}], ids=str)
@@ -216,8 +217,10 @@ def test_what_cannot_be_is_refused(made):
         model.transcribe(SHORT[0], task="sing")
     with pytest.raises(OptionError, match="timestamps is True or False"):
         model.transcribe(SHORT[0], timestamps="word")
-    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot predict; call transcribe\(\)"):
-        next(model.predict([SHORT[0]]))
+    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
+        model.classify([SHORT[0]])
+    with pytest.raises(OptionError, match="truncate is not asked of a model that transcribes"):
+        model.predict([SHORT[0]], truncate=True)
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
 
