@@ -22,6 +22,7 @@ import numpy as np
 
 from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
 from tformer_export.verify import LONGEST as LONGEST_PROMPT
+from tformer_runtime.audio import audio_of
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.images import image_inputs
@@ -180,7 +181,8 @@ class _Reader:
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
-        self.named = self.step is None and names == list(image_inputs(manifest.preparation))  # a line names a file
+        pictures = names == list(image_inputs(manifest.preparation))
+        self.named = self.step is None and (pictures or audio_of(manifest) is not None)  # a line names a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
         try:
