@@ -12,9 +12,10 @@ The mel scale and its triangles of equal area are those of Slaney's Auditory Too
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import io
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ WAVEFORM, LOG_MEL = "waveform", "log-mel"
 EPSILON = 1e-7  # of a variance
 QUIETEST, RANGE = 1e-10, 8.0  # a power, and how far below the loudest a logarithm of one is told apart
 FRAMES_AT_ONCE = 4096  # of a transform: 13 MB for 400 samples
+MOST_SAMPLES = 2**30  # of all channels: 4 GiB, 18 hours at 16 kHz; beyond, a small file may fill the memory
+LOWEST_RATE, HIGHEST_RATE = 1_000, 1_000_000  # samples a second; telephones have 8000, studios 384,000
+SLACK, SLACK_BYTES = 2304, 8  # samples that MP3 may have less, two of its frames; bytes that writers count and not
+PIPED = 2**31 - 2**16  # bytes that who writes to a pipe, and cannot go back, says that come
+UNKNOWN = 2**63 - 1  # frames of a file that does not say how many, such as FLAC from a pipe
 
 Floats = npt.NDArray[np.float32]
 
@@ -114,13 +120,22 @@ class Audio:
         given: the name of a file or its bytes, of any format that soundfile reads (WAV, FLAC, OGG, MP3); or samples at
         the model's rate, (samples,) or (samples, channels), floats from -1 to 1 or integers of 16 or 32 bits; or a pair
         of samples and their rate. Channels are averaged. InputError says what is wrong with it.
+
+        Cost and memory: linear in its length, as it is and resampled, both of which are MOST_SAMPLES at most.
         """
         name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the sound"
-        rate = self.rate
+        try:
+            return self._read(given, str(name))
+        except MemoryError as error:
+            raise InputError(f"{name} is too long for the memory there is: cut it into parts") from error
+
+    def _read(self, given: Any, name: str) -> Floats:
+        rate: Any = self.rate
         if isinstance(given, (str, os.PathLike, bytes)):
             samples, rate = _opened(given, name)
-        elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (int, np.integer)):
-            samples, rate = _numbers(given[0]), int(given[1])
+        elif isinstance(given, tuple) and len(given) == 2 and np.isscalar(given[1]) and not np.isscalar(given[0]):
+            rate = _whole_rate(given[1], name)
+            samples = _numbers(given[0])
         else:
             samples = _numbers(given)
         if not samples.size:
@@ -165,22 +180,75 @@ def audio_of(manifest: Manifest) -> tuple[str, Audio] | None:
 
 def _opened(given: Any, name: str) -> tuple[Floats, int]:
     """(samples, channels) of a file, and their rate."""
-    if importlib.util.find_spec("soundfile") is None:
-        raise MissingExtraError("reading sound needs soundfile: pip install 'tformer[audio]'")
-    import soundfile
-
-    if not isinstance(given, bytes) and not Path(given).is_file():
-        raise InputError(f"{name} cannot be read: there is no such file")
+    soundfile = _library("soundfile", "reading sound needs soundfile")
+    if not isinstance(given, bytes):
+        if not os.fspath(given):
+            raise InputError("the name of a sound's file is empty")
+        if Path(given).is_dir():
+            raise InputError(f"{name} is a directory: give the name of a file in it")
+        if not Path(given).is_file():
+            raise InputError(f"{name} cannot be read: there is no such file")
     try:
-        samples, rate = soundfile.read(
-            io.BytesIO(given) if isinstance(given, bytes) else os.fspath(given), dtype="float32", always_2d=True
-        )
+        with soundfile.SoundFile(io.BytesIO(given) if isinstance(given, bytes) else os.fspath(given)) as file:
+            rate = _whole_rate(file.samplerate, name)
+            if file.frames == UNKNOWN:
+                raise InputError(
+                    f"{name} does not say how long it is, as what comes from a pipe: write it to a file again"
+                )
+            if file.frames * file.channels > MOST_SAMPLES:
+                raise _too_long(name, file.frames * file.channels)
+            samples = file.read(dtype="float32", always_2d=True)
+            _must_be_whole(file, len(samples), name)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition(": ")[2] or str(error)
-        raise InputError(f"{name} is not a sound that can be read (WAV, FLAC, OGG, MP3): {reason}") from error
-    return samples, int(rate)
+        raise InputError(
+            f"{name} is no sound that can be read (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
+        ) from error
+    return samples, rate
+
+
+def _library(name: str, needs: str) -> Any:
+    """One of the extra `audio`. OSError is raised by one that is there, and the library in C beneath it is not."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{needs}: pip install 'tformer[audio]'") from error
+    except (ImportError, OSError) as error:
+        raise MissingExtraError(
+            f"{needs}, which is installed and cannot be loaded ({error}): install it anew, pip install "
+            "--force-reinstall 'tformer[audio]'"
+        ) from error
+
+
+def _must_be_whole(file: Any, read: int, name: str) -> None:
+    """InputError for a file that ends before what its header says. Of formats that hold samples as they are, libsndfile
+    corrects what the header says by the file's size, and its log tells; others are read until they end."""
+    whole = file.frames if file.frames - read > SLACK else 0
+    for said, held in _CORRECTED.findall(file.extra_info):
+        if int(said) - int(held) > SLACK_BYTES and int(said) < PIPED:
+            whole = max(whole, read * int(said) // max(1, int(held)))
+    if whole:
+        raise InputError(
+            f"{name} is cut off: it holds {read / file.samplerate:.2f} s of {whole / file.samplerate:.2f} s that its "
+            "header speaks of; copy it again"
+        )
+
+
+def _too_long(name: str, samples: int) -> InputError:
+    return InputError(f"{name} has {samples:,} samples, and at most {MOST_SAMPLES:,} are read: cut it into parts")
+
+
+def _whole_rate(given: Any, name: str) -> int:
+    """Samples a second, a whole number between those that sounds have."""
+    number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    if not number or not LOWEST_RATE <= given <= HIGHEST_RATE or given != int(given):
+        raise InputError(
+            f"{name} has a rate of {given!r} samples a second, which is a whole number from {LOWEST_RATE:,} to "
+            f"{HIGHEST_RATE:,}: give what it was sampled at"
+        )
+    return int(given)
 
 
 def _numbers(given: Any) -> Floats:
@@ -191,6 +259,11 @@ def _numbers(given: Any) -> Floats:
         raise InputError(f"a sound is an array of numbers, (samples,): {error}") from error
     if values.dtype in (np.int16, np.int32):
         values = values / np.float32(-np.iinfo(values.dtype).min)
+    if values.dtype.kind in "iu" and values.size:
+        raise InputError(
+            f"samples are floats from -1 to 1, or integers of 16 or 32 bits (np.int16, np.int32), and these are "
+            f"{values.dtype}: make them what they were sampled in, such as np.array(samples, np.int16)"
+        )
     if values.dtype.kind != "f" or values.ndim not in (1, 2):
         raise InputError(
             "a sound is the name of a file, its bytes, or samples, (samples,) floats from -1 to 1 or integers of 16 or "
@@ -207,15 +280,11 @@ def _resampled(sound: Floats, rate: int, wanted: int, name: str) -> Floats:
     """At the wanted rate; soxr's high quality, as librosa resamples by default."""
     if rate == wanted:
         return sound
-    if rate < 1:
-        raise InputError(f"{name} has a rate of {rate} samples a second: give what it was sampled at")
-    if importlib.util.find_spec("soxr") is None:
-        raise MissingExtraError(
-            f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled, pip install "
-            "'tformer[audio]', which has soxr"
-        )
-    import soxr
-
+    if len(sound) * wanted > MOST_SAMPLES * rate:
+        raise _too_long(f"{name}, resampled to {wanted} Hz,", len(sound) * wanted // rate)
+    soxr = _library(
+        "soxr", f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled it needs soxr"
+    )
     found: Floats = soxr.resample(sound, rate, wanted).astype(np.float32)
     return found
 
@@ -232,6 +301,8 @@ def _filters(rate: int, window: int, mels: int, highest: float) -> npt.NDArray[n
     areas: npt.NDArray[np.float64] = 2.0 / (corners[2:] - corners[:-2])
     return triangles * areas[:, None]
 
+
+_CORRECTED = re.compile(r"(\d+) \(should be (\d+)\)")  # bytes
 
 _BEND, _LOGARITHMIC = 1000.0, 27.0 / np.log(6.4)  # Hz; mels for each factor of e above
 

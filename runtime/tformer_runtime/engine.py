@@ -30,7 +30,7 @@ from tformer_runtime.memory import Budget, Share
 from tformer_runtime.modelfile import read_metadata
 from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.sampling import Ints
-from tformer_runtime.session import Array, Session
+from tformer_runtime.session import Array, OutOfMemoryError, Session
 from tformer_runtime.shortlist import KEY, Candidates, Shortlist
 from tformer_runtime.sizing import Sizing, slack
 from tformer_runtime.state import State
@@ -111,7 +111,14 @@ class Engine:
             wanted.append(GATHERED)
         for name in wanted:
             self.session.give(io, name)
-        self.session.run(io, "encode")
+        try:
+            self.session.run(io, "encode")
+        except OutOfMemoryError as error:
+            shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
+            raise InputError(
+                f"there is not enough memory to read it ({shapes}; of most models it grows with the square of the "
+                "length): cut it into parts that are read one by one"
+            ) from error
         return dict(zip(wanted, io.get_outputs(), strict=True))
 
     def start(

@@ -40,6 +40,7 @@ from tformer_runtime.tasks import (
     Span,
     Task,
     Transcription,
+    dictates,
     generates,
     task_of,
 )
@@ -172,7 +173,7 @@ class Model:
         For a model without an encoder: of `target` after the prompt `source`, or of `source` itself; there a first
         token that has nothing before it, not even a start token, is left out.
         """
-        self._must_decode("score")
+        self._must_generate("score")
         if self.manifest.encode is not None and target is None:
             raise InputError("score needs a target beside the source for a model with an encoder")
         sources, prompt, start = self._inputs.parts(source)
@@ -262,8 +263,15 @@ class Model:
         workers: batches run side by side; most results a second with as many as there are cores and a model that was
             loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
             InputError. first: how many inputs came before these. settings: of the results, such as top_k.
-        Raises UnsupportedCallError for a model that decodes.
+        A model that writes what it hears gives what `transcribe_batch` does. Raises UnsupportedCallError for any other
+        that decodes.
         """
+        if dictates(self.manifest):
+            if truncate:
+                raise OptionError(
+                    "truncate is not asked of a model that transcribes speech: it reads sounds of any length"
+                )
+            return self._dictator.every(inputs, batch_size, workers, first, settings)
         task = self._task("predict")
         settings = task.settings(settings)
         truncate = task.cutting(truncate, settings)
@@ -406,7 +414,7 @@ class Model:
         have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
         English; beam_size: hypotheses. Other arguments as of `predict`.
         """
-        if self.manifest.decode is not None and not generates(self.manifest):
+        if dictates(self.manifest):
             return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
         self._task("transcribe", Recognition)
         return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
@@ -416,7 +424,7 @@ class Model:
         return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
 
     def _settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
-        self._must_decode("generate")
+        self._must_generate("generate")
         options = (options or GenerationOptions()).with_(overrides)
         settings = Settings.of(options, self.manifest.defaults)
         if settings.stop and not self._inputs.output_codec:
@@ -457,7 +465,7 @@ class Model:
             raise InputError(f"input {index + 1}: {error}") from error
 
     def _must_go_on(self, call: str) -> None:
-        self._must_decode(call)
+        self._must_generate(call)
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
@@ -480,6 +488,14 @@ class Model:
             offers = self._only_task.call
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+            )
+
+    def _must_generate(self, call: str) -> None:
+        """Not every model that decodes does: what a sound is decoded to follows from more than one call."""
+        self._must_decode(call)
+        if dictates(self.manifest):
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) {Dictation.does}: it cannot {call}; call {Dictation.call}"
             )
 
     def _task(self, call: str, kind: type[Task] = Task) -> Task:

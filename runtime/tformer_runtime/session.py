@@ -37,7 +37,12 @@ DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
+_NO_MEMORY = re.compile(r"allocate memory|bad.alloc|AllocateRaw|out of memory", re.IGNORECASE)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
+
+
+class OutOfMemoryError(InputError):
+    """A run for which there is not the memory, on the host or the device."""
 
 
 class Session:
@@ -109,6 +114,11 @@ class Session:
             if self.device != "cpu":
                 binding.synchronize_outputs()
         except Exception as error:
+            if _NO_MEMORY.search(str(error)):
+                raise OutOfMemoryError(
+                    "there is not enough memory to run the model: give shorter inputs, or fewer at once "
+                    f"({_first_line(error)})"
+                ) from error
             raise self._translated(error) from error
 
     def bind_input(self, binding: Any, name: str, tensor: Any) -> None:

@@ -4,6 +4,7 @@ sounds within a window and beyond it. A window is a second here, and the model t
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
@@ -25,9 +26,9 @@ from tformer_export.hearing import check_sounds
 from tformer_export.source import load_source
 from tformer_export.source.dictation import opening_of
 from tformer_export.source.hugging_face import from_transformers
-from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
+from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine import Engine
-from tformer_runtime.tasks.dictation import Dictation, Opening, Times
+from tformer_runtime.tasks.dictation import Dictation, Dictator, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -140,6 +141,7 @@ def test_tokens_of_a_window_are_those_of_generate(made, way):
         same(result, own, times)
         assert result.language in (way["language"].strip("<|>") if "language" in way else "en de fr")
     same(model.transcribe(SHORT[0], **asked), expected[0], times)
+    same(next(model.predict(SHORT, **asked)), expected[0], times)
 
 
 @pytest.mark.parametrize("way", [{}, {"language": "de", "task": "transcribe"}, {"num_beams": 2}], ids=str)
@@ -215,10 +217,78 @@ def test_what_cannot_be_is_refused(made):
         model.transcribe(SHORT[0], task="sing")
     with pytest.raises(OptionError, match="timestamps is True or False"):
         model.transcribe(SHORT[0], timestamps="word")
-    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot predict; call transcribe\(\)"):
-        next(model.predict([SHORT[0]]))
+    with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
+        model.classify([SHORT[0]])
+    with pytest.raises(OptionError, match="truncate is not asked of a model that transcribes"):
+        model.predict([SHORT[0]], truncate=True)
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
+
+
+SET = {
+    "bad_words_ids": lambda ids: [[ids[4]], list(ids[5:7])],
+    "repetition_penalty": lambda ids: 3.0,
+    "no_repeat_ngram_size": lambda ids: 2,
+    "min_new_tokens": lambda ids: len(ids) + 3,
+    "sequence_bias": lambda ids: [[[ids[4]], -30.0]],
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("times", [False, True])
+def test_what_the_generation_config_asks_is_asked_of_the_file(made, name, times):
+    _, path, model, processor, _ = made
+    loaded = Model.load(path)
+    plain = loaded.transcribe(SHORT[1], timestamps=times).token_ids
+    before = model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(before)
+        setattr(model.generation_config, name, SET[name](plain))
+        source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+        expected = theirs(made, SHORT[1], return_timestamps=times)
+    finally:
+        model.generation_config = before
+    (result,) = Dictator(loaded._generator, replace(loaded.manifest, defaults=source.defaults)).every(
+        [SHORT[1]], 1, 1, 0, {"timestamps": times}
+    )
+    same(result, expected, times)
+    if name in ("bad_words_ids", "repetition_penalty", "sequence_bias"):
+        assert result.token_ids != plain
+
+
+def test_what_a_file_does_not_carry_is_named(made, caplog):
+    _, _, model, processor, _ = made
+    asked = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9}
+    changed = copy.copy(model)
+    changed.generation_config = copy.deepcopy(model.generation_config)
+    for name, value in asked.items():
+        setattr(changed.generation_config, name, value)
+    source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+    assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
+    assert not {"temperature", "num_return", "min_new_tokens"} & set(source.defaults)
+
+
+def test_what_it_hears_is_not_generated(made):
+    """Neither the first tokens of a language and a task nor windows are of generate()."""
+    model = Model.load(made[1])
+    features = model._dictator._audio.made(SHORT[0])
+
+    async def asked():
+        async with AsyncModel(model) as several:
+            await several.generate(features)
+
+    for call, ask in {
+        "generate": lambda: model.generate(features),
+        "generate ": lambda: model.generate_batch([features]),
+        "generate  ": lambda: model.stream(features),
+        "generate   ": lambda: asyncio.run(asked()),
+        "score": lambda: model.score(features, [1, 2]),
+        "chat": lambda: model.chat(),
+    }.items():
+        with pytest.raises(
+            UnsupportedCallError, match=rf"transcribes speech: it cannot {call.strip()}; call transcribe\(\)"
+        ):
+            ask()
 
 
 FORCED = {

@@ -139,7 +139,7 @@ def test_what_is_beyond_a_rows_own_steps_does_not_matter(by_itself):
 
 def test_other_calls_say_what_the_file_can_do(by_itself, at_once):
     for made in (by_itself, at_once):
-        for call in ("generate", "score", "embed", "classify", "align"):
+        for call in ("generate", "score", "embed", "classify", "align", "transcribe"):
             given = ("text", "text") if call == "align" else ("text",)
             with pytest.raises(UnsupportedCallError, match=r"continues series of numbers: .*; call forecast\(\)"):
                 getattr(made.model, call)(*given)

@@ -134,6 +134,51 @@ def test_rows_are_padded_only_where_that_is_hidden(made):
     assert (follows.of, follows.least, follows.stride) == ("input_values_length", 65, 40)
 
 
+def test_sounds_are_run_together_by_the_frames_made_of_them(made, monkeypatch):
+    """Of 0.1 s there are 1600 samples and 39 frames: eight sounds are one batch."""
+    _, path, model, processor, _ = made("layer")  # whose own comparisons are not counted
+    counts, encode = [], Engine.encode
+
+    def counting(self, sources, rows, *rest):
+        counts.append(rows)
+        return encode(self, sources, rows, *rest)
+
+    monkeypatch.setattr(Engine, "encode", counting)
+    several = [sound(0.1, seed) for seed in range(8)]
+    found = [result.text for result in Model.load(path, device="cpu").transcribe_batch([*several, SOUNDS[1]])]
+    assert found == [theirs(model, processor, sound)[1] for sound in [*several, SOUNDS[1]]]
+    assert counts == [1, 8]
+
+
+def test_a_sound_that_is_too_long_for_the_memory_is_named(made, monkeypatch):
+    """In a batch it takes nothing from the others, which are run again without it."""
+
+    class Small:
+        """A session with memory for a second of sound."""
+
+        def __init__(self, session):
+            self._session = session
+
+        def __getattr__(self, name):
+            return getattr(self._session, name)
+
+        def run_with_iobinding(self, io, *rest):
+            self._session.run_with_iobinding(io, *rest)
+            if io.get_outputs()[0].shape()[1] > 399:
+                raise RuntimeError("bfc_arena.cc: Failed to allocate memory for requested buffer of size 13370000000")
+
+    model = Model.load(made("layer")[1], device="cpu")
+    expected = model.transcribe(SOUNDS[0]).text
+    sessions = model._engine.session._sessions
+    monkeypatch.setattr(
+        model._engine.session, "_sessions", {stage: Small(session) for stage, session in sessions.items()}
+    )
+    results = model.transcribe_batch([SOUNDS[0], sound(1.1)])
+    assert next(results).text == expected
+    with pytest.raises(InputError, match=r"input 2: there is not enough memory .*\(1, 17600\).*: cut it into parts"):
+        next(results)
+
+
 def test_a_beam_is_at_least_as_likely(made):
     _, path, model, processor, _ = made("layer")
     loaded = Model.load(path)

@@ -24,9 +24,13 @@ from tformer_runtime.manifest import Outcome, SpecialTokens
 from tformer_runtime.tasks.dictation import Opening
 
 STEP = "decoder_input_ids"  # transformers' name, of every decoder beside an encoder
-KEPT = ("suppress", "suppress_first", "beam_size", "length_penalty", "early_stopping")  # of a file's defaults
+KEPT = (  # of a file's defaults; max_new_tokens is of its opening
+    "suppress", "suppress_first", "suppress_sequences", "logit_bias", "repetition_penalty", "no_repeat_ngram",
+    "min_new_tokens", "beam_size", "length_penalty", "early_stopping",
+)  # fmt: skip
 _NOT_CARRIED = (  # of generation configs; what else changes what generate() writes
     "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "prompt_ids",
+    "do_sample", "num_return_sequences", "num_beam_groups", "diversity_penalty", "forced_bos_token_id", "min_length",
 )  # fmt: skip
 logger = logging.getLogger(__name__)
 
@@ -52,7 +56,10 @@ def from_transformers_that_writes(
     generation = module.generation_config
     features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
     example = {module.main_input_name: features, STEP: torch.arange(1, 7).reshape(2, 3) % 3}
-    lost = [option for option in _NOT_CARRIED if getattr(generation, option, None)]
+    given = generation.to_diff_dict()
+    lost = [option for option in _NOT_CARRIED if given.get(option)]
+    if "min_length" in lost and "min_new_tokens" not in given:  # it counts the first tokens, which are many or few
+        defaults = {option: value for option, value in defaults.items() if option != "min_new_tokens"}
     if lost:
         logger.warning("the generation config sets %s, which the file does not carry over", ", ".join(lost))
 

@@ -58,10 +58,15 @@ def task_of(manifest: Manifest) -> Task:
     return (Features if kind.of_texts and not manifest.tokenizer_of else kind)(manifest)
 
 
+def dictates(manifest: Manifest) -> bool:
+    """Whether a file writes what it hears: what it decodes are the ids of what is said."""
+    decodes = manifest.decode is not None and not manifest.decode.features
+    return decodes and manifest.task in Recognition.names and audio_of(manifest) is not None
+
+
 def generates(manifest: Manifest) -> bool:
     """Whether what a file is for is to generate: it decodes ids, and no task makes something else of them."""
-    decodes = manifest.decode is not None and not manifest.decode.features
-    return decodes and not (manifest.task in Recognition.names and audio_of(manifest) is not None)
+    return manifest.decode is not None and not manifest.decode.features and not dictates(manifest)
 
 
 __all__ = [
@@ -82,6 +87,7 @@ __all__ = [
     "Span",
     "Task",
     "Transcription",
+    "dictates",
     "generates",
     "task_of",
 ]

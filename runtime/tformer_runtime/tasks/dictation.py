@@ -25,7 +25,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.tasks.flags import Flag
-from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
+from tformer_runtime.tasks.recognition import Segment, Speech, Transcription
 
 DIGITS = 6  # of seconds, of which steps are hundredths
 
@@ -136,19 +136,19 @@ class _Sound:
     segments: list[tuple[list[int], float, float]] = field(default_factory=list)
 
 
-class Dictation(Recognition):
-    names = ()
-    does = "transcribes speech"
+class Dictation(Speech):
+    """Of a model that writes what it hears. Results are not of one run's outputs: `Dictator` makes them."""
+
     flags = {  # noqa: RUF012
         "Speech": {
-            **Recognition.flags["Speech"],
+            **Speech.flags["Speech"],
             "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
             "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
         }
     }
 
     def __init__(self, manifest: Manifest) -> None:
-        self.manifest, self.outcome = manifest, manifest.outcome
+        super().__init__(manifest)
         try:
             self.opening = Opening(**manifest.outcome.settings)
         except TypeError as error:

@@ -3,7 +3,7 @@ their order.
 
 Padding is computed too, so inputs of a window are sorted by length before they are put into batches, and cut out of the
 results. A file whose rows padding would change has batches of one size alone. Memory: the inputs and results of one
-window, of two with several workers; a window of inputs that are all of one size is a batch for each worker.
+window, of two with several workers; a window of inputs that are all of one size, or large, is a batch for each worker.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import InputError, TformerError
+from tformer_runtime.manifest import Encode
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.session import Array
@@ -24,6 +25,7 @@ from tformer_runtime.tasks.base import Outputs, Reading
 from tformer_runtime.tasks.windows import WINDOW, in_windows
 
 POSITIONS = 512  # computed at once on a CPU at most: what one operator writes is still near when the next reads it
+HELD = 2**23  # numbers of a window's inputs that are enough: 32 MB, 9 minutes of sound at 16 kHz
 PATCHES = 196  # that a picture is taken for: those of 224 × 224 pixels, 16 × 16 each
 
 Keep = Callable[[Outputs, Mapping[str, Array]], Outputs]  # what of a request's outputs is needed
@@ -41,10 +43,17 @@ class _Row:
     def size(self) -> int:
         return max((value.size for value in self.sources.values()), default=0)
 
-    @property
-    def positions(self) -> int:
-        """How many the model is likely to compute for it."""
-        return max((PATCHES if value.ndim > 2 else len(value) for value in self.sources.values()), default=1) or 1
+    def positions(self, encode: Encode) -> int:
+        """How many the model is likely to compute for it; of a sound, not its samples but the frames that it makes of
+        them."""
+        sizes = every_size(encode, self.sources) if encode.follows else {}
+        made = {rule.of: sizes[name] for name, rule in encode.follows.items()}
+        axes = {spec.name: spec.shape[1] for spec in encode.inputs if len(spec.shape) > 1}
+        counts = (
+            PATCHES if value.ndim > 2 else made.get(str(axes.get(name)), len(value))
+            for name, value in self.sources.items()
+        )
+        return max(counts, default=1) or 1
 
 
 @dataclass
@@ -84,6 +93,9 @@ def run_once(
         lambda batch: _run(engine, batch, keep),
         (WINDOW if _sized(engine) else workers) * batch_size,
         workers,
+        lambda read: sum(value.size for row in read.rows for value in row.sources.values()),
+        HELD,
+        workers * batch_size,
     )
     return map(_result, done)
 
@@ -123,7 +135,7 @@ def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> Iterator[
         while at < len(group):
             count = batch_size
             if engine.session.device == "cpu":
-                count = min(count, max(1, POSITIONS // group[at].positions))
+                count = min(count, max(1, POSITIONS // group[at].positions(encode)))
             yield group[at : at + count]
             at += count
 

@@ -49,10 +49,10 @@ class Transcription:
     language: str | None = None
 
 
-class Recognition(Task):
-    """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of."""
+class Speech(Task):
+    """What is said in a sound, however a model tells it: what may be asked for, and how it is written."""
 
-    names: ClassVar[tuple[str, ...]] = (TASK,)
+    names: ClassVar[tuple[str, ...]] = ()
     does = "transcribes speech"
     call = "transcribe()"
     flags = {  # noqa: RUF012
@@ -61,6 +61,34 @@ class Recognition(Task):
             "beam_size": Flag("--beam-size", "N", "Hypotheses that are kept; 1 is greedy.", int),
         }
     }
+
+    @classmethod
+    def every_flag(cls) -> dict[str, dict[str, Flag]]:
+        """Without those of reading texts."""
+        return {heading: dict(flags) for heading, flags in cls.flags.items()}
+
+    def numbers(self, result: Transcription) -> Array:
+        return np.array(result.token_ids)
+
+    def line(self, result: Transcription) -> str:
+        return one_line(result.text)
+
+    def fields(self, result: Transcription) -> dict[str, Any]:
+        fields: dict[str, Any] = {"text": result.text, "token_ids": result.token_ids, "score": result.score}
+        if result.language is not None:
+            fields["language"] = result.language
+        if result.segments:
+            fields["segments"] = [asdict(segment) for segment in result.segments]
+        return fields
+
+    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
+        return Transcribing(self, settings, asked)
+
+
+class Recognition(Speech):
+    """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of."""
+
+    names: ClassVar[tuple[str, ...]] = (TASK,)
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
@@ -77,11 +105,6 @@ class Recognition(Task):
             raise ModelFileError(
                 f"what the file says of its tokens is damaged ({error}): export the model again"
             ) from error
-
-    @classmethod
-    def every_flag(cls) -> dict[str, dict[str, Flag]]:
-        """Without those of reading texts."""
-        return {heading: dict(flags) for heading, flags in cls.flags.items()}
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
@@ -114,23 +137,6 @@ class Recognition(Task):
 
     def _seconds(self, frame: int) -> float:
         return frame * self._stride / self._rate
-
-    def numbers(self, result: Transcription) -> Array:
-        return np.array(result.token_ids)
-
-    def line(self, result: Transcription) -> str:
-        return one_line(result.text)
-
-    def fields(self, result: Transcription) -> dict[str, Any]:
-        fields: dict[str, Any] = {"text": result.text, "token_ids": result.token_ids, "score": result.score}
-        if result.language is not None:
-            fields["language"] = result.language
-        if result.segments:
-            fields["segments"] = [asdict(segment) for segment in result.segments]
-        return fields
-
-    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
-        return Transcribing(self, settings, asked)
 
 
 def one_line(text: str) -> str:

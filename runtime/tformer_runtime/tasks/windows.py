@@ -20,11 +20,15 @@ def in_windows(
     run: Callable[[Batch], None],
     size: int,
     workers: int = 1,
+    weigh: Callable[[Input], int] = lambda _: 0,
+    most: int = 1,
+    least: int = 1,
 ) -> Iterator[Input]:
     """Each input, in order, once `run` has been called with the batches of its window, which `batches` makes.
 
-    size: inputs of a window. workers: batches run side by side, while the next window is read. What reading raises, or
-    `run`, is raised after the inputs before. Memory: the inputs of one window, of two with several workers.
+    size: inputs of a window, but `least` are enough if they weigh `most` together. workers: batches run side by side,
+    while the next window is read. What reading raises, or `run`, is raised after the inputs before. Memory: the inputs
+    of one window, of two with several workers.
     """
     inputs = iter(source)
     pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
@@ -36,10 +40,16 @@ def in_windows(
             while more and len(waiting) < (1 if pool is None else 2):
                 window: list[Input] = []
                 try:
-                    window.extend(islice(inputs, size))
+                    weight = 0
+                    for value in islice(inputs, size):
+                        window.append(value)
+                        weight += weigh(value)
+                        if weight >= most and len(window) >= least:
+                            break
+                    else:
+                        more = len(window) == size
                 except Exception as error:  # its turn has not come
-                    failed = error
-                more = len(window) == size
+                    failed, more = error, False
                 started: list[Future[None]] = []
                 for batch in batches(window):
                     if pool is None:

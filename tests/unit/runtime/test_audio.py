@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 
@@ -102,14 +103,22 @@ def test_other_rates_are_resampled(tmp_path, rate):
 
 def test_without_a_resampler_both_rates_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "soxr", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "soxr" else object())
     with pytest.raises(MissingExtraError, match=r"44100 samples a second and the model reads 16000.*tformer\[audio\]"):
         WAVE.read((speech(0.5), 44100))
 
 
 def test_without_soundfile_the_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtraError, match=r"needs soundfile: pip install 'tformer\[audio\]'"):
+        WAVE.read(tmp_path / "a.wav")
+
+
+def test_a_soundfile_without_its_library_is_named(monkeypatch, tmp_path):
+    """Its module raises OSError while it is imported, as where libsndfile is not found."""
+    (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "soundfile")
+    with pytest.raises(MissingExtraError, match=r"cannot be loaded \(sndfile library not found\).*tformer\[audio\]"):
         WAVE.read(tmp_path / "a.wav")
 
 
@@ -123,22 +132,98 @@ def test_what_is_no_sound_is_refused(tmp_path):
     gap[800] = np.nan
     refused = {
         "there is no such file": tmp_path / "none.wav",
-        "text.wav is not a sound": tmp_path / "text.wav",
-        "cut.flac is not a sound": tmp_path / "cut.flac",
+        "text.wav is no sound": tmp_path / "text.wav",
+        "cut.flac is no sound": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
         r"no number, \[nan\] at 0.050 s": gap,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
         r"these are \(2, 800\): turn them round": np.zeros((2, 800), np.float32),
         r"samples, .* not ndarray of <U4": np.array("text"),
-        "integers of 16 or 32 bits, not": np.zeros(800, np.int64),
-        "a rate of 0 samples": (speech(0.5), 0),
+        "these are int64: make them what they were sampled in": [0, 300, -300] * 100,
+        "a rate of 0 samples a second, which is a whole number from 1,000 to 1,000,000": (speech(0.5), 0),
+        "a rate of True": (speech(0.5), True),
+        "a rate of 1180591620717411303424": (speech(0.5), 2**70),
+        "a rate of 16000.5": (speech(0.5), 16000.5),
+        "a rate of nan": (speech(0.5), float("nan")),
+        "a rate of '16 kHz'": (speech(0.5), "16 kHz"),
+        "name of a sound's file is empty": "",
+        "is a directory": tmp_path,
     }
     for sentence, given in refused.items():
         with pytest.raises(InputError, match=sentence):
             WAVE.read(given)
     with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
         MEL.made(speech(31.0))
+
+
+def says(flac, frames):
+    """The bytes of a FLAC file whose header says that it has so many frames: 36 bits, from the middle of byte 21."""
+    return (
+        flac[:21]
+        + (flac[21] & 0xF0 | frames >> 32).to_bytes(1, "big")
+        + (frames % 2**32).to_bytes(4, "big")
+        + flac[26:]
+    )
+
+
+def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
+    """What a header says is looked at before anything is read."""
+    soundfile.write(tmp_path / "a.flac", speech(0.5), 16000)
+    with pytest.raises(InputError, match="the sound has 68,719,476,735 samples, and at most 1,073,741,824 are read"):
+        WAVE.read(says((tmp_path / "a.flac").read_bytes(), 2**36 - 1))
+    soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
+    with pytest.raises(InputError, match=r"slow\.wav has a rate of 1 samples a second"):
+        WAVE.read(tmp_path / "slow.wav")
+    monkeypatch.setattr("tformer_runtime.audio.MOST_SAMPLES", 10000)
+    with pytest.raises(InputError, match="resampled to 16000 Hz, has 16,000 samples, and at most 10,000"):
+        WAVE.read((speech(1.0, 8000), 8000))
+    with pytest.raises(InputError, match="does not say how long it is"):
+        WAVE.read(says((tmp_path / "a.flac").read_bytes(), 0))
+
+    def nothing_left(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("tformer_runtime.audio._resampled", nothing_left)
+    with pytest.raises(InputError, match=r"a\.flac is too long for the memory there is"):
+        WAVE.read(tmp_path / "a.flac")
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        ("WAV", "PCM_16"),
+        ("RF64", "PCM_16"),
+        ("AIFF", "PCM_24"),
+        ("AU", "FLOAT"),
+        ("W64", "PCM_16"),
+        ("MP3", "MPEG_LAYER_III"),
+        ("FLAC", "PCM_16"),
+    ],
+)
+def test_a_file_that_ends_too_early_is_not_taken_for_whole(kind, subtype):
+    held = io.BytesIO()
+    soundfile.write(held, speech(2.0), 16000, format=kind, subtype=subtype)
+    assert len(WAVE.read(held.getvalue())) == 32000
+    with pytest.raises(InputError, match=r"the sound is cut off: it holds 1\.\d\d s of 2\.\d\d s|or is damaged"):
+        WAVE.read(held.getvalue()[: len(held.getvalue()) * 2 // 3])
+
+
+@pytest.mark.parametrize("says", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
+def test_what_came_from_a_pipe_is_whole(says):
+    """Whoever wrote it did not know how much would come, and wrote the most that can."""
+    held = io.BytesIO()
+    soundfile.write(held, speech(0.5), 16000, format="WAV", subtype="PCM_16")
+    wave = bytearray(held.getvalue())
+    at = wave.index(b"data") + 4
+    wave[4:8] = wave[at : at + 4] = says.to_bytes(4, "little")
+    assert len(WAVE.read(bytes(wave))) == 8000
+
+
+def test_a_rate_may_be_a_whole_float():
+    sound = speech(0.5, 8000)
+    for rate in (8000.0, np.float64(8000), np.int32(8000)):
+        np.testing.assert_array_equal(WAVE.read((sound, rate)), WAVE.read((sound, 8000)))
 
 
 def test_what_a_file_holds_is_read_again():
