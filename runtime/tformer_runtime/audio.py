@@ -12,10 +12,11 @@ The mel scale and its triangles of equal area are those of Slaney's Auditory Too
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError
+from tformer_runtime.errors import InputError, ModelFileError, OutOfMemoryError
+from tformer_runtime.extras import library
 from tformer_runtime.manifest import Manifest, Preparation
 
 KIND = "audio"  # of a preparation
@@ -89,8 +91,9 @@ class Audio:
         """(samples,) of samples that `read` gave, normalised if these are."""
         if not self.normalize:
             return sound
-        values = sound.astype(np.float64)
-        made: Floats = ((values - values.mean()) / np.sqrt(values.var() + EPSILON)).astype(np.float32)
+        with _memory_for("the sound"):
+            values = sound.astype(np.float64)
+            made: Floats = ((values - values.mean()) / np.sqrt(values.var() + EPSILON)).astype(np.float32)
         return made
 
     def spectrogram(self, sound: Floats) -> Floats:
@@ -99,6 +102,10 @@ class Audio:
         Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in its length; memory:
         that of the result beside the sound.
         """
+        with _memory_for("the sound"):
+            return self._spectrogram(sound)
+
+    def _spectrogram(self, sound: Floats) -> Floats:
         values = np.pad(sound, (0, max(0, self.samples - len(sound))))
         count = len(values) // self.hop
         values = np.pad(values, self.window // 2, mode="reflect")
@@ -124,10 +131,8 @@ class Audio:
         Cost and memory: linear in its length, as it is and resampled, both of which are MOST_SAMPLES at most.
         """
         name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the sound"
-        try:
+        with _memory_for(str(name)):
             return self._read(given, str(name))
-        except MemoryError as error:
-            raise InputError(f"{name} is too long for the memory there is: cut it into parts") from error
 
     def _read(self, given: Any, name: str) -> Floats:
         rate: Any = self.rate
@@ -178,9 +183,17 @@ def audio_of(manifest: Manifest) -> tuple[str, Audio] | None:
     return next(((name, Audio.of(how)) for name, how in manifest.preparation.items() if how.kind == KIND), None)
 
 
+@contextmanager
+def _memory_for(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{name} is too long for the memory there is: cut it into parts") from error
+
+
 def _opened(given: Any, name: str) -> tuple[Floats, int]:
     """(samples, channels) of a file, and their rate."""
-    soundfile = _library("soundfile", "reading sound needs soundfile")
+    soundfile = library("soundfile", "reading sound needs soundfile", "audio")
     if not isinstance(given, bytes):
         if not os.fspath(given):
             raise InputError("the name of a sound's file is empty")
@@ -207,19 +220,6 @@ def _opened(given: Any, name: str) -> tuple[Floats, int]:
             f"{name} is no sound that can be read (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
         ) from error
     return samples, rate
-
-
-def _library(name: str, needs: str) -> Any:
-    """One of the extra `audio`. OSError is raised by one that is there, and the library in C beneath it is not."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{needs}: pip install 'tformer[audio]'") from error
-    except (ImportError, OSError) as error:
-        raise MissingExtraError(
-            f"{needs}, which is installed and cannot be loaded ({error}): install it anew, pip install "
-            "--force-reinstall 'tformer[audio]'"
-        ) from error
 
 
 def _must_be_whole(file: Any, read: int, name: str) -> None:
@@ -282,9 +282,8 @@ def _resampled(sound: Floats, rate: int, wanted: int, name: str) -> Floats:
         return sound
     if len(sound) * wanted > MOST_SAMPLES * rate:
         raise _too_long(f"{name}, resampled to {wanted} Hz,", len(sound) * wanted // rate)
-    soxr = _library(
-        "soxr", f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled it needs soxr"
-    )
+    needs = f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled it needs soxr"
+    soxr = library("soxr", needs, "audio")
     found: Floats = soxr.resample(sound, rate, wanted).astype(np.float32)
     return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -27,3 +28,11 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, f"a whole number of at least {least}", value)
     return int(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """The value as a number of seconds, 0 or more. OptionError, which names the option, for any other."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(float(value)) or float(value) < 0:
+        raise refused(name, "a number of seconds, 0 or more", value)
+    return float(value)

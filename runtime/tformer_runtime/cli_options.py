@@ -18,8 +18,6 @@ from tformer_runtime.options import GenerationOptions
 from tformer_runtime.tasks import TASKS
 from tformer_runtime.tasks.flags import Flag, value_of
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 def _early(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -106,9 +104,7 @@ GROUPS: dict[str, dict[str, Flag]] = {
     },
 }  # fmt: skip
 OPTIONS = {name: option for options in GROUPS.values() for name, option in options.items()}
-_OTHERS = {"max_memory": "--max-memory"} | {
-    name: flag.flag for task in TASKS for flags in task.every_flag().values() for name, flag in flags.items()
-}
+_OTHERS = {name: flag.flag for task in TASKS for flags in task.every_flag().values() for name, flag in flags.items()}
 
 
 class Command(click.Command):
@@ -151,17 +147,6 @@ def _value(name: str, text: Any, ids: bool) -> Any:
         return value_of(OPTIONS[name], text)
     except OptionError as error:
         raise OptionError(f"{OPTIONS[name].flag}: {error}") from error
-
-
-def bytes_of(text: str) -> int:
-    """Of a number of bytes, or of KiB, MiB or GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if count < 1:
-        raise OptionError(
-            f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}"
-        )
-    return count
 
 
 def as_written(sentence: str) -> str:

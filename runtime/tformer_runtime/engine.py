@@ -22,7 +22,7 @@ from tformer_runtime.cache import KVCache
 from tformer_runtime.call import Call, Want
 from tformer_runtime.context import Context
 from tformer_runtime.device import Chosen
-from tformer_runtime.errors import InputError, ModelFileError, UnsupportedCallError
+from tformer_runtime.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
 from tformer_runtime.feeds import Feeds
 from tformer_runtime.graphs import MOST, Replayed, Step
 from tformer_runtime.manifest import GATHER, GATHERED, STAGE, Decode, Manifest
@@ -30,7 +30,7 @@ from tformer_runtime.memory import Budget, Share
 from tformer_runtime.modelfile import read_metadata
 from tformer_runtime.requests import lengths_of, request_arrays
 from tformer_runtime.sampling import Ints
-from tformer_runtime.session import Array, OutOfMemoryError, Session
+from tformer_runtime.session import Array, Session
 from tformer_runtime.shortlist import KEY, Candidates, Shortlist
 from tformer_runtime.sizing import Sizing, slack
 from tformer_runtime.state import State
@@ -115,7 +115,7 @@ class Engine:
             self.session.run(io, "encode")
         except OutOfMemoryError as error:
             shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
-            raise InputError(
+            raise OutOfMemoryError(
                 f"there is not enough memory to read it ({shapes}; of most models it grows with the square of the "
                 "length): cut it into parts that are read one by one"
             ) from error

@@ -2,6 +2,7 @@
 
 TformerError                what a caller catches; the command lines print its one sentence and exit with 1
 ├── InputError              an input that the model cannot take: empty, too long, outside the vocabulary
+│   └── OutOfMemoryError    one for which there is not the memory, on the host or the device
 ├── OptionError             an option with an unknown name or an impossible value
 ├── ModelFileError          a file that is not a model of ours, is damaged, or is newer than this runtime
 ├── DeviceError             a device that was asked for and cannot be had
@@ -24,6 +25,10 @@ class TformerError(Exception):
 
 class InputError(TformerError):
     """An input that the model cannot take."""
+
+
+class OutOfMemoryError(InputError):
+    """An input for which there is not the memory, on the host or the device."""
 
 
 class OptionError(TformerError):

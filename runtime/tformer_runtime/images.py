@@ -7,7 +7,6 @@ palettes, CMYK, 16 bits and alpha become what Pillow's `convert("RGB")` makes of
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import os
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError
+from tformer_runtime.errors import InputError, ModelFileError, OutOfMemoryError
+from tformer_runtime.extras import library
 from tformer_runtime.manifest import Preparation
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class Images:
         name = str(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else "the image"
         if not name or "\0" in name:
             raise InputError(f"{name!r} is no name of a file: give that of an image")
-        if importlib.util.find_spec("PIL") is None:
-            raise MissingExtraError("reading images needs Pillow: pip install 'tformer[image]'")
+        library("PIL.Image", "reading images needs Pillow", "image")
         with _in_sentences(name):
             picture = _opened(given, name).convert("RGB" if self.channels == 3 else "L")
         array = np.asarray(self._resized(picture, name))
@@ -227,8 +226,10 @@ def _in_sentences(name: str) -> Iterator[None]:
     """What Pillow raises, as one sentence that names the picture."""
     try:
         yield
-    except (InputError, MemoryError):
+    except InputError:
         raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{name} is too large for the memory there is: make it smaller") from error
     except Exception as error:  # decoders raise many types
         from PIL import Image, UnidentifiedImageError
 

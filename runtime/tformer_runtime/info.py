@@ -32,7 +32,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "problem": m.outcome.problem,
         "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
         "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
-        "max_length": m.max_length,
+        "max_length": m.max_length or None,  # of ids; pictures and sounds have none
         "vocabulary": m.decode.logits.shape[-1] if m.decode and not m.decode.features else None,
         "caches": len(caches),
         "cache_bytes_per_token": int(sum(slot)),

@@ -19,6 +19,7 @@ from tformer_runtime.images import image_inputs, is_picture
 from tformer_runtime.manifest import Manifest, RequestInput
 from tformer_runtime.options import Settings
 from tformer_runtime.reading import Pair, Reader, Window
+from tformer_runtime.requests import every_size
 from tformer_runtime.sampling import Ints
 from tformer_runtime.session import Array
 from tformer_runtime.text import Codec
@@ -60,10 +61,15 @@ class Inputs:
         return self.places(self.parts(input)[0], length)
 
     def places(self, sources: Mapping[str, Array], length: int) -> list[str]:
-        """The same of what has been read of an input."""
+        """The same of what has been read of an input; of a sound, the second at which each frame begins."""
         for name, values in sources.items():
             if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":
                 return self.labels(name, values.tolist())
+        if self._sound is not None and self._manifest.encode is not None:
+            rate, sizes = self._sound[1].rate, every_size(self._manifest.encode, sources)
+            for name, frames in self._manifest.encode.follows.items():
+                if sizes[name] == length:
+                    return [f"{i * frames.stride / rate:.3f}" for i in range(length)]
         return [str(i) for i in range(length)]
 
     def labels(self, name: str, ids: Sequence[int]) -> list[str]:

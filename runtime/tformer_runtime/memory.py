@@ -176,9 +176,19 @@ class Share:
             self.budget.look()
 
     def _refusal(self, count: int) -> MemoryBudgetError:
+        if self.limit is not None and count > self.limit:
+            return never_fits(count, self.limit)
         others = self.budget._promised(lambda other: other is not self)
         return MemoryBudgetError(
             f"{count:,} bytes may be needed and {others:,} of max_memory={self.limit:,} are held by what does not end "
             "before (prefixes, conversations, streams that are not read to their end): release some, allow more, or "
             "ask for fewer tokens or beams"
         )
+
+
+def never_fits(need: int, limit: int) -> MemoryBudgetError:
+    """What is said of a request that would not fit alone."""
+    return MemoryBudgetError(
+        f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or ask for fewer "
+        "tokens or beams"
+    )

@@ -345,7 +345,8 @@ class Model:
         top_k: how many answers, the best and its `alternatives`. no_answer: whether it may be that there is none, which
         is an answer without text. longest: tokens that an answer has at most. window, stride: a context is read in
         windows of so many tokens, the question's included, that share so many; by default 384, or what the model takes,
-        and 128, or half a window. Cost: a run for each window. Other arguments as of `predict`.
+        and 128, or half a window; behind a question that leaves less room than that, half of the room. Cost: a run for
+        each window. Other arguments as of `predict`.
         Raises UnsupportedCallError for a model of another task.
         """
         self._task("answer", Answers)

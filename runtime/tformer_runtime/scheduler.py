@@ -16,7 +16,7 @@ import numpy as np
 from tformer_runtime.beam import BeamSearch
 from tformer_runtime.device import Chosen
 from tformer_runtime.errors import DeadlineError, MemoryBudgetError
-from tformer_runtime.memory import Budget, Share
+from tformer_runtime.memory import Budget, Share, never_fits
 from tformer_runtime.record import Trail
 from tformer_runtime.rows import RowSearch
 from tformer_runtime.sampling import Floats, Guess, Ints
@@ -115,10 +115,7 @@ class Scheduler:
         """Let a task wait for its turn. MemoryBudgetError if it can never fit, with what it would need."""
         limit = self.memory.limit
         if limit is not None and (need := self._model.need((), [task])) > limit:
-            raise MemoryBudgetError(
-                f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or "
-                "ask for fewer tokens or beams"
-            )
+            raise never_fits(need, limit)
         self._waiting.append(task)
 
     def cancel(self, task: Task, error: Exception) -> None:

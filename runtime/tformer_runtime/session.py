@@ -22,7 +22,14 @@ import numpy.typing as npt
 from tformer_runtime import pages
 from tformer_runtime.bits import ONNX_BFLOAT16
 from tformer_runtime.device import choosing, heads
-from tformer_runtime.errors import DeviceError, InputError, MissingExtraError, ModelFileError, TformerError
+from tformer_runtime.errors import (
+    DeviceError,
+    InputError,
+    MissingExtraError,
+    ModelFileError,
+    OutOfMemoryError,
+    TformerError,
+)
 from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
@@ -39,10 +46,6 @@ _CPU = "CPUExecutionProvider"
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
 _NO_MEMORY = re.compile(r"allocate memory|bad.alloc|AllocateRaw|out of memory", re.IGNORECASE)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
-
-
-class OutOfMemoryError(InputError):
-    """A run for which there is not the memory, on the host or the device."""
 
 
 class Session:

@@ -10,7 +10,8 @@ from running import failed, run
 from toy_models import LETTERS, START_ID, Toy
 
 from tformer_runtime import GenerationOptions, Model, OptionError, guesses
-from tformer_runtime.cli_options import OPTIONS, as_written, bytes_of, generation_options
+from tformer_runtime.cli_options import OPTIONS, as_written, generation_options
+from tformer_runtime.tasks.flags import bytes_of
 
 SHORT = ["--max-new-tokens", "6"]
 

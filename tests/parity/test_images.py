@@ -7,7 +7,6 @@ Each is exported once. Pictures are made here; what is expected is made by trans
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import struct
 import sys
@@ -339,8 +338,7 @@ def test_sentences_of_options(own, pictures, monkeypatch):
         "input 1: it is two images, and each is read by itself: give one, for pairs are of --similarity alone"
     )
     assert "holds 2 tabs: a pair is two names of files with one tab" in failed(run(path, "a\tb\tc"))
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "PIL" else real(name, *rest))
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     assert failed(run(path, line)) == "reading images needs Pillow: pip install 'tformer[image]'"
 
 

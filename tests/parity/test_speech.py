@@ -27,6 +27,7 @@ from tformer_runtime import InputError, Model, OptionError, ParityError, SourceE
 from tformer_runtime.engine import Engine
 from tformer_runtime.manifest import Outcome
 from tformer_runtime.tasks import Recognition
+from tformer_runtime.tasks.base import Reading
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -254,6 +255,84 @@ def test_a_model_in_memory_in_integers(made, tmp_path):
     found = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
     own = theirs(model, processor, SOUNDS[1])[1]
     assert difflib.SequenceMatcher(None, found, own, autojunk=False).ratio() > 0.9
+
+
+@pytest.mark.parametrize(("window", "stride"), [(0.3, None), (0.25, 0.03), (0.5, 0.1)])
+def test_long_sounds_are_read_in_windows_as_by_the_pipeline(made, tmp_path, window, stride):
+    _, path, model, processor, _ = made("layer")
+    asked = {"chunk_length_s": window} | ({"stride_length_s": stride} if stride else {})
+    pipeline = transformers.pipeline(
+        "automatic-speech-recognition", model=model, tokenizer=processor.tokenizer,
+        feature_extractor=processor.feature_extractor, **asked,
+    )  # fmt: skip
+    long = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
+    loaded, asked = Model.load(path), {"window": window, "stride": stride}
+    for timestamps in ("word", "char"):
+        results = list(loaded.transcribe_batch([*long, SOUNDS[2]], 3, timestamps=timestamps, **asked))
+        for given, result in zip([*long, SOUNDS[2]], results, strict=True):
+            expected = pipeline(given.copy(), return_timestamps=timestamps)
+            times = [(chunk["text"], *map(pytest.approx, chunk["timestamp"])) for chunk in expected["chunks"]]
+            assert result.text == expected["text"]
+            assert [(segment.text, segment.start, segment.end) for segment in result.segments] == times
+    assert loaded.transcribe(long[0], **asked).text != loaded.transcribe(long[0]).text  # what is heard matters
+    soundfile.write(tmp_path / "long.wav", long[0], 16000, subtype="FLOAT")
+    flags = ["--window", str(window), *(["--stride", str(stride)] if stride else [])]
+    assert written(path, tmp_path / "long.wav", *flags) == [results[0].text]
+
+
+def test_a_beam_goes_on_from_window_to_window(made):
+    """Windows that have the sound between them are read as one where the model hears no further than a frame."""
+    _, path, _, _, _ = made("group")
+    model = Model.load(path)
+    task = Recognition(model.manifest)
+    logits = np.random.default_rng(0).normal(size=(60, len(VOCABULARY))).astype(np.float32) * 6
+    logits[28:32] = logits[28]  # a run that both windows have a part of
+    reading = Reading((), [slice(0, 30), slice(10, None)])
+    for size in (1, 8):
+        settings = task.settings({"beam_size": size, "timestamps": "char"})
+        result = task.made(reading, [[logits[:35]], [logits[20:]]], settings)
+        halves = [task.result([part], settings) for part in (logits[:30], logits[30:])]
+        assert result.token_ids == halves[0].token_ids + halves[1].token_ids[1:]
+        assert result.score == pytest.approx(sum(half.score for half in halves))
+        assert halves[0].token_ids[-1] == halves[1].token_ids[0]
+
+
+def test_windows_that_cannot_be_are_refused(made):
+    path = made("layer")[1]
+    model = Model.load(path)
+    for asked, message in {
+        ("window", -1): "window must be a number of seconds, 0 or more, not -1",
+        ("window", "long"): "window must be a number of seconds",
+        ("window", 0): "stride must be from 0.0025 s to less than half of a window of 0 s, not 0 s",
+        ("stride", 30): "stride must be from 0.0025 s to less than half of a window of 60 s, not 30 s",
+        ("stride", 0): "not 0 s",
+    }.items():
+        with pytest.raises(OptionError, match=message):
+            model.transcribe(SOUNDS[0], **dict([asked]))
+    stride = run(path, "x.wav", "--window", "1", "--stride", ".5")
+    assert "less than half of a window of 1 s, not 0.5 s" in failed(stride, 2)
+
+
+def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
+    folder, _, _, processor, _ = made("layer")
+    path = tmp_path / "attention.onnx"
+    export(load_source(folder), path, attention=True)
+    loaded = Model.load(path)
+    eager = transformers.HubertForCTC.from_pretrained(folder, attn_implementation="eager").eval()
+    for given in SOUNDS[:2]:
+        weights, places = loaded.attention(given)
+        with torch.no_grad():
+            own = eager(**processor(given, sampling_rate=16000, return_tensors="pt"), output_attentions=True).attentions
+        np.testing.assert_allclose(weights, torch.cat(own).numpy(), atol=1e-5)
+        assert places[:3] == ["0.000", "0.003", "0.005"]  # 40 samples a frame
+        assert len(places) == weights.shape[-1]
+    with pytest.raises(InputError, match=r"the sound is read in 3 windows of 1 s, and attention is of what is read at"):
+        loaded.attention(np.concatenate(SOUNDS), window=1)
+    soundfile.write(tmp_path / "sound.wav", SOUNDS[0], 16000, subtype="FLOAT")
+    assert written(path, tmp_path / "sound.wav", "--attention", tmp_path / "a.png") == [
+        loaded.transcribe(SOUNDS[0]).text
+    ]
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_without_a_vocabulary_there_are_ids(made):

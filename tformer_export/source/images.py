@@ -6,7 +6,6 @@ it reads pictures: a size is resized to, a crop is cut out of the middle, and nu
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from tformer_export.source.base import Source, as_float32
 from tformer_export.source.once import outcome_of
 from tformer_export.source.pooled import Answer
 from tformer_export.source.purpose import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
-from tformer_runtime.errors import MissingExtraError, OptionError, SourceError
+from tformer_runtime.errors import OptionError, SourceError
+from tformer_runtime.extras import library
 from tformer_runtime.images import FILTERS, Images, image_inputs
 from tformer_runtime.manifest import Preparation
 
@@ -138,10 +138,7 @@ def load_processor(folder: Path) -> Any | None:
 
 
 def need_pillow() -> None:
-    if importlib.util.find_spec("PIL") is None:
-        raise MissingExtraError(
-            "a model on images is compared on pictures, which needs Pillow: pip install 'tformer[image]'"
-        )
+    library("PIL.Image", "a model on images is compared on pictures, which needs Pillow", "image")
 
 
 def draw_pictures(seed: int = 0) -> list[Any]:

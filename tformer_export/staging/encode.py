@@ -29,7 +29,8 @@ class EncodeEmitter(Emitter):
                 if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                     self.sizes.setdefault(size.node.expr, (self.made[node], axis))
         needed: set[Node] = set()
-        todo = [*(context.node for context in wanted), *(extra.node for extra in extras)]
+        results_of = [*(context.node for context in wanted), *(extra.node for extra in extras)]
+        todo = list(results_of)
         while todo:
             node = todo.pop()
             if node not in needed:
@@ -48,7 +49,7 @@ class EncodeEmitter(Emitter):
         ]
         outputs += [Port(extra.name, meta(extra.node).dtype, extra.shape) for extra in extras]
         given = tuple(extra.name for extra in extras)
-        follows = followers(captured, [meta(context.node) for context in wanted])
+        follows = followers(captured, map(meta, results_of))
         return Program(GraphModule(self.root, self.graph), self.inputs, outputs, extras=given, follows=follows)
 
     def _operand(self, argument: Node) -> Any:

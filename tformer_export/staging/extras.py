@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from tformer_export.capture import Captured, expression, meta
 from tformer_export.staging.emitter import axis_names
+from tformer_export.staging.followers import followers
 from tformer_export.staging.levels import Level
 from tformer_runtime import manifest
 from tformer_runtime.errors import OptionError
@@ -60,12 +61,13 @@ def _extra(captured: Captured, name: str, node: Node, of_step: bool) -> Extra:
     plain = len(batch) == 1 and len(time) == of_step and all(sizes[axis] == captured.time for axis in time)
     axes = (*batch, *time)
     rest = [axis for axis in range(len(sizes)) if axis not in axes]
-    if not plain or not all(sizes[axis].is_Integer or sizes[axis].is_Symbol for axis in rest):
+    names = axis_names(captured, meta(node))
+    told = followers(captured, [meta(node)])
+    if not plain or not all(sizes[axis].is_Integer or sizes[axis].is_Symbol or names[axis] in told for axis in rest):
         positions = "its positions" if of_step else "none for those of the step"
         raise OptionError(
             f"{name} has the shape {tuple(map(str, sizes))}; to be given row by row it needs one axis for the batch, "
-            f"{positions}, and else sizes that are fixed or an input's length"
+            f"{positions}, and else sizes that are fixed, an input's length or what convolutions make of it"
         )
-    names = axis_names(captured, meta(node))
     first = (manifest.BATCH, manifest.WANTED) if of_step else (manifest.BATCH,)
     return Extra(name, node, axes, (*first, *(names[axis] for axis in rest)))

@@ -24,7 +24,7 @@ from tformer_runtime.generate import Generator, Request, generate_all
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
-from tformer_runtime.tasks.flags import Flag
+from tformer_runtime.tasks.flags import HOW, LIMIT, Flag
 from tformer_runtime.tasks.recognition import Segment, Speech, Transcription
 
 DIGITS = 6  # of seconds, of which steps are hundredths
@@ -144,8 +144,14 @@ class Dictation(Speech):
             **Speech.flags["Speech"],
             "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
             "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
-        }
+        },
+        HOW: LIMIT,
     }
+
+    @classmethod
+    def every_flag(cls) -> dict[str, dict[str, Flag]]:
+        """Without what models have that are run once."""
+        return {heading: dict(flags) for heading, flags in cls.flags.items()}
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)

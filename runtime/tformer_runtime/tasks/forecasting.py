@@ -18,7 +18,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.series import TASK, Series
 from tformer_runtime.tables import read_series
 from tformer_runtime.tasks.base import Array, Task, numbers_of
-from tformer_runtime.tasks.flags import Flag
+from tformer_runtime.tasks.flags import HOW, LIMIT, Flag
 from tformer_runtime.tasks.job import Asked, Batches, Job
 from tformer_runtime.tasks.vectors import npy_head
 
@@ -30,7 +30,7 @@ class Forecasting(Task):
     names = (TASK,)
     does = "forecasts series of numbers"
     call = "forecast()"
-    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}}  # noqa: RUF012
+    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}, HOW: LIMIT}  # noqa: RUF012
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tformer_runtime.cli_options import GROUPS, bytes_of, generation_options
+from tformer_runtime.cli_options import GROUPS, generation_options
 from tformer_runtime.generate import Result
 from tformer_runtime.info import identity
 from tformer_runtime.model import Model
 from tformer_runtime.plot import Drawing
 from tformer_runtime.speculate import PROMPT
 from tformer_runtime.tasks.base import ids_of
-from tformer_runtime.tasks.flags import Flag, switch
+from tformer_runtime.tasks.flags import HOW, LIMIT, Flag, bytes_of, switch
 from tformer_runtime.tasks.job import Asked, Batches, Job, Write
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _BESIDE = {
 }
 _OF_THE_RUN = {
     "stream": switch("--stream", "Write text as it comes, one input after the other."),
-    "max_memory": Flag("--max-memory", "SIZE", "Bytes that caches may take, such as 500M or 2G.", str),
+    **LIMIT,
     "no_shortlist": switch("--no-shortlist", "Choose among all ids, where the file has a shortlist."),
 }
 
@@ -44,7 +44,7 @@ class Generation:
     def every_flag(cls) -> dict[str, dict[str, Flag]]:
         groups = {heading: dict(flags) for heading, flags in GROUPS.items()}
         groups["Beside the text"] |= _BESIDE
-        return {**groups, "How it is generated": dict(_OF_THE_RUN)}
+        return {**groups, HOW: dict(_OF_THE_RUN)}
 
     def job(self, given: Mapping[str, Any], asked: Asked) -> Job:
         """given: by name, the texts of options as they stand in `GROUPS`, to be read by `generation_options`."""

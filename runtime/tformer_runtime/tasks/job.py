@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from tformer_runtime.errors import OptionError, UnsupportedCallError
 from tformer_runtime.manifest import ATTENTION
 from tformer_runtime.tasks.base import TRUNCATE, Task
+from tformer_runtime.tasks.flags import MAX_MEMORY
 
 if TYPE_CHECKING:
     from tformer_runtime.inputs import Input
     from tformer_runtime.model import Model
     from tformer_runtime.plot import Drawing
+
+_OF_THE_RUN = (TRUNCATE, ATTENTION, MAX_MEMORY)  # what is asked of a task and is none of its settings
 
 Write = Callable[[Any], Any]  # of text, or bytes where a file is written
 
@@ -59,13 +62,16 @@ class Job:
         """settings: of the task's results, and whether inputs are to be cut."""
         self.task, self.as_json, self.ids = task, asked.as_json, asked.ids
         self.batch_size = task.batch_size
-        self.settings = {name: value for name, value in settings.items() if name not in (TRUNCATE, ATTENTION)}
+        self.settings = {name: value for name, value in settings.items() if name not in _OF_THE_RUN}
         checked = task.settings(self.settings)  # refuses before the model is loaded
         self.truncate = task.cutting(settings.get(TRUNCATE, False), checked)
+        self.max_memory = settings.get(MAX_MEMORY)
+        if self.max_memory is not None and task.manifest.decode is None:
+            raise OptionError("the model is run once for an input and keeps no caches: leave out --max-memory")
         self.drawing = self._drawing(Path(settings[ATTENTION]), asked) if ATTENTION in settings else None
         self.resumes = self.drawing is None
         flags = {name: flag.flag for flags in task.every_flag().values() for name, flag in flags.items()}
-        self.asked = {flags[name]: value for name, value in settings.items() if name != ATTENTION}
+        self.asked = {flags[name]: value for name, value in settings.items() if name not in (ATTENTION, MAX_MEMORY)}
 
     def _drawing(self, path: Path, asked: Asked) -> Drawing:
         from tformer_runtime.plot import Maps  # which needs the model's class, and that tasks

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tformer_runtime.audio import TASK, audio_of
-from tformer_runtime.checks import whole
-from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy
-from tformer_runtime.errors import ModelFileError, OptionError
+from tformer_runtime.audio import LOG_MEL, TASK, audio_of
+from tformer_runtime.checks import seconds, whole
+from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy, said
+from tformer_runtime.errors import InputError, ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.sampling import log_normalizer
-from tformer_runtime.tasks.base import Array, Task
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
 from tformer_runtime.tasks.flags import Flag, switch
 from tformer_runtime.tasks.job import Asked, Batches, Job
 
 if TYPE_CHECKING:
+    from tformer_runtime.inputs import Input, Inputs
     from tformer_runtime.model import Model
 
 WORD, CHAR = "word", "char"  # what timestamps are of
+WINDOW, SHARED = 60.0, 1 / 6  # seconds that are read at once, and how much of them is read before and after too
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,13 @@ class Speech(Task):
     names: ClassVar[tuple[str, ...]] = ()
     does = "transcribes speech"
     call = "transcribe()"
+    cuts = False  # of any length
     flags = {  # noqa: RUF012
         "Speech": {
             "timestamps": switch("--timestamps", "Write a line for each word or segment: from, to (seconds) and text."),
             "beam_size": Flag("--beam-size", "N", "Hypotheses that are kept; 1 is greedy.", int),
         }
     }
-
-    @classmethod
-    def every_flag(cls) -> dict[str, dict[str, Flag]]:
-        """Without those of reading texts."""
-        return {heading: dict(flags) for heading, flags in cls.flags.items()}
 
     def numbers(self, result: Transcription) -> Array:
         return np.array(result.token_ids)
@@ -86,17 +84,33 @@ class Speech(Task):
 
 
 class Recognition(Speech):
-    """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of."""
+    """Of a model that gives scores of tokens at each frame of a sound, which `ctc` makes text of.
+
+    A sound that is longer than a window is read in several, each with some of the sound on both of its sides, whose
+    frames are then left out: https://huggingface.co/blog/asr-chunking, as transformers' pipeline does. Samples are
+    normalised window by window. Of a beam, the best labelling of each window is taken.
+    """
 
     names: ClassVar[tuple[str, ...]] = (TASK,)
+    flags = {  # noqa: RUF012
+        "Speech": {
+            **Speech.flags["Speech"],
+            "window": Flag("--window", "SECONDS", "Read what is longer in windows of so many seconds; 60.", float),
+            "stride": Flag("--stride", "SECONDS", "On each side of these, of which nothing is taken; a sixth.", float),
+        }
+    }
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
         encode = manifest.encode
         assert encode is not None
-        sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
+        self._sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
         self._stride = follows.stride if follows is not None else 1  # samples of a frame
-        self._rate = sound[1].rate if sound is not None else 1
+        self._rate = self._sound[1].rate if self._sound is not None else 1
+        more = self._sound[1].shortest - self._stride if self._sound is not None else 0
+        self._least = (
+            max(0, -(-more // self._stride)) * self._stride
+        )  # samples without which a window's last is no frame
         try:
             blank = int(self.outcome.settings.get("blank", 0))
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
@@ -109,31 +123,91 @@ class Recognition(Speech):
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
         timestamps, size = given.pop("timestamps", False), given.pop("beam_size", 1)
+        window = seconds("window", given.pop("window", WINDOW))
+        stride = seconds("stride", given.pop("stride", window * SHARED))
         super().settings(given)
+        if not self._least <= self._samples(stride) < self._samples(window) / 2:
+            raise OptionError(
+                f"stride must be from {self._least / self._rate:g} s to less than half of a window of {window:g} s, "
+                f"not {stride:g} s"
+            )
         timestamps = WORD if timestamps is True else timestamps
         if timestamps not in (False, WORD, CHAR):
             raise OptionError(f"timestamps is True, {WORD!r} or {CHAR!r}, not {timestamps!r}")
         if timestamps and not self.outcome.labels:
             raise OptionError("timestamps are of words, and the file has no vocabulary: export it with its tokenizer")
-        return {"timestamps": timestamps, "beam_size": whole("beam_size", size)}
+        return {
+            "timestamps": timestamps,
+            "beam_size": whole("beam_size", size),
+            "window": self._samples(window),
+            "stride": self._samples(stride),
+        }
 
-    def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Transcription:
-        logprobs = (outputs[0] - log_normalizer(outputs[0])[:, None]).astype(np.float64)
+    def _samples(self, seconds: float) -> int:
+        """Whole frames of them."""
+        return round(seconds * self._rate / self._stride) * self._stride
+
+    def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
+        """beside: of each window, which frames are its own."""
+        if self._sound is None or self._sound[1].features == LOG_MEL:
+            return Reading([inputs.once(input)], [slice(None)])
+        name, audio = self._sound
+        sound = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
+        window, stride = settings["window"], settings["stride"]
+        if len(sound) <= window:
+            return Reading([inputs.once(sound)], [slice(None)])
+        pieces, own = [], []
+        for begin in range(0, len(sound) - 2 * stride, window - 2 * stride):
+            piece = sound[begin : begin + window]
+            if len(piece) < audio.shortest:  # behind the last whole frame
+                break
+            last = begin + window >= len(sound)
+            pieces.append(inputs.once(piece))
+            own.append(
+                slice(stride // self._stride if begin else 0, None if last else (window - stride) // self._stride)
+            )
+        return Reading(pieces, own)
+
+    def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
+        first, *others = self.reading(input, inputs, truncate, settings).requests
+        if others:
+            raise InputError(
+                f"the sound is read in {1 + len(others)} windows of {settings['window'] / self._rate:g} s, and "
+                "attention is of what is read at once: cut it, or leave attention out"
+            )
+        return first
+
+    def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Transcription:
+        paths, total = [], 0.0
+        for (logits, *_), own in zip(outputs, reading.beside, strict=True):
+            path, score = self._path(logits[own], settings["beam_size"])
+            paths.append(path)
+            total += score
+        return self._told(np.concatenate(paths), total, settings["timestamps"])
+
+    def result(self, outputs: Outputs, settings: Mapping[str, Any]) -> Transcription:
+        return self.made(Reading((), [slice(None)]), [outputs], settings)
+
+    def _path(self, logits: Array, size: int) -> tuple[Array, float]:
+        """(frames,) tokens, and the logarithm of the probability of the path, or of what it says."""
+        logprobs = (logits - log_normalizer(logits)[:, None]).astype(np.float64)
         blank = self._spelling.blank
-        if settings["beam_size"] == 1:
+        if size == 1 or not len(logprobs):
             path, found = greedy(logprobs, blank)
         else:
-            found = beam(logprobs, blank, settings["beam_size"])[0]
+            found = beam(logprobs, blank, size)[0]
             path = aligned(logprobs, found.ids, blank)
+        return path, found.score
+
+    def _told(self, path: Array, score: float, timestamps: str | bool) -> Transcription:
+        ids = said(path, self._spelling.blank)
         if not self.outcome.labels:
-            return Transcription("", found.ids, found.score)
+            return Transcription("", ids, score)
         stretches: list[Stretch] = []
-        if settings["timestamps"]:
-            stretches = (
-                self._spelling.words(path) if settings["timestamps"] == WORD else self._spelling.characters(path)
-            )
+        if timestamps:
+            stretches = self._spelling.words(path) if timestamps == WORD else self._spelling.characters(path)
         segments = tuple(Segment(s.text, self._seconds(s.first), self._seconds(s.end)) for s in stretches)
-        return Transcription(self._spelling.text(path), found.ids, found.score, segments)
+        return Transcription(self._spelling.text(path), ids, score, segments)
 
     def _seconds(self, frame: int) -> float:
         return frame * self._stride / self._rate

@@ -12,7 +12,7 @@ import soundfile
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from tformer_runtime.audio import LOG_MEL, Audio
-from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError
+from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
 from tformer_runtime.manifest import Preparation
 
 WAVE = Audio(rate=16000, shortest=50)
@@ -185,8 +185,11 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("tformer_runtime.audio._resampled", nothing_left)
-    with pytest.raises(InputError, match=r"a\.flac is too long for the memory there is"):
+    with pytest.raises(OutOfMemoryError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
+    monkeypatch.setattr("tformer_runtime.audio.np.fft.rfft", nothing_left)
+    with pytest.raises(OutOfMemoryError, match="the sound is too long for the memory there is"):
+        MEL.made(speech(0.5))
 
 
 @pytest.mark.parametrize(

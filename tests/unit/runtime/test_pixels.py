@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from PIL import Image
 from toy_models import Toy
 from transformers.image_processing_backends import PilBackend
 
-from tformer_runtime import InputError, MissingExtraError, ModelFileError
+from tformer_runtime import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
 from tformer_runtime.images import FILTERS, Images, is_picture
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.manifest import BATCH, Preparation, RequestInput
@@ -118,8 +118,28 @@ def test_names_that_are_none(given, message):
 
 
 def test_without_pillow(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtraError, match=r"^reading images needs Pillow: pip install 'tformer\[image\]'$"):
+        Images().pixels("photo.jpg")
+
+
+def test_a_pillow_that_cannot_be_loaded(monkeypatch, tmp_path):
+    (tmp_path / "PIL").mkdir()
+    (tmp_path / "PIL" / "__init__.py").touch()
+    (tmp_path / "PIL" / "Image.py").write_text("raise ImportError('libjpeg.so.62: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingExtraError, match=r"cannot be loaded \(libjpeg.so.62: cannot open\): install it anew"):
+        Images().pixels("photo.jpg")
+
+
+def test_a_picture_for_which_there_is_no_memory(monkeypatch):
+    def nothing_left(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("tformer_runtime.images._opened", nothing_left)
+    with pytest.raises(OutOfMemoryError, match=r"^photo\.jpg is too large for the memory there is: make it smaller$"):
         Images().pixels("photo.jpg")
 
 

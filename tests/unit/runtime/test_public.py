@@ -16,9 +16,9 @@ from tformer_runtime import errors
 NAMES = {
     "Answer", "AsyncModel", "Candidate", "Classification", "DeadlineError", "DeviceError",
     "GenerationOptions", "InputError", "MemoryBudgetError",
-    "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutputError", "ParityError", "Result",
-    "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription", "UnsupportedCallError",
-    "UnsupportedModelError",
+    "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
+    "Result", "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription",
+    "UnsupportedCallError", "UnsupportedModelError",
     "__version__",
 }  # fmt: skip
 
