@@ -24,17 +24,17 @@ def plain_attention(
     """
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
-        query = query.reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
+        query = shaped(query, query.shape[0], groups, heads // groups, *query.shape[2:])
         key, value = key.unsqueeze(2), value.unsqueeze(2)
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
             by_head = (bias.shape[0], groups, heads // groups, *bias.shape[2:])
-            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.reshape(by_head)
+            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else shaped(bias, *by_head)
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     if bias is not None:
         scores = scores + _additive(bias)
     out = torch.matmul(torch.softmax(scores, -1), value)
-    return out.flatten(1, 2) if heads != groups else out
+    return merged(out, 1) if heads != groups else out
 
 
 def attention_weights(
@@ -177,6 +177,24 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
     )
 
 
+def shaped(value: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """torch.reshape, as a view: of that torch.onnx writes the shape that was traced, by which reshapes that undo each
+    other are found (`passes.reshapes`)."""
+    viewed: torch.Tensor = torch.ops.aten.view.default(value.contiguous(), list(sizes))
+    return viewed
+
+
+def merged(value: torch.Tensor, axis: int) -> torch.Tensor:
+    """An axis and the next as one."""
+    before, (one, other), after = value.shape[:axis], value.shape[axis : axis + 2], value.shape[axis + 2 :]
+    return shaped(value, *before, one * other, *after)
+
+
+def parted(value: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:
+    """An axis as two, one of which may be -1: as many as there are."""
+    return shaped(value, *value.shape[:axis], outer, inner, *value.shape[axis + 1 :])
+
+
 def moved(value: torch.Tensor, source: Axes, destination: Axes) -> torch.Tensor:
     """torch.movedim, as the permutation that it is: torch.onnx has a form of that alone."""
     count = value.dim()
@@ -206,8 +224,8 @@ def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int
     if rows.is_complex():  # ONNX has no gather of complex numbers
         pairs = table_rows(torch.view_as_real(rows), positions, 0, 1)
         return moved(torch.view_as_complex(pairs), (0, 1), (batch, new))
-    flat = torch.nn.functional.embedding(positions, rows.reshape(rows.shape[0], -1))
-    return moved(flat.reshape(*positions.shape, *rows.shape[1:]), (0, 1), (batch, new))
+    flat = torch.nn.functional.embedding(positions, shaped(rows, rows.shape[0], -1))
+    return moved(shaped(flat, *positions.shape, *rows.shape[1:]), (0, 1), (batch, new))
 
 
 def repeat_rows(value: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
@@ -223,8 +241,8 @@ def table_diagonals(
     B becomes axis `batch`, N axis `new` and S axis `every` among the others.
     """
     offsets = slots - positions.unsqueeze(2) + diagonals.shape[0] // 2
-    flat = torch.nn.functional.embedding(offsets, diagonals.reshape(diagonals.shape[0], -1))
-    return moved(flat.reshape(*offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
+    flat = torch.nn.functional.embedding(offsets, shaped(diagonals, diagonals.shape[0], -1))
+    return moved(shaped(flat, *offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
 
 
 def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Tensor:
@@ -263,9 +281,9 @@ def _additive(bias: torch.Tensor) -> torch.Tensor:
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(B, N, H·D) → (B, H, N, D)."""
-    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+    return shaped(x, *x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """(B, H, N, D) → (B, N, H·D)."""
-    return x.transpose(1, 2).flatten(2)
+    return merged(x.transpose(1, 2), 2)

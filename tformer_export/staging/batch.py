@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.capture import Captured, expression, meta
+from tformer_export.operators import merged, parted
 
 T = TypeVar("T")  # a tensor, or the node that stands for one
 
@@ -36,11 +37,11 @@ class Rows:
         """The value with an axis for the batch alone. `call` makes a node of a function, or calls it."""
         if self.times == 1:
             return value
-        return call(torch.unflatten, value, self.axis, (-1, self.times) if self.outer else (self.times, -1))
+        return call(parted, value, self.axis, *((-1, self.times) if self.outer else (self.times, -1)))
 
     def merge(self, call: Callable[..., T], value: T) -> T:
         """What `split` took apart."""
-        return value if self.times == 1 else call(torch.flatten, value, self.axis, self.axis + 1)
+        return value if self.times == 1 else call(merged, value, self.axis)
 
     def shape(self, shape: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
         """The shape of the value split, with `batch` for the size of its axis."""

@@ -86,7 +86,10 @@ class Emitter:
 
     def copied(self, node: Node, args: Any, kwargs: Any) -> Node:
         """The node's operation on other operands, with its line in the user's code."""
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        if node.target is aten.reshape.default:
+            made = self.graph.call_function(operators.shaped, (args[0], *args[1]))
+        else:
+            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
         return made
 
