@@ -20,7 +20,8 @@ from tformer_runtime.series import FIXED, INSTANCE, Series
 from tformer_runtime.tasks.forecast import Forecaster
 
 if TYPE_CHECKING:
-    from tformer_export.verify import Gate, ParityReport, Reference
+    from tformer_export.reference import Reference
+    from tformer_export.verify import Gate, ParityReport
 
 LENGTHS = (9, 23, 14, 9)  # of histories, where the model takes any
 MOST_STEPS = 24  # of a forecast that is compared: each costs a run of the module

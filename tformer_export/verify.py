@@ -14,26 +14,23 @@ after, which tells how well. Then more is allowed, see `Gate.sensitivity`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tformer_export.explain import line_of_error, said
 from tformer_export.forecasts import check_forecasts
-from tformer_export.hidden import find_modules, watched
 from tformer_export.inputs import About
 from tformer_export.locate import Landmarks
 from tformer_export.raw import RawParity
+from tformer_export.reference import Reference, rounded_weights
+from tformer_export.rows import by_name, decode_greedily, run_case
 from tformer_export.source import Source
-from tformer_export.source.base import build_mask
-from tformer_export.staging.evaluate import run
 from tformer_runtime.bits import numbers
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import ParityError, UnsupportedModelError
+from tformer_runtime.errors import ParityError
 from tformer_runtime.series import Series
 from tformer_runtime.state import State
 
@@ -45,7 +42,6 @@ GREEDY_STEPS = 12
 LONG_SOURCE = 96
 RAGGED_ROWS = "ragged rows"
 RAGGED = (6, 11, 2, 8)  # lengths of rows that are run together
-MOST_RUNS = 16  # of a source that gives one position a run; no less than the steps that are compared
 LONGEST = 1024  # positions of the longest prompt that is compared; beyond, tables are proven but not run
 
 
@@ -105,77 +101,6 @@ def cases(max_length: int) -> list[Case]:
         Case(RAGGED_ROWS, clip(2, 7, 1, 4), steps, RAGGED),
         Case("long prompt", (room,), steps, (LONG_SOURCE,)),
     ]
-
-
-class Reference:
-    """The source model on one row at a time: nothing is padded, so nothing can be masked wrongly.
-
-    gives_last: it gives logits of the last position alone, and is run for each position that is asked for.
-    """
-
-    def __init__(self, source: Source, gives_last: bool = False) -> None:
-        self.source, self.gives_last = source, gives_last
-
-    def logits_at(
-        self, requests: Mapping[str, np.ndarray], tokens: np.ndarray, first: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions from `first` on, all or, where each costs a run, up to MOST_RUNS; and the logits at these."""
-        if not self.gives_last:
-            positions = np.arange(first, len(tokens))
-            return positions, self.logits(requests, tokens)[positions]
-        positions = np.unique(np.linspace(first, len(tokens) - 1, MOST_RUNS).round().astype(int))
-        return positions, np.concatenate([self.logits(requests, tokens[: p + 1]) for p in positions])
-
-    def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> np.ndarray:
-        """(time, vocabulary) for one row; time is 1 if the source gives the last position alone.
-
-        requests: each request input without its batch axis; tokens: the step input, if there is one.
-        """
-        (logits, *_) = self.outputs(requests, tokens)
-        return logits.reshape(1, -1) if self.gives_last else logits
-
-    def outputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> list[np.ndarray]:
-        """All that the source gives for one row, without its batch axis."""
-        inputs = self.inputs(requests, tokens)
-        try:
-            with torch.no_grad():
-                returned = self.source.module(*inputs.values())
-            given = returned if self.source.outputs else (returned,)
-            outputs: list[np.ndarray] = [value[0].float().numpy() for value in given]
-        except Exception as error:  # whatever the user's code raises
-            sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
-            raise UnsupportedModelError(
-                f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
-                f"{said(error)}. The file has to run at any size up to the maximum length: let forward do so too"
-            ) from error
-        if not all(np.isfinite(values).any() for values in outputs):
-            raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
-        return outputs
-
-    def extras(
-        self, landmarks: Landmarks, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
-        """What the file gives beside logits, for one row: hidden states as the source's own submodules return them,
-        alignments from the traced graph."""
-        inputs, extras = self.inputs(requests, tokens), landmarks.extras
-        modules = find_modules(self.source.owner, [e.module for e in extras if e.module])
-        with torch.no_grad(), watched(modules) as held:
-            self.source.module(*inputs.values())
-        values = run(landmarks.captured, inputs) if len(modules) < len(extras) else {}
-        return {e.name: e.rows(held[e.module] if e.module else values[e.node])[0].numpy() for e in extras}
-
-    def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
-        """One row's inputs of the module, in forward's order, with their batch axis and the masks."""
-        given: dict[str, torch.Tensor] = {
-            name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
-        }
-        if self.source.step is not None and tokens is not None:
-            given[self.source.step] = torch.from_numpy(tokens)[None]
-        masks = self.source.masks
-        return {
-            name: build_mask(masks[name], given[masks[name].of]) if name in masks else given[name]
-            for name in self.source.example
-        }
 
 
 class Gate:
@@ -240,7 +165,7 @@ class Gate:
             drawn += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
         if self.source.step is None:
             drawn = [(self.draw_request(length), None) for length in (4, 11)]
-        with _rounded(self.source.module, rounded):
+        with rounded_weights(self.source.module, rounded):
             found = [self.reference.logits(*inputs) for inputs in drawn]
         worst = 0.0
         for inputs, logits in zip(drawn, found, strict=True):
@@ -273,7 +198,7 @@ class Gate:
     def _run_rows(self, engine: Engine, case: str, lengths: Sequence[int], report: ParityReport) -> None:
         requests = [self.draw_request(length) for length in lengths]
         names = [extra.name for extra in engine.manifest.extras]
-        given = engine.encode(_by_name(requests) or {}, len(requests), names)
+        given = engine.encode(by_name(requests) or {}, len(requests), names)
         values = {name: value.numpy() for name, value in given.items()}
         errors = []
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
@@ -434,88 +359,9 @@ class Gate:
         return drawn
 
 
-@contextmanager
-def _rounded(module: torch.nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The module with other parameters, for a while. Not with other buffers: what positions are multiplied with, and
-    tables of positions are made of, stays float32 in the file."""
-    held = {w: w.detach().clone() for w in module.parameters() if w.is_floating_point()}
-    try:
-        with torch.no_grad():
-            for weight in held:
-                weight.copy_(rounded(weight))
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, own in held.items():
-                weight.copy_(own)
-
-
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest of one position's logits; infinite where one is finite and the other is not."""
     finite = np.isfinite(expected)
     if (finite != np.isfinite(found)).any():
         return np.inf
     return float(np.subtract(found, expected, where=finite, out=np.zeros_like(expected)).__abs__().max())
-
-
-def run_case(
-    engine: Engine,
-    requests: list[dict[str, np.ndarray]],
-    sequences: list[np.ndarray],
-    prompts: tuple[int, ...],
-    candidates: Sequence[np.ndarray] | None = None,
-) -> tuple[list[np.ndarray], State, list[dict[str, np.ndarray]]]:
-    """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time; and
-    what the file gives besides, in the same way. candidates: of each row, as `Engine.start` takes them."""
-    extra_names = [extra.name for extra in engine.manifest.extras]
-    state = engine.start(_by_name(requests), len(sequences), extras=extra_names, candidates=candidates)
-    counts = np.array(prompts)
-    tokens = padded([sequence[:count] for sequence, count in zip(sequences, prompts, strict=True)])
-    logits = engine.step(state, tokens, counts, want="all")
-    steps = len(sequences[0]) - prompts[0]
-    rows: list[dict[str, np.ndarray]] = [{} for _ in sequences]
-    for name, values in {"": logits, **state.extras}.items():
-        for row, count in enumerate(counts):
-            rows[row][name] = np.empty((count + steps, *values.shape[2:]), values.dtype)
-            rows[row][name][:count] = values[row, :count]
-    for i in range(steps):
-        new = np.array([[sequence[count + i]] for sequence, count in zip(sequences, counts, strict=True)])
-        for name, values in {"": engine.step(state, new), **state.extras}.items():
-            for row, count in enumerate(counts):
-                rows[row][name][count + i] = values[row]
-    once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
-    return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, once, strict=True)]
-
-
-def padded(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of the step input, (rows, longest, …), with zeros at their ends."""
-    first = sequences[0]
-    kind = first.dtype if first.dtype.kind == "f" else np.dtype(np.int64)
-    rows = np.zeros((len(sequences), max(map(len, sequences)), *first.shape[1:]), kind)
-    for row, sequence in zip(rows, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return rows
-
-
-def decode_greedily(
-    engine: Engine,
-    requests: list[dict[str, np.ndarray]],
-    starts: list[np.ndarray],
-    steps: int,
-    hidden: Sequence[int] = (),
-) -> list[np.ndarray]:
-    """`steps` tokens for each row, none of them `hidden`; an end token does not end."""
-    state = engine.start(_by_name(requests), len(starts))
-    tokens = np.stack(starts)
-    chosen = []
-    for _ in range(steps):
-        logits = engine.step(state, tokens).copy()
-        logits[:, list(hidden)] = -np.inf
-        tokens = logits.argmax(-1)[:, None]
-        chosen.append(tokens)
-    return list(np.concatenate(chosen, 1))
-
-
-def _by_name(requests: list[dict[str, np.ndarray]]) -> dict[str, list[np.ndarray]] | None:
-    names = list(requests[0]) if requests else []
-    return {name: [request[name] for request in requests] for name in names} or None

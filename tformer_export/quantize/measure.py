@@ -13,7 +13,8 @@ from tformer_export.forecasts import forecast_difference
 from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import Sample
-from tformer_export.verify import TOLERANCE, Gate, decode_greedily, run_case
+from tformer_export.rows import decode_greedily, run_case
+from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 

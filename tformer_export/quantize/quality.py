@@ -9,7 +9,7 @@ import numpy as np
 
 from tformer_export.budget import TOKENS, Budget, Meaning
 from tformer_export.quantize.samples import Sample
-from tformer_export.verify import padded
+from tformer_export.rows import padded
 from tformer_runtime.engine import Engine
 
 AT_ONCE = 1 << 24  # logits of a batch, 64 MB

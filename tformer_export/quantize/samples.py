@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from tformer_export.verify import LONG_SOURCE, Gate, decode_greedily
+from tformer_export.rows import decode_greedily
+from tformer_export.verify import LONG_SOURCE, Gate
 from tformer_export.verify import LONGEST as LONGEST_PROMPT
 from tformer_runtime.audio import audio_of
 from tformer_runtime.engine import Engine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.verify import TOLERANCE, Gate, cases, run_case
+from tformer_export.rows import run_case
+from tformer_export.verify import TOLERANCE, Gate, cases
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 
