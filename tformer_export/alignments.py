@@ -18,7 +18,8 @@ import torch
 from torch.fx import Node
 
 from tformer_export.attention import ATTENTION, _Builder
-from tformer_export.capture import Captured, arguments, aten, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import arguments, aten, expression, meta
 from tformer_export.staging.levels import Level, binding_times
 from tformer_runtime.errors import OptionError
 from tformer_runtime.manifest import ALIGNMENTS

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tformer_export.capture import Captured, arguments, aten, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import arguments, aten, meta
 
 MASKED = -1e4  # a fill below this counts as "masked": softmax gives it nothing beside any ordinary score
 

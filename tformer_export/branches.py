@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from tformer_export.capture import FEW, MANY, Captured, aten, drop_assertions, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.cleaning import drop_assertions
+from tformer_export.nodes import FEW, MANY, aten, expression, meta
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level, binding_times
 from tformer_runtime.errors import UnsupportedModelError
@@ -42,4 +44,4 @@ def limit_by_branches(captured: Captured) -> None:
             middle = (low + high) // 2
             low, high = (middle, high) if hold(middle) else (low, middle)
         captured.limits[captured.time] = low
-    drop_assertions(captured)
+    drop_assertions(captured.graph)

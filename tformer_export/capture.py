@@ -2,38 +2,40 @@
 
 `torch.export` traces the full-sequence forward; decompositions are run with an empty table, which makes the graph
 functional and leaves `linear`, `matmul`, `layer_norm` and `scaled_dot_product_attention` whole. What a trace carries
-along and computes nothing (assertions, clones, whole slices, casts to the same dtype) is removed here, and equal
-computations are merged, so that later stages see only what the model does.
+along and computes nothing is removed (`cleaning`), and equal computations are merged, so that later stages see only
+what the model does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-import itertools
-import os
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
-from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
-from tformer_export.explain import explain_trace, is_branch, is_users, own_name, sizes_watched, users_line
+from tformer_export.cleaning import cleaned
+from tformer_export.explain import explain_trace, is_branch, own_name, sizes_watched
+from tformer_export.nodes import (
+    arguments,
+    aten,
+    expression,
+    meta,
+    plain,
+    source_line,
+)
 from tformer_export.quiet import quiet
 from tformer_export.sizes import sizes_followed
 from tformer_runtime.errors import TformerError, UnsupportedModelError
 
-aten = torch.ops.aten
 WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, which torch.onnx knows or torch keeps
     aten.__and__.Tensor: torch.bitwise_and,
     aten.__and__.Scalar: torch.bitwise_and,
@@ -46,7 +48,6 @@ WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, whi
     aten.adaptive_avg_pool1d.default: lambda x, size: x.mean(-1, keepdim=True) if [*size] == [1] else NotImplemented,
 }
 
-_LAYERS = os.path.join("torch", "nn", "modules", "")
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
 ID_MOVES = {  # what may be done to ids on their way without changing which they are
     aten.reshape.default,
@@ -57,7 +58,6 @@ ID_MOVES = {  # what may be done to ids on their way without changing which they
     aten.transpose.int,
     aten.permute.default,
 }
-FEW, MANY = 17, 2**20  # sizes at which expressions are looked at
 SPACIOUS = 7  # times the least that a model reads: then what it makes of an axis has several positions
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
@@ -154,7 +154,7 @@ def capture(
         elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
             held: Any = program.state_dict if spec.target in program.state_dict else program.constants
             constants[spec.arg.name] = held[spec.target]
-    graph = _clean(program, assertions=undecided is None)
+    graph = cleaned(program, assertions=undecided is None)
     first, *others = _outputs(program, _returned(graph))
     _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
     graph.eliminate_dead_code()
@@ -326,152 +326,6 @@ def ids_of(captured: Captured, name: str) -> int:
     return known or int(captured.example[name].max()) + 1
 
 
-def operation(node: Node) -> str:
-    """The operation's name; of a part of its results, that of the operation."""
-    while node.target is getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return "the attention" if str(node.target) == "tformer.attention.default" else f"`{node.target}`"
-
-
-def named(node: Node) -> str:
-    """The operation and its line in the user's code."""
-    return f"{operation(node)} at {source_line(node)}"
-
-
-def source_line(node: Node) -> str:
-    """Where the user's code made this node: `file:line: code`, of their innermost frame, and in which of torch.nn's
-    modules if that line calls one that is made of others; without a frame of theirs, the module alone."""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
-    frames = []
-    for at, line in enumerate(lines):
-        if line.strip().startswith("File "):
-            code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            number = int(line.split("line ")[-1].split(",")[0])
-            frames.append(traceback.FrameSummary(line.split('"')[1], number, "", line=code))
-    inner = list(itertools.takewhile(lambda f: not is_users(f.filename), reversed(frames)))
-    layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
-    path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
-    path = own_name(path.replace("L['self'].", ""))
-    if len(inner) == len(frames):
-        return f"`{path}`" if path else users_line(frames)
-    return users_line(frames) + (f" (in its `{path}`)" if len(layers) > 1 and path else "")
-
-
-def arguments(node: Node) -> list[Any]:
-    """The node's positional arguments; torch.fx types them as a union of all that there may be."""
-    return list(node.args)
-
-
-def meta(node: Any) -> Any:
-    """The traced value of a node: a fake tensor, a SymInt, or a list of them."""
-    return node.meta.get("val") if isinstance(node, Node) else node
-
-
-def expression(size: Any) -> sympy.Expr:
-    """A size as an expression of the trace's symbols; one that is always a symbol's own value is that symbol."""
-    return plain(size.node.expr)[0] if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
-
-
-def symbols(size: Any) -> frozenset[sympy.Symbol]:
-    return frozenset(expression(size).free_symbols) if isinstance(size, torch.SymInt) else frozenset()
-
-
-@functools.lru_cache(maxsize=4096)
-def plain(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
-    """An expression of one symbol, such as 96 − max(0, 96 − n), as n or as a number, where it is that for n = 1, 2 …,
-    and the greatest n for which it is, where there is one."""
-    if expr.is_Symbol or len(expr.free_symbols) != 1 or not expr.has(Max, Min, CeilToInt, FloatTrueDiv):
-        return expr, None
-    (symbol,) = expr.free_symbols
-
-    def at(n: int) -> int:
-        return int(expr.subs(symbol, n))
-
-    for same in (symbol, sympy.Integer(at(1))):
-        if all(at(n) == same.subs(symbol, n) for n in range(1, FEW)):
-            low, high = FEW - 1, MANY
-            if at(high) == same.subs(symbol, high):
-                return same, None
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if at(middle) == same.subs(symbol, middle) else (low, middle)
-            return same, low
-    return expr, None
-
-
-def is_counted(node: Any) -> bool:
-    """Whether a node is a number that was read out of data, such as how many rows an expert gets, and not out of the
-    shape of an input."""
-    value = meta(node)
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and any(free_unbacked_symbols(value))
-
-
-_NOTHING = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_scalar.default,
-    aten._assert_async.msg,
-    aten.sym_constrain_range_for_size.default,
-}
-_FILLS: dict[Any, float | None] = {  # None: the last argument says
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-    aten.empty_like.default: 0,
-    aten.full_like.default: None,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.new_empty.default: 0,
-    aten.new_full.default: None,
-}
-_LIKE = {  # of the other tensor they read the sizes alone
-    aten.expand_as.default: aten.expand.default,
-    aten.view_as.default: aten.reshape.default,
-    aten.reshape_as.default: aten.reshape.default,
-}
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-_SAME = {
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    aten.contiguous.default,
-}
-
-
-def drop_assertions(captured: Captured) -> None:
-    for node in captured.nodes:
-        if node.target in _NOTHING:
-            captured.graph.erase_node(node)
-    captured.graph.eliminate_dead_code()
-
-
-def _clean(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
-    """assertions: whether they are removed too."""
-    graph: Graph = program.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in _FILLS:
-            _fill_by_size(graph, node)
-        elif node.target is aten.type_as.default:  # of the other tensor it reads the dtype alone
-            node.target, node.kwargs = aten._to_copy.default, {"dtype": meta(node).dtype}
-            node.args = node.args[:1]
-        elif node.target in _LIKE:
-            node.args = (node.args[0], _sizes(graph, node, node.args[1]))
-            node.target = _LIKE[node.target]
-        elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
-            _product_alone(graph, node)
-        elif node.target in _NOTHING:
-            if assertions:
-                graph.erase_node(node)
-        elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
-            node.replace_all_uses_with(arguments(node)[0])
-            graph.erase_node(node)
-        elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
-            node.target = aten.reshape.default
-    graph.eliminate_dead_code()
-    return graph
-
-
 def merge_equal(captured: Captured) -> None:
     """Merge equal computations, such as a mask that every layer makes again."""
     captured.graph.eliminate_dead_code()
@@ -492,60 +346,3 @@ def _end(graph: Graph) -> Node:
 
 def _returned(graph: Graph) -> tuple[Node, ...]:
     return tuple(_end(graph).args[0])  # type: ignore[arg-type]
-
-
-def _fill_by_size(graph: Graph, node: Node) -> None:
-    """`zeros_like(x)`, `x.new_full(…)` and their kind as `full(size, value)`: what reads no data should not name it."""
-    value = meta(node)
-    args = arguments(node)
-    fill, source = _FILLS[node.target], args[0]
-    fill = args[-1] if fill is None else fill
-    sizes = args[1] if "new_" in str(node.target) else _sizes(graph, node, source)
-    with graph.inserting_before(node):
-        full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
-    full.meta = dict(node.meta)
-    node.replace_all_uses_with(full)
-    graph.erase_node(node)
-
-
-def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
-    """The sizes of a value, read in front of a node where they are free."""
-    sizes: list[Any] = []
-    for axis, size in enumerate(meta(source).shape):
-        if isinstance(size, torch.SymInt):
-            with graph.inserting_before(before):
-                sizes.append(graph.call_function(aten.sym_size.int, (source, axis)))
-            sizes[-1].meta["val"] = size
-        else:
-            sizes.append(int(size))
-    return sizes
-
-
-def _product_alone(graph: Graph, node: Node) -> None:
-    """baddbmm with beta = 0 adds nothing, whatever the uninitialised tensor holds that people give it."""
-    _, left, right = arguments(node)
-    with graph.inserting_before(node):
-        product = graph.call_function(aten.bmm.default, (left, right))
-        product.meta = dict(node.meta)
-        alpha = node.kwargs.get("alpha", 1)
-        result = graph.call_function(aten.mul.Tensor, (product, alpha)) if alpha != 1 else product
-    result.meta = dict(node.meta)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
-def _is_whole_slice(node: Node) -> bool:
-    if node.target is not aten.slice.Tensor:
-        return False
-    given, default = arguments(node), [None, 0, 0, 2**63 - 1, 1]
-    start, end, by = [*given, *default[len(given) :]][2:]
-    return start in (0, None) and end == 2**63 - 1 and by == 1
-
-
-def _is_same_cast(node: Node) -> bool:
-    cast = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
-    return node.target in cast and bool(meta(node).dtype == meta(node.args[0]).dtype)
-
-
-def _is_no_dropout(node: Node) -> bool:
-    return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)

@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import IDS, Captured, expression, ids_of, meta, vocabulary
+from tformer_export.capture import IDS, Captured, ids_of, vocabulary
+from tformer_export.nodes import expression, meta
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import Constants
 from tformer_export.staging.levels import Level, binding_times, padding_tests

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from tformer_export.attention import fake_mode
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, meta
 from tformer_export.staging.evaluate import run
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, source_line
+from tformer_export.capture import Captured
+from tformer_export.nodes import source_line
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.emitter import CachedValue, Context
 from tformer_export.staging.evaluate import run

@@ -13,7 +13,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.capture import SPACIOUS, source_line
+from tformer_export.capture import SPACIOUS
+from tformer_export.nodes import source_line
 from tformer_export.quiet import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.errors import UnsupportedModelError

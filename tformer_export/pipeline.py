@@ -15,7 +15,7 @@ from tformer_export.alignments import Wanted, add_alignments, add_attention
 from tformer_export.assemble import CONTEXT, ENCODED, assemble
 from tformer_export.attention import recognise
 from tformer_export.branches import limit_by_branches
-from tformer_export.capture import Captured, capture, expression, merge_equal, meta, source_line, vocabulary
+from tformer_export.capture import Captured, capture, merge_equal, vocabulary
 from tformer_export.describe import describe
 from tformer_export.explain import said
 from tformer_export.forms import DEFAULTS, Forms
@@ -24,6 +24,7 @@ from tformer_export.inputs import About, about_inputs
 from tformer_export.last import give_every_position
 from tformer_export.locate import Landmarks
 from tformer_export.lowering import to_onnx
+from tformer_export.nodes import expression, meta, source_line
 from tformer_export.passes import run_passes
 from tformer_export.series import settle
 from tformer_export.soundness import (

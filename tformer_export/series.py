@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured
 from tformer_export.inputs import About
+from tformer_export.nodes import expression, meta
 from tformer_export.source import Source
 from tformer_runtime.errors import OptionError, UnsupportedModelError
 from tformer_runtime.series import FIXED, INSTANCE, NONE, Begin, Series

@@ -21,8 +21,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tformer_export.capture import Captured, distinct_sizes, expression, meta, named
+from tformer_export.capture import Captured, distinct_sizes
 from tformer_export.explain import line_of_error, own_name, said
+from tformer_export.nodes import expression, meta, named
 from tformer_export.source import Source
 from tformer_export.staging.evaluate import call, run
 from tformer_runtime.errors import SourceError, TformerError, UnsupportedModelError

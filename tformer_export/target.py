@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 from tformer_export import operators
 from tformer_export.alignments import WEIGHTS
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import meta
 from tformer_export.forms import ROTARY, WHOLE, Forms
+from tformer_export.nodes import meta
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.errors import UnsupportedModelError
 

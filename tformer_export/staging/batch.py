@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, meta
 from tformer_export.operators import merged, parted
 
 T = TypeVar("T")  # a tensor, or the node that stands for one

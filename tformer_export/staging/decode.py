@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from tformer_export import operators
-from tformer_export.capture import Captured, arguments, aten, meta, source_line
+from tformer_export.capture import Captured
+from tformer_export.nodes import arguments, aten, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.emitter import CachedValue, Context, Emitter, Port, Program, context_shape
 from tformer_export.staging.extras import Extra

@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from tformer_export import operators
-from tformer_export.capture import Captured, aten, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import aten, expression, meta
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.levels import Level, is_fixed
 from tformer_runtime import manifest

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from tformer_export.capture import meta
+from tformer_export.nodes import meta
 from tformer_export.staging.batch import Rows
 from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
 from tformer_export.staging.extras import Extra

@@ -9,7 +9,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, is_counted, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, is_counted, meta
 from tformer_export.staging.levels import Level
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, meta
 from tformer_export.staging.emitter import axis_names
 from tformer_export.staging.followers import followers
 from tformer_export.staging.levels import Level

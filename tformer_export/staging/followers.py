@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 import sympy
 import torch
 
-from tformer_export.capture import MANY, Captured, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import MANY, expression, meta
 from tformer_export.staging.emitter import axis_names
 from tformer_runtime.manifest import Follows
 

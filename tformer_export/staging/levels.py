@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import ID_MOVES, IDS, Captured, aten, ids_of, is_counted, meta
+from tformer_export.capture import ID_MOVES, IDS, Captured, ids_of
+from tformer_export.nodes import aten, is_counted, meta
 
 
 class Level(IntEnum):

@@ -12,7 +12,8 @@ import torch
 from torch.fx import Node
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured, aten, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import aten, meta
 from tformer_export.staging.levels import Level, is_fixed
 from tformer_export.staging.views import ALL, FRESH, NEW, ONE, Choice, Roles, Views
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import is_counted, meta, named, operation, source_line
+from tformer_export.nodes import is_counted, meta, named, operation, source_line
 from tformer_export.staging.evaluate import call
 from tformer_export.staging.levels import Level
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured, expression, meta
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, meta
 from tformer_export.staging.evaluate import Constants, call
 from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import expression, meta, source_line
+from tformer_export.nodes import expression, meta, source_line
 from tformer_export.staging.batch import Rows, times_batch
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.views import LENGTH, Views

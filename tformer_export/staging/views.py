@@ -31,7 +31,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured, expression, is_counted, meta, source_line, symbols
+from tformer_export.capture import Captured
+from tformer_export.nodes import expression, is_counted, meta, source_line, symbols
 from tformer_export.staging.batch import Rows, find_rows
 from tformer_export.staging.evaluate import Constants, call
 from tformer_export.staging.levels import Level

@@ -9,7 +9,7 @@ from small_models import Mixer, Small, captured_of
 from torch.utils._sympy.functions import Max, Min
 
 from tformer_export.branches import limit_by_branches
-from tformer_export.capture import plain
+from tformer_export.nodes import plain
 from tformer_runtime import UnsupportedModelError
 
 

@@ -10,7 +10,7 @@ import torch
 from small_models import EXAMPLE, VOCABULARY, Mixer, Small, captured_of, causal, joined
 
 from tformer_export import export
-from tformer_export.capture import meta
+from tformer_export.nodes import meta
 from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_runtime.engine import Engine
 

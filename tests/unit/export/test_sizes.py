@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.capture import aten, capture
+from tformer_export.capture import capture
+from tformer_export.nodes import aten
 from tformer_export.source.module import from_module
 from tformer_export.staging.evaluate import run
 
