@@ -23,10 +23,8 @@ from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.tasks.dictation import Dictator
 
-TOKENS, AROUND = (
-    24,
-    8,
-)  # of a window that are compared, each of which is a run of the module; and that stand before them
+TOKENS = 24  # of a window that are compared, each of which is a run of the module
+AROUND = 8  # that stand before them
 
 
 @dataclass(frozen=True)
