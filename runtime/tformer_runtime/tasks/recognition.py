@@ -104,13 +104,13 @@ class Recognition(Speech):
         super().__init__(manifest)
         encode = manifest.encode
         assert encode is not None
-        self._sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
+        sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
         self._stride = follows.stride if follows is not None else 1  # samples of a frame
-        self._rate = self._sound[1].rate if self._sound is not None else 1
+        self._rate = sound[1].rate if sound is not None else 1
+        # What is read in windows: samples, of which it is known which frames are made of them.
+        self._sound = sound if follows is not None and sound is not None and sound[1].features != LOG_MEL else None
         more = self._sound[1].shortest - self._stride if self._sound is not None else 0
-        self._least = (
-            max(0, -(-more // self._stride)) * self._stride
-        )  # samples without which a window's last is no frame
+        self._least = max(0, -(-more // self._stride)) * self._stride  # samples behind a window's last frame
         try:
             blank = int(self.outcome.settings.get("blank", 0))
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
@@ -123,10 +123,13 @@ class Recognition(Speech):
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
         timestamps, size = given.pop("timestamps", False), given.pop("beam_size", 1)
+        asked = [name for name in ("window", "stride") if name in given]
         window = seconds("window", given.pop("window", WINDOW))
         stride = seconds("stride", given.pop("stride", window * SHARED))
         super().settings(given)
-        if not self._least <= self._samples(stride) < self._samples(window) / 2:
+        if asked and self._sound is None:
+            raise OptionError(f"this file reads a sound as a whole: {', '.join(asked)} is not asked of it")
+        if self._sound is not None and not self._least <= self._samples(stride) < self._samples(window) / 2:
             raise OptionError(
                 f"stride must be from {self._least / self._rate:g} s to less than half of a window of {window:g} s, "
                 f"not {stride:g} s"
@@ -149,7 +152,7 @@ class Recognition(Speech):
 
     def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
         """beside: of each window, which frames are its own."""
-        if self._sound is None or self._sound[1].features == LOG_MEL:
+        if self._sound is None:
             return Reading([inputs.once(input)], [slice(None)])
         name, audio = self._sound
         sound = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
