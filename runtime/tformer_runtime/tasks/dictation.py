@@ -180,7 +180,7 @@ class Dictation(Speech):
         for name, check in (("language", opening.language_id), ("task", opening.task_id)):
             if asked[name] is not None:
                 if not opening.multilingual:
-                    raise OptionError(f"{name} cannot be asked of this model, which knows one language alone")
+                    raise OptionError(f"{name} cannot be asked of this model: it knows no other than its own")
                 check(str(asked[name]))
         return asked
 
