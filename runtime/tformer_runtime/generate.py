@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections.abc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -285,8 +286,10 @@ class Told:
             self._tell(piece)
 
 
-def generate_stream(generator: Generator, request: Request, settings: Settings) -> Iterator[str]:
-    """Pieces of one request's text as they become certain."""
+def generate_stream(
+    generator: Generator, request: Request, settings: Settings
+) -> collections.abc.Generator[str, None, Result]:
+    """Pieces of one request's text as they become certain; what is returned is the whole result."""
     pieces: list[str] = []
     told = Told(generator, request, settings, pieces.append)
     task = told.task()
@@ -300,5 +303,6 @@ def generate_stream(generator: Generator, request: Request, settings: Settings) 
             if piece := "".join(pieces):
                 yield piece
             pieces.clear()
+        return generator.result(task)
     finally:
         scheduler.release()

@@ -399,7 +399,7 @@ def test_what_reads_a_given_target_is_counted_too(tmp_path):
     for call in ("score", "align", "hidden"):
         expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
         np.testing.assert_equal(found, expected)
-        with pytest.raises(MemoryBudgetError, match=r"[\d,]+ bytes may be needed"):
+        with pytest.raises(MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache"):
             getattr(narrow, call)("hello", "a" * 30)
     assert 0 < limited.memory()["peak"] == free.memory()["peak"]
     assert [model.memory()["held"] for model in (free, limited, narrow)] == [0, 0, 0]
