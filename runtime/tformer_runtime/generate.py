@@ -16,6 +16,7 @@ from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import Settings
 from tformer_runtime.record import cut_to
+from tformer_runtime.requests import every_size
 from tformer_runtime.rules import rules_of
 from tformer_runtime.sampling import Ints
 from tformer_runtime.scheduler import Scheduler
@@ -194,7 +195,8 @@ class Generator:
         """What was asked for beside the tokens."""
         if found.trail is None and not task.encoded:
             return {}
-        sizes = self.engine.sizing.sizes(task.sources)
+        encode = self.engine.manifest.encode
+        sizes = every_size(encode, task.sources) if encode is not None else {}
         extras: Mapping[str, Extra] = self._extras
         given: dict[str, Array] = {}
         if found.trail is not None:
