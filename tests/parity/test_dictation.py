@@ -222,6 +222,16 @@ def test_on_the_command_line(made, tmp_path):
     assert "--max-memory allows 100: allow more" in failed(run(path, names[0], "--max-memory", 100))
 
 
+@pytest.mark.thorough
+def test_a_file_of_integers_hears_the_same_at_first(made, tmp_path):
+    """Random weights soon go other ways; how soon, the report says."""
+    report = export(load_source(made[0]), tmp_path / "int8.onnx", quantize="int8")
+    assert report.degradation.token_agreement > 0.7
+    assert "tokens agree with the unquantised file" in dict(report.rows())["quantised"]
+    plain, eight = (Model.load(path).transcribe_batch(SHORT) for path in (made[1], tmp_path / "int8.onnx"))
+    assert sum(a.token_ids[:2] == b.token_ids[:2] for a, b in zip(plain, eight, strict=True)) >= 2
+
+
 def test_what_does_not_fit_is_named_and_the_others_are_read(made):
     limited = Model.load(made[1], max_memory=Model.load(made[1]).memory()["peak"] or 1)
     with pytest.raises(MemoryBudgetError, match="input 1: the request may need"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import sys
 from types import SimpleNamespace
 
@@ -47,6 +48,13 @@ FAMILIES = {
         transformers.RobertaConfig(**SHAPE, vocab_size=270, pad_token_id=1, type_vocab_size=1),
         RobertaTokenizer(**byte_pairs("<s>", "<pad>", "</s>", "<unk>", "<mask>")),
     ),
+    "distilbert": lambda: (
+        "DistilBert",
+        transformers.DistilBertConfig(
+            dim=32, n_layers=1, n_heads=2, hidden_dim=48, vocab_size=len(pieces()), max_position_embeddings=MOST
+        ),
+        BertTokenizer(vocab=pieces()),
+    ),
     "deberta-v2": lambda: (
         "DebertaV2",
         transformers.DebertaV2Config(
@@ -57,7 +65,11 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
-TAGGERS = ["bert", "deberta-v2"]  # of tokens that say that they go on with a word, and of others
+TAGGERS = [  # of tokens that say that they go on with a word, and of others
+    "bert",
+    "deberta-v2",
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("roberta", "distilbert")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +282,31 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     weights, _ = eight.attention(tuple(drawn[0]))
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     assert 0 < np.abs(weights - expected.numpy()).max() < 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("head", "of"),
+    [
+        ("TokenClassification", lambda model, text: [span.label for span in model.entities([text], "none", ())[0]]),
+        ("SequenceClassification", lambda model, text: [model.classify([text])[0].label]),
+        ("MaskedLM", lambda model, text: [model.fill([f"{text} [MASK]"], top_k=1)[0][0][0].token]),
+    ],
+)
+def test_results_of_integers(made, tmp_path, head, of):
+    """The report counts rows that keep their class; most results stay what they were."""
+    _, _, plain, _ = made("bert", head)
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(TEXT.split(), k=draw.randint(3, 20))) for _ in range(80)]
+    (tmp_path / "lines.txt").write_text("\n".join(texts))
+    folder = plain._engine.session.path.parent
+    report = export(load_source(folder), tmp_path / "x.onnx", quantize="int8", calibration=tmp_path / "lines.txt")
+    assert re.search(r"keep their class|tokens agree", dict(report.rows())["quantised"])
+    eight = Model.load(tmp_path / "x.onnx", "cpu", threads=1)
+    pairs = [pair for text in texts for pair in zip(of(plain, text), of(eight, text), strict=True)]
+    assert len(pairs) >= 80
+    assert np.mean([a == b for a, b in pairs]) > 0.85
+    assert report.degradation.quality.agreement > 0.85
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
