@@ -59,9 +59,9 @@ def _compiled_once():
         yield
 
 
-@pytest.mark.parametrize(("quantize", "mean", "least"), [("none", 0.99999, 0.99999), ("int8", 0.995, 0.98)])
-def test_the_vectors_of_real_weights(mini, tmp_path, quantize, mean, least):
-    """With 8 bits the least is that of the empty text, of which the model reads two special tokens alone."""
+@pytest.mark.parametrize(("quantize", "least", "empty"), [("none", 0.99999, 0.99999), ("int8", 0.995, 0.98)])
+def test_the_vectors_of_real_weights(mini, tmp_path, quantize, least, empty):
+    """empty: of the empty text, of which the model reads two special tokens alone."""
     folder, expected = mini
     report = export(load_source(folder), tmp_path / "mini.onnx", quantize=quantize)
     model = Model.load(tmp_path / "mini.onnx", "cpu")
@@ -69,13 +69,13 @@ def test_the_vectors_of_real_weights(mini, tmp_path, quantize, mean, least):
         found = model.embed(SENTENCES, batch_size=batch_size, truncate=True)
         assert found.shape == (len(SENTENCES), 384)
         near = cosines(found, expected)
-        assert near.mean() > mean
-        assert near.min() > least
+        assert min(cosine for text, cosine in zip(SENTENCES, near, strict=True) if text) > least
+        assert near.min() > empty
     assert report.parity.raw.relative < 1e-5
     assert report.parity.raw.pairs == 0
     assert model.manifest.encode.inputs[0].max_length == 256
     if quantize == "int8":
-        assert report.degradation.quality.cosine > mean
+        assert report.degradation.quality.cosine > least
 
 
 def small():
