@@ -111,10 +111,18 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
         manifest = replace(asked.in_forms(made.manifest, forms), quantization=asked.quantize)
         if asked.quantize != "none":
             bits = 4 if asked.quantize == "int4" else 8
-            names = [name for matrix in find_matrices(made.model) for name in matrix.products]
-            scales = dict.fromkeys(names, Fixed.between(-1, 1)) if asked.activations == FIXED else {}  # as fast as any
+            bits_of = {name: m.at_least(bits) for m in find_matrices(made.model) for name in m.products}
+            scales = (
+                dict.fromkeys(bits_of, Fixed.between(-1, 1)) if asked.activations == FIXED else {}
+            )  # as fast as any
             quantised = quantize(
-                made.model, bits, asked.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True, fixed=scales
+                made.model,
+                bits_of,
+                asked.optimize_for,
+                source.step,
+                few_rows=few_rows(forms),
+                on_cpu=True,
+                fixed=scales,
             )
             manifest = replace(manifest, narrow=quantised.narrow)
         with removed(folder / "candidate.onnx") as path:  # a session has it mapped
