@@ -278,14 +278,15 @@ class _Rewriter:
         sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
         product = ir.node(
             "MatMulNBits",
-            [node.inputs[0], packed, scales, *((None, None, bias) if bias is not None else ())],
+            [node.inputs[0], packed, scales, *((None, None, bias) if whole else ())],
+        whole = _is_column_each(bias, matrix)
             {**sizes, "accuracy_level": INT8_ACTIVATIONS},
             domain=CONTRIB,
             version=1,
-            name=f"{matrix.name}.few",
+            name=f"{node.name}.few",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
-        _replace(graph, node, last, [product])
+        _replace(graph, node, last, [product, *_added(product, None if whole else bias)])
 
     def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
         rows, row_scale, zero = self.operands.rows(graph, node, matrix.shape[0])
@@ -302,9 +303,7 @@ class _Rewriter:
             by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
             made = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
         bias, last = _bias_of(node)
-        if bias is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
-        _replace(graph, node, last, made)
+        _replace(graph, node, last, [*made, *_added(made[-1], bias)])
 
     def _in_steps(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
         """A product that knows both scales, and its bias, when it is made."""
@@ -313,7 +312,7 @@ class _Rewriter:
         columns = matrix.columns(self._home(graph))
         bias, last = _bias_of(node)
         if self.on_cpu:
-            whole = bias is not None and bias.const_value is not None and bias.const_value.size == matrix.shape[1]
+            whole = _is_column_each(bias, matrix)
             inputs = [steps, columns, step, scale, zero, None, bias if whole else None]
             self.model.graph.opset_imports.setdefault(CONTRIB, 1)
             made = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
@@ -323,9 +322,7 @@ class _Rewriter:
             number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
             by_step = ir.node("Mul", [number.outputs[0], step], name=f"{name}.by_step")
             made = [product, number, by_step, ir.node("Mul", [by_step.outputs[0], scale], name=f"{name}.by_column")]
-        if bias is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
-        _replace(graph, node, last, made)
+        _replace(graph, node, last, [*made, *_added(made[-1], bias)])
 
 
 def _weight_of(node: ir.Node) -> _Weight | None:
@@ -384,6 +381,17 @@ def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node])
     result, new = last.outputs[0], made[-1].outputs[0]
     name_outputs(made)
     graph.insert_before(node, made)
+def _is_column_each(bias: ir.Value | None, matrix: Matrix) -> bool:
+    """Whether it is a number for each column, which is what a product's operator takes; what Add and Gemm take besides
+    is spread over the columns."""
+    return bias is not None and bias.const_value is not None and list(bias.const_value.shape) == [matrix.shape[1]]
+
+
+def _added(product: ir.Node, bias: ir.Value | None) -> list[ir.Node]:
+    """The node that adds a bias to a product by itself, if there is one."""
+    return [ir.node("Add", [product.outputs[0], bias], name=f"{product.name}.biased")] if bias is not None else []
+
+
     result.replace_all_uses_with(new, replace_graph_outputs=True)
     new.dtype, name = ir.DataType.FLOAT, result.name
     if last is not node:
