@@ -118,13 +118,14 @@ class Quantised:
     """What holds integers now. products: name in the graph → what it is. tables: embeddings. narrow: what constants
     become, by name, as (numpy's type, number), where products of uint8 and int8 saturate at int16: half of the steps of
     activations, for sums of two products of 127 · 127 do not. fixed, by_row: how many of the values that products read
-    have a fixed scale, and how many one for each row."""
+    have a fixed scale, and how many one for each row. few_tokens: as `Decode` has it."""
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
     narrow: dict[str, tuple[str, float]] = field(default_factory=dict)
     fixed: int = 0
     by_row: int = 0
+    few_tokens: int | None = None
 
     @property
     def count(self) -> int:
@@ -156,11 +157,15 @@ def quantize(
     products = [(node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node)) is not None]
     for node, _ in products:  # by which its copy in a branch is known
         node.name = node.name or f"product of {node.outputs[0].name}"
-    widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(few_rows)
-    branches = (
-        few.branch(model, step, max(few_rows[width] for width in widths)) if widths and step is not None else None
-    )
+    decode = few.graph_of(model, step) if step is not None else None
+    limits = [
+        few_rows[width]
+        for node, weight in products
+        if node.graph is decode and wanted(weight.numbers) and (width := bits_of(str(node.name))) in few_rows
+    ]
+    branches = few.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
     rewriter = _Rewriter(model, bits_of, branches, wanted, ready, on_cpu, fixed)
+    rewriter.made.few_tokens = max(limits) if branches else None
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
@@ -274,12 +279,12 @@ class _Rewriter:
     def _few(self, graph: ir.Graph, node: ir.Node, matrix: Matrix) -> None:
         packed, scales = matrix.packed(self._home(graph))
         bias, last = _bias_of(node)
+        whole = _is_column_each(bias, matrix)
         inner, columns = matrix.shape
         sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
         product = ir.node(
             "MatMulNBits",
             [node.inputs[0], packed, scales, *((None, None, bias) if whole else ())],
-        whole = _is_column_each(bias, matrix)
             {**sizes, "accuracy_level": INT8_ACTIVATIONS},
             domain=CONTRIB,
             version=1,
@@ -376,11 +381,6 @@ def _bias_of(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
     return None, node
 
 
-def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node]) -> None:
-    """Put `made` in the place of node … last, whose result becomes that of the last of them."""
-    result, new = last.outputs[0], made[-1].outputs[0]
-    name_outputs(made)
-    graph.insert_before(node, made)
 def _is_column_each(bias: ir.Value | None, matrix: Matrix) -> bool:
     """Whether it is a number for each column, which is what a product's operator takes; what Add and Gemm take besides
     is spread over the columns."""
@@ -392,6 +392,11 @@ def _added(product: ir.Node, bias: ir.Value | None) -> list[ir.Node]:
     return [ir.node("Add", [product.outputs[0], bias], name=f"{product.name}.biased")] if bias is not None else []
 
 
+def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node]) -> None:
+    """Put `made` in the place of node … last, whose result becomes that of the last of them."""
+    result, new = last.outputs[0], made[-1].outputs[0]
+    name_outputs(made)
+    graph.insert_before(node, made)
     result.replace_all_uses_with(new, replace_graph_outputs=True)
     new.dtype, name = ir.DataType.FLOAT, result.name
     if last is not node:
