@@ -22,6 +22,7 @@ from tformer_runtime.model import Model
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.tasks.dictation import Dictator
+from tformer_runtime.tasks.recognition import Recognition
 
 TOKENS = 24  # of a window that are compared, each of which is a run of the module
 AROUND = 8  # that stand before them
@@ -29,11 +30,13 @@ AROUND = 8  # that stand before them
 
 @dataclass(frozen=True)
 class SoundParity:
-    """error, relative: of scores, max |Δ| and over their range. count: sounds that were compared."""
+    """error, relative: of scores, max |Δ| and over their range. count: sounds that were compared. tokens: those that
+    were written, of a model that writes, of which all are equal but where the source has two that are as likely."""
 
     error: float
     relative: float
     count: int
+    tokens: int = 0
 
 
 def check_sounds(source: Source, engine: Engine, tolerance: float) -> SoundParity | None:
@@ -72,7 +75,32 @@ def _check_scores(source: Source, engine: Engine, audio: Audio, tolerance: float
                 raise ParityError(
                     f"the file's text {where}, is {result.text!r}, and its source's {text!r}; no file was written"
                 )
+    _check_windows(source, model, audio, worst)
     return SoundParity(worst, worst / span, len(sounds))
+
+
+def _check_windows(source: Source, model: Model, audio: Audio, error: float) -> None:
+    """That a sound which is read in several windows is all heard, and once: what is said by the source's own scores of
+    each window, without what others have of it, as many frames as it makes of the whole."""
+    assert source.answer is not None
+    task = model._only_task
+    if not isinstance(task, Recognition) or not task.in_windows:
+        return
+    sound = np.concatenate(draw_sounds(audio.rate, seed=2, least=audio.shortest))
+    asked = task.settings({"window": len(sound) / audio.rate / 2, "stride": len(sound) / audio.rate / 12})
+    pieces = task.pieces(len(sound), asked["window"], asked["stride"])
+    scores = [source.answer(sound[samples], None)[own].numpy() for samples, own in pieces]
+    heard, frames = sum(map(len, scores)), len(source.answer(sound, None))
+    if len(pieces) < 2 or heard != frames:
+        raise ParityError(
+            f"a sound that is read in {len(pieces)} windows gives {heard} frames, and as a whole {frames}; no file was "
+            "written"
+        )
+    own = np.concatenate(scores)
+    best = np.sort(own, 1)
+    (result,) = model.predict([sound], window=asked["window"] / audio.rate, stride=asked["stride"] / audio.rate)
+    if bool((best[:, -1] - best[:, -2] > 2 * error).all()) and result.token_ids != task.result([own], asked).token_ids:
+        raise ParityError("the file hears something else than its source in windows of a sound; no file was written")
 
 
 def _outputs(engine: Engine, rows: Sequence[Mapping[str, np.ndarray]], together: bool) -> list[np.ndarray]:
@@ -96,12 +124,13 @@ def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: flo
     file = Dictator(Model(engine)._generator, replace(manifest, outcome=replace(manifest.outcome, settings=settings)))
     sounds = [sound[: audio.samples] for sound in draw_sounds(audio.rate, seed=1)[:2]]
     ways = [False] if file.task.opening.no_timestamps is None else [False, True]
-    worst, span = 0.0, 1.0
+    worst, span, tokens = 0.0, 1.0, 0
     for sound in sounds:
         for times in ways:
             own = source.dictated(sound, times, most)
             (result,) = file.every([sound], 1, 1, 0, {"timestamps": times})
             found = list(result.token_ids)
+            tokens += len(own)
             place = _difference(own, found)
             if place is None:
                 continue
@@ -115,7 +144,7 @@ def _check_dictated(source: Source, engine: Engine, audio: Audio, tolerance: flo
                     f"{', with times' * times}: {found[place : place + 1]} as number {place + 1}, where that writes "
                     f"{own[place : place + 1]}; no file was written"
                 )
-    return SoundParity(worst, worst / span, len(sounds))
+    return SoundParity(worst, worst / span, len(sounds), tokens)
 
 
 def _difference(own: Sequence[int], found: Sequence[int]) -> int | None:

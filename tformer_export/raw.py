@@ -37,7 +37,7 @@ PAIRS = ((SAMPLE[0], SAMPLE[1]), (SAMPLE[5], "a"), ("a", SAMPLE[7]), (SAMPLE[3] 
 @dataclass(frozen=True)
 class RawParity:
     """error: max |Δ| of results, relative: of their range. texts, pairs, images, sounds: how many were compared,
-    together and alone."""
+    together and alone; tokens: that were written of sounds."""
 
     error: float
     relative: float
@@ -45,13 +45,14 @@ class RawParity:
     pairs: int = 0
     images: int = 0
     sounds: int = 0
+    tokens: int = 0
 
 
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
     """None for a source that reads neither texts, images nor sounds. ParityError where a result differs by more than
     the tolerance, times what the results span: together they do, of one label each by itself is."""
     if (sounds := check_sounds(source, engine, tolerance)) is not None:
-        return RawParity(sounds.error, sounds.relative, sounds=sounds.count)
+        return RawParity(sounds.error, sounds.relative, sounds=sounds.count, tokens=sounds.tokens)
     reads = source.given
     pictures = draw_pictures(seed=1) if reads == list(image_inputs(source.preparation)) else []
     if source.step is not None or not (pictures or (len(reads) == 1 and reads[0] in source.tokenizers)):

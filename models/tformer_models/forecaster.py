@@ -130,18 +130,26 @@ class Forecaster(nn.Module):
         self.output = nn.Linear(width, features)
         _begin_small(self.output)
 
-    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """src (B, S, F), tgt (B, T, F) → (B, T, F)"""
-        return self.decode(tgt, self.encode(src))
+    def forward(self, src: Tensor, tgt: Tensor, src_padding: Tensor | None = None) -> Tensor:
+        """src (B, S, F), tgt (B, T, F) → (B, T, F)
 
-    def encode(self, src: Tensor) -> Tensor:
+        src_padding: (B, S) bool, true where a history that is shorter than others has steps behind its end. What stands
+        there is not looked at.
+        """
+        return self.decode(tgt, self.encode(src, src_padding), src_padding)
+
+    def encode(self, src: Tensor, src_padding: Tensor | None = None) -> Tensor:
         """src (B, S, F) → memory (B, S, D)"""
-        return self.transformer.encoder(self.source(src))
+        return self.transformer.encoder(self.source(src), src_key_padding_mask=src_padding)
 
-    def decode(self, tgt: Tensor, memory: Tensor) -> Tensor:
+    def decode(self, tgt: Tensor, memory: Tensor, src_padding: Tensor | None = None) -> Tensor:
         """tgt (B, T, F), memory (B, S, D) → (B, T, F)"""
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1], device=tgt.device)
-        decoded = self.transformer.decoder(self.target(tgt), memory, tgt_mask=mask, tgt_is_causal=True)
+        if src_padding is not None:  # torch wants masks of one type
+            mask = mask != 0
+        decoded = self.transformer.decoder(
+            self.target(tgt), memory, tgt_mask=mask, tgt_is_causal=True, memory_key_padding_mask=src_padding
+        )
         return tgt + self.output(decoded)
 
     def one_step(self, window: Tensor, context: int) -> tuple[Tensor, Tensor]:

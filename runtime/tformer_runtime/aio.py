@@ -208,23 +208,29 @@ class _Worker:
             atexit.unregister(self.close)
 
     def _turn(self) -> bool:
-        """Take what came, drop what is gone, and one step of everything. False when it is closed and all is over."""
+        """One step of everything. False when it is closed and all is over."""
         with self._wake:
             self._sleep()
+            self._seen = self._memory.changes
+        closing = self._take_in()
+        for scheduler in list(self._schedulers.values()):
+            for task in scheduler.turn(self._take_in) if not scheduler.idle else ():
+                self._jobs.pop(task).finish()
+        return not closing or bool(self._jobs)
+
+    def _take_in(self) -> bool:
+        """Take what came, and drop what is gone. Whether it is closed."""
+        with self._wake:
             came, self._came = self._came, []
             gone, self._gone = self._gone, []
             self._jobs |= {job.task: job for job in came}
             closing = self._closing
-            self._seen = self._memory.changes
         for job in came:
             self._take(job)
         for job in (*gone, *(list(self._jobs.values()) if closing else ())):
             if job.task in self._jobs:
                 self._scheduler(job.task).cancel(job.task, _ended(closing))
-        for scheduler in self._schedulers.values():
-            for task in scheduler.turn() if not scheduler.idle else ():
-                self._jobs.pop(task).finish()
-        return not closing or bool(self._jobs)
+        return closing
 
     def _sleep(self) -> None:
         """Until there is something to do: of what waits for memory, when that changes or a deadline passes."""

@@ -20,8 +20,9 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
+from tformer_runtime.rules import NO_IDS
 from tformer_runtime.sampling import Floats, Guess, Ints, log_normalizer
-from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, likeliest, without
 
 _MORE = 16  # generated ids that there is room for at first
 
@@ -122,7 +123,8 @@ class _Ranked:
 
 class BeamSearch:
     """Tasks that keep the same number of beams. Cost of a step: two passes over the logits, some operations on what all
-    rows have generated, and a microsecond or two a task; stop strings, rules and grammars add theirs for each beam."""
+    rows have generated, and a microsecond or two a task; stop strings, rules and grammars add theirs for each beam.
+    Rules that do more than forbid, grammars, and all groups of a task but its first add some more passes."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -206,11 +208,13 @@ class BeamSearch:
         rows = np.array([group.rows for group in groups])  # (groups, beams)
         each = np.arange(len(groups))[:, None]
         scores = self._held.scores[rows]
-        if not any(level or group.task.rules or group.task.guide for group in groups):
+        forbidden = None if level else self._forbidden(groups)
+        if forbidden is not None:
             # Each row's best by its logits, which its norm and its score so far only move: no pass over all of them.
             flat = rows.ravel()
             every = len(flat) >= len(logits)
-            top, tokens = best(logits if every else logits[flat], wide)
+            with without(logits, flat.tolist(), forbidden):
+                top, tokens = best(logits if every else logits[flat], wide)
             if every:
                 top, tokens = top[flat], tokens[flat]
             top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, wide) + scores[:, :, None]
@@ -228,6 +232,26 @@ class BeamSearch:
         gains = logits[at, tokens] - norms[at]
         return _Ranked(top, beams, at, tokens, gains, np.isfinite(top), self._ended(groups, at, beams, tokens))
 
+    def _so_far(self, group: _Beams) -> Iterator[Ints]:
+        """All ids of each beam, the prompt's too."""
+        for row in group.rows.tolist():
+            yield np.concatenate([group.task.prompt, self._made(row, group.length)])
+
+    def _forbidden(self, groups: list[_Beams]) -> list[Ints] | None:
+        """The ids that may not follow each beam of some groups, one after the other; None if that is not all that
+        their rules and grammars ask for."""
+        every: list[Ints] = []
+        for group in groups:
+            if not group.task.rules and group.task.guide is None:
+                every += [NO_IDS] * group.width
+                continue
+            for ids in self._so_far(group):
+                found = group.task.forbidden(ids)
+                if found is None:
+                    return None
+                every.append(found)
+        return every
+
     def _rule(self, group: _Beams, level: int, scores: Floats) -> None:
         """What earlier groups have chosen, and the task's rules and grammar, change scores (beams, vocabulary)."""
         task = group.task
@@ -236,8 +260,7 @@ class BeamSearch:
                 before = np.array([t for other in self._beams[task][:level] for t in other.chosen], np.int64)
                 scores -= np.float32(task.settings.diversity_penalty) * np.bincount(before, minlength=scores.shape[-1])
             if task.rules or task.guide is not None:
-                for beam, row in enumerate(group.rows.tolist()):
-                    so_far = np.concatenate([task.prompt, self._made(row, group.length)])
+                for beam, so_far in enumerate(self._so_far(group)):
                     scores[beam] = task.ruled(so_far, group.guides[beam] if group.guides else None, scores[beam])
         except Exception as error:  # of the task's own rule: it ends alone
             task.error = error

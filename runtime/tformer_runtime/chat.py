@@ -10,23 +10,21 @@ chat.rewind()                                      # as if that turn had not bee
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, MissingExtraError, OptionError, TformerError, UnsupportedCallError
-from tformer_runtime.generate import Base, Generator, Result, generate_all
+from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
+from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.inputs import Inputs
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.state import State
+from tformer_runtime.templates import Message, template_of
 
 CHUNK = 256  # positions that are read at once
 
@@ -83,14 +81,14 @@ class Chat:
         self,
         generator: Generator,
         inputs: Inputs,
-        settle: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        settle: Callable[..., Settings],
         system: str | None,
     ) -> None:
-        """Use `Model.chat`. settle(options, overrides): the settings of a turn."""
+        """Use `Model.chat`. settle(options, overrides, streams): the settings of a turn."""
         self._generator, self._inputs, self._settle, self._system = generator, inputs, settle, system
         self._engine = generator.engine
         manifest = self._engine.manifest
-        self._template = _template(manifest.chat_template, manifest.chat_tokens) if manifest.chat_template else None
+        self._template = template_of(manifest) if manifest.chat_template else None
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
         self._state = self._engine.start(None, 1, budget=generator.budget.share(kept=True))
@@ -103,6 +101,20 @@ class Chat:
         If it raises, the conversation is what it was before. InputError also for one that has become too long.
         """
         settings = self._settle(options, overrides)
+        request, ids = self._request(message, settings)
+        (result,) = generate_all(self._generator, [request], settings)
+        self._take(message, ids, result)
+        return result
+
+    def stream(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
+        """Pieces of the text of `send`, as soon as each is certain. Only when the last was taken is it a turn."""
+        settings = self._settle(options, overrides, streams=True)
+        request, ids = self._request(message, settings)
+        result = yield from generate_stream(self._generator, request, settings)
+        self._take(message, ids, result)
+
+    def _request(self, message: Any, settings: Settings) -> tuple[Request, Ints]:
+        """What is to be answered, once all before it has been read; and the ids of all."""
         ids = self._prompt(message)
         most = self._engine.manifest.max_length
         if len(ids) >= most:
@@ -114,10 +126,10 @@ class Chat:
         self._read = ids[:common]
         read(self._engine, self._state, ids[common:-1])
         self._read = ids[:-1]
-        request = self._inputs.request(ids[-1:], 0, settings, Base(self._state, self._read))
-        (result,) = generate_all(self._generator, [request], settings)
+        return self._inputs.request(ids[-1:], 0, settings, Base(self._state, self._read)), ids
+
+    def _take(self, message: Any, ids: Ints, result: Result) -> None:
         self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))
-        return result
 
     def rewind(self, turns: int = 1) -> None:
         """Forget the last turns. Costs nothing: what they share with what comes next is not read again."""
@@ -136,7 +148,7 @@ class Chat:
             return np.concatenate([*before, self._inputs.parts(message, first=not self.turns)[1]])
         if not isinstance(message, str):
             raise InputError("a chat template takes text")
-        messages = [{"role": "system", "content": self._system}] if self._system is not None else []
+        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system is not None else []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.message})
             messages.append({"role": "assistant", "content": turn.result.text})
@@ -155,58 +167,3 @@ def _common(one: Ints, other: Ints) -> int:
     count = min(len(one), len(other))
     differ = np.flatnonzero(one[:count] != other[:count])
     return int(differ[0]) if len(differ) else count
-
-
-def _template(text: str, tokens: Mapping[str, str]) -> Callable[[list[dict[str, str]]], str]:
-    """A chat template as a function of messages, with what transformers' apply_chat_template gives one.
-
-    tokens: the names of special tokens, such as bos_token, and their texts.
-    """
-    try:
-        from jinja2 import nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'") from error
-
-    class Generation(Extension):
-        """{% generation %} … {% endgeneration %}, which marks what training learns: here, what is in it."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise InputError(f"the chat template refuses: {message}")
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json  # without escapes for HTML
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
-    given = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-    with _in_a_sentence("read"):
-        template = environment.from_string(text)
-
-    def made(messages: list[dict[str, str]]) -> str:
-        with _in_a_sentence("filled in"):
-            return template.render(messages=messages, **given)
-
-    return made
-
-
-@contextmanager
-def _in_a_sentence(what: str) -> Iterator[None]:
-    try:
-        yield
-    except TformerError:
-        raise
-    except Exception as error:  # of the template, or of what it does with values
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"the file's chat template cannot be {what}: {reason}") from error

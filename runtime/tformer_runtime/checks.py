@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from numbers import Integral, Real
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.errors import OptionError
+
+LONGEST = 1_000_000  # seconds, 11 days
 
 
 def refused(name: str, what: str, value: Any) -> OptionError:
@@ -31,8 +32,7 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """The value as a number of seconds, 0 or more. OptionError, which names the option, for any other."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(float(value)) or float(value) < 0:
-        raise refused(name, "a number of seconds, 0 or more", value)
+    """The value as a number of seconds, up to LONGEST. OptionError, which names the option, for any other."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= LONGEST:
+        raise refused(name, f"a number of seconds from 0 to {LONGEST:,}", value)
     return float(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections.abc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tformer_runtime.manifest import ALIGNMENTS, HIDDEN, Extra
 from tformer_runtime.memory import Budget
 from tformer_runtime.options import Settings
 from tformer_runtime.record import cut_to
+from tformer_runtime.requests import every_size
 from tformer_runtime.rules import rules_of
 from tformer_runtime.sampling import Ints
 from tformer_runtime.scheduler import Scheduler
@@ -194,7 +196,8 @@ class Generator:
         """What was asked for beside the tokens."""
         if found.trail is None and not task.encoded:
             return {}
-        sizes = self.engine.sizing.sizes(task.sources)
+        encode = self.engine.manifest.encode
+        sizes = every_size(encode, task.sources) if encode is not None else {}
         extras: Mapping[str, Extra] = self._extras
         given: dict[str, Array] = {}
         if found.trail is not None:
@@ -283,8 +286,10 @@ class Told:
             self._tell(piece)
 
 
-def generate_stream(generator: Generator, request: Request, settings: Settings) -> Iterator[str]:
-    """Pieces of one request's text as they become certain."""
+def generate_stream(
+    generator: Generator, request: Request, settings: Settings
+) -> collections.abc.Generator[str, None, Result]:
+    """Pieces of one request's text as they become certain; what is returned is the whole result."""
     pieces: list[str] = []
     told = Told(generator, request, settings, pieces.append)
     task = told.task()
@@ -298,5 +303,6 @@ def generate_stream(generator: Generator, request: Request, settings: Settings) 
             if piece := "".join(pieces):
                 yield piece
             pieces.clear()
+        return generator.result(task)
     finally:
         scheduler.release()

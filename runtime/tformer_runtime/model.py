@@ -47,6 +47,7 @@ from tformer_runtime.tasks import (
 from tformer_runtime.tasks.dictation import Dictation, Dictator
 from tformer_runtime.tasks.forecast import Forecaster
 from tformer_runtime.tasks.once import run_once
+from tformer_runtime.templates import Message, Template, conversation, template_of
 
 _CHUNK = 128  # positions that score() computes at once
 
@@ -111,10 +112,25 @@ class Model:
         self._must_go_on("prefix")
         return Prefix(self._engine, self._inputs.parts(input, last=False)[1], self._budget)
 
+    def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Ints:
+        """The ids of a conversation in the file's chat template, up to the answer: an input of `generate` and its like.
+
+        messages: a text, or mappings of "role" and "content". system: a message before them. Raises InputError for what
+        is no conversation or what the template refuses, MissingExtraError without jinja2, and UnsupportedCallError for
+        a file without a template.
+        """
+        self._must_go_on("chat")
+        text = self._template(conversation(messages, system))
+        return self._inputs.ids(self._engine.decode.step.name, text, special=False)
+
+    @cached_property
+    def _template(self) -> Template:
+        return template_of(self.manifest)
+
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
-        return Chat(self._generator, self._inputs, self._settings, system)
+        return Chat(self._generator, self._inputs, self._settle, system)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
@@ -156,6 +172,11 @@ class Model:
         settings = self._stream_settings(options, overrides)
         request = self._inputs.request(input, 0, settings, self._base(after))
         return generate_stream(self._generator, request, settings)
+
+    def _settle(
+        self, options: GenerationOptions | None, overrides: Mapping[str, Any], streams: bool = False
+    ) -> Settings:
+        return (self._stream_settings if streams else self._settings)(options, overrides)
 
     def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self._settings(options, overrides)

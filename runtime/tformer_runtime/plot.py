@@ -55,7 +55,7 @@ class Drawing:
             try:
                 self._must_draw(model, value)
             except InputError as error:
-                raise InputError(f"input {number}: {error}") from error
+                raise type(error)(f"input {number}: {error}") from error
             self._inputs.append(value)
             yield value
 

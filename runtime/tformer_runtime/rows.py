@@ -9,8 +9,9 @@ import numpy as np
 from tformer_runtime.device import Chosen
 from tformer_runtime.errors import OptionError
 from tformer_runtime.record import Trail
+from tformer_runtime.rules import NO_IDS
 from tformer_runtime.sampling import Floats, Guess, Head, Ints, Sampler, log_normalizer, seed_of
-from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest
+from tformer_runtime.search import NOTHING_LEFT, Alternatives, FinishReason, Hypothesis, Task, Token, likeliest, without
 
 
 class _Row:
@@ -18,18 +19,29 @@ class _Row:
 
     def __init__(self, task: Task, copy: int, seed: int) -> None:
         self.task, self.copy = task, copy
-        self.ids: list[int] = task.prompt.tolist()
+        self._ids: Ints = np.empty(len(task.prompt) + task.most, np.int64)
+        self._ids[: len(task.prompt)] = task.prompt
         self.logprobs: list[float] = []
         self.alternatives: list[Alternatives] = []
         self.guide = task.guide.copy() if task.guide is not None else None
         self.stopped = task.stopped() if task.stopped is not None else None
         self.sampler = Sampler.of(task.settings, seed, task.index, copy) if task.settings.sampling else None
-        self.plain = not (task.rules or self.guide or self.sampler)
         self.free = not (task.rules or self.guide or task.settings.top_logprobs)
+
+    @property
+    def ids(self) -> Ints:
+        """The prompt's, and those that were generated."""
+        return self._ids[: len(self.task.prompt) + len(self.logprobs)]
+
+    def forbidden(self) -> Ints | None:
+        """The ids that may not come next, where it is the likeliest of all others that does; else None."""
+        if self.sampler is not None:
+            return None
+        return self.task.forbidden(self.ids) if self.task.rules or self.guide else NO_IDS
 
     def choose(self, logits: Floats, guess: Guess | None) -> int:
         """The token that follows, by the task's rules, grammar and way of choosing. guess: what may be it."""
-        scores = self.task.ruled(np.array(self.ids), self.guide, logits)
+        scores = self.task.ruled(self.ids, self.guide, logits)
         if self.sampler is None:
             token = int(scores.argmax())
             if scores[token] == -np.inf:
@@ -38,7 +50,7 @@ class _Row:
         return self.sampler(scores, guess)
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
-        self.ids.append(token)
+        self._ids[len(self.ids)] = token
         self.logprobs.append(logprob)
         if self.guide is not None:
             self.guide.accept(token)
@@ -49,7 +61,7 @@ class _Row:
         return reason
 
     def hypothesis(self, finish: FinishReason, trail: Trail | None) -> Hypothesis:
-        ids = tuple(self.ids[len(self.task.prompt) :])
+        ids = tuple(self.ids[len(self.task.prompt) :].tolist())
         score = float(sum(self.logprobs) / len(ids) ** self.task.settings.length_penalty)
         return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), trail)
 
@@ -57,13 +69,25 @@ class _Row:
 class _OnHost:
     """What a step gives: (rows, vocabulary) logits."""
 
-    def __init__(self, logits: Floats) -> None:
+    def __init__(self, logits: Floats, rows: Sequence[_Row], at: Sequence[int]) -> None:
+        """at: the row of logits of each row."""
         self._logits, self._norms = logits, log_normalizer(logits)
-        self._tokens = logits.argmax(-1).tolist()
+        found = [(i, row, row.forbidden()) for row, i in zip(rows, at, strict=True)]
+        plain = [(i, row, tokens) for i, row, tokens in found if tokens is not None]
+        self._plain = {row for _, row, _ in plain}
+        with without(logits, [i for i, _, _ in plain], [tokens for _, _, tokens in plain]):
+            tokens = logits.argmax(-1)
+            possible = logits[np.arange(len(logits)), tokens] != -np.inf
+        self._tokens, self._possible = tokens.tolist(), possible.tolist()
 
     def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
         """A row's next token and its log-probability. at: its row of logits."""
-        token = self._tokens[at] if row.plain else row.choose(self._logits[at], guess)
+        if row not in self._plain:
+            token = row.choose(self._logits[at], guess)
+        elif self._possible[at]:
+            token = self._tokens[at]
+        else:
+            raise OptionError(NOTHING_LEFT)
         count = row.task.settings.top_logprobs
         if count:
             row.alternatives.append(likeliest(self._logits[at] - self._norms[at], count))
@@ -73,9 +97,9 @@ class _OnHost:
 class _OnDevice:
     """The same of logits that are on a device: rows come from there where less will not do.
 
-    A greedy row without rules needs what was chosen there, a sample without rules the head of its row. Whole rows are
-    needed by all of rules.py, which raise any token or lower the likeliest, by grammars, which forbid most tokens, by
-    top_logprobs, and by samples for which a head does not tell all that may be drawn (`sampling.warped_head`).
+    A greedy row needs what was chosen there, a sample without rules the head of its row. Whole rows are needed by rules
+    that raise any token or have forbidden what was chosen, by grammars, which forbid most tokens, by top_logprobs, and
+    by samples that have rules, or for which a head does not tell all that may be drawn (`sampling.warped_head`).
     """
 
     def __init__(self, chosen: Chosen, rows: Sequence[_Row], at: Sequence[int]) -> None:
@@ -91,7 +115,8 @@ class _OnDevice:
             self._heads = chosen.heads(temperatures)
 
     def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
-        if row.free and row.sampler is None:
+        forbidden = None if row.task.settings.top_logprobs else row.forbidden()
+        if forbidden is not None and not (len(forbidden) and self._tokens[at] in forbidden):
             return self._tokens[at], self._logprobs[at]
         if row.free and row.sampler is not None and row.sampler.of_few:
             head = self._heads[at]
@@ -101,7 +126,7 @@ class _OnDevice:
                 return token, self._logprobs[at] - behind
         if self._logits is None:
             self._logits = self._chosen.copy()
-        return _OnHost(self._logits[at : at + 1]).choose(row, 0, guess)
+        return _OnHost(self._logits[at : at + 1], [row], [0]).choose(row, 0, guess)
 
 
 class RowSearch:
@@ -147,7 +172,11 @@ class RowSearch:
         trails: Sequence[Trail] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
-        given = _OnDevice(logits, self._rows, self._at) if isinstance(logits, Chosen) else _OnHost(logits)
+        given = (
+            _OnDevice(logits, self._rows, self._at)
+            if isinstance(logits, Chosen)
+            else _OnHost(logits, self._rows, self._at)
+        )
         left, chosen = [], []
         for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
             task = row.task

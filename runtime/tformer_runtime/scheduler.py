@@ -1,14 +1,15 @@
 """Continuous batching: many tasks in one batch that others join as soon as there is room.
 
-Each step feeds one token to every row. Tasks that are over leave at once, and tasks that wait take their rows: they are
-encoded and their prompts are read on their own, then they join. A task's result is its own, whoever is beside it.
+Each step feeds every row the token that was chosen for it, and chooses the next. It ends there, so that a token is told
+before the model reads it. Tasks that are over leave at once, and tasks that wait take their rows: they are encoded and
+their prompts are read on their own, then they join. A task's result is its own, whoever is beside it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,7 +84,8 @@ class Scheduler:
         self._searches: dict[object, Search] = {}
         self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
         self._rows: Rows | None = None
-        self._logits: Floats | Chosen | None = None
+        self._logits: Floats | Chosen | None = None  # of the rows, until tokens are chosen by them
+        self._tokens: Ints | None = None  # (rows, 1), chosen, until the rows have read them
         self._running: dict[Task, None] = {}
         self._over: list[Task] = []  # not yet told of
         self._dropped = False
@@ -127,33 +129,34 @@ class Scheduler:
                 self._waiting.remove(task)
                 self._over.append(task)
 
-    def step(self) -> list[Task]:
-        """One token for every row; returns the tasks that are over.
+    def step(self, come: Callable[[], object] | None = None) -> list[Task]:
+        """One token more for every row; returns the tasks that are over.
 
+        The model reads the tokens of the step before, and the next are chosen. come: is called between the two, to
+        submit and cancel what has come while the model was running.
         Where nothing runs, for want of memory that others hold, it waits for that, or does nothing (`Share`).
         """
-        self._expire()
-        if self._dropped:
-            self._drop()
-        self._take_out()
+        self._leave()
+        if self._tokens is not None:
+            self._read()
+            if come is not None:
+                come()
+            self._leave()
         self._admit()
-        if self._rows is not None and self._logits is not None:
-            self._advance()
-        now = time.monotonic()
-        for task in self._running:
-            task.first = task.first or now
+        if self._logits is not None:
+            self._choose()
         self._take_out()
         if not self._running:
             self.release()
         over, self._over = self._over, []
         for task in over:
-            task.ended = now
+            task.ended = task.ended or time.monotonic()
         return over
 
-    def turn(self) -> list[Task]:
+    def turn(self, come: Callable[[], object] | None = None) -> list[Task]:
         """A step that raises nothing: what no single task did ends all that run, as they have lost their rows."""
         try:
-            return self.step()
+            return self.step(come)
         except BaseException as error:
             return self.fail(error)
 
@@ -163,7 +166,7 @@ class Scheduler:
         for task in over:
             if not task.over:
                 task.error = error
-            task.ended = time.monotonic()
+            task.ended = task.ended or time.monotonic()
         self._waiting.clear()
         self._running.clear()
         self._over = []
@@ -175,10 +178,17 @@ class Scheduler:
         """Give the memory back, when nothing runs."""
         if self._rows is not None:
             self._rows.release()
-        self._rows = self._logits = None
+        self._rows = self._logits = self._tokens = None
         self._searches.clear()
         self._places.clear()
         self.memory.end()
+
+    def _leave(self) -> None:
+        """Tasks that are late or were cancelled run no longer."""
+        self._expire()
+        if self._dropped:
+            self._drop()
+        self._take_out()
 
     def _take_out(self) -> None:
         """Tasks that are over run no longer."""
@@ -194,9 +204,9 @@ class Scheduler:
                 self.cancel(task, DeadlineError(LATE))
 
     def _drop(self) -> None:
-        """Take the rows of cancelled tasks out, between two steps."""
+        """Take the rows of cancelled tasks out, before or after the model has read the tokens that were chosen."""
         self._dropped = False
-        if self._rows is None or self._logits is None:
+        if self._rows is None:
             return
         left = []
         for key, search in list(self._searches.items()):
@@ -204,17 +214,27 @@ class Scheduler:
             self._places[key] = self._places[key][stays]
             left.append(self._places[key])
         kept = np.sort(np.concatenate(left))
-        if len(kept) == len(self._logits):
+        count = self._count
+        if len(kept) == count:
             return
         if not len(kept):
             self.release()
             return
         places, order = placed(kept, self._rows.requests())
-        where = np.zeros(len(self._logits), np.int64)
+        where = np.zeros(count, np.int64)
         where[kept] = places
-        self._logits = self._logits[order]  # while it is where it was made
+        if self._tokens is not None:
+            self._tokens = self._tokens[order]
+        elif self._logits is not None:
+            self._logits = self._logits[order]  # while it is where it was made
         self._rows.reorder(order)
         self._places = {key: where[old] for key, old in self._places.items()}
+
+    @property
+    def _count(self) -> int:
+        """How many rows there are."""
+        held = self._logits if self._tokens is None else self._tokens
+        return 0 if held is None else len(held)
 
     def _admit(self) -> None:
         """Begin tasks that wait, in their order, if enough rows are free for it to pay."""
@@ -266,7 +286,7 @@ class Scheduler:
             for task in tasks:  # one that fails, fails alone
                 self._begin([task])
             return
-        first = 0 if self._logits is None else len(self._logits)
+        first = self._count
         if self._rows is None or self._logits is None:
             self._rows, self._logits = rows, logits
         else:
@@ -287,7 +307,15 @@ class Scheduler:
             self._searches[key].add([tasks[i] for i in numbers])
             self._places[key] = np.concatenate([self._places[key], first + np.array(numbers)])
 
-    def _advance(self) -> None:
+    def _read(self) -> None:
+        """Have the model read the tokens that were chosen."""
+        assert self._rows is not None
+        assert self._tokens is not None
+        self._logits = self._rows.step(self._tokens)
+        self._tokens = None
+
+    def _choose(self) -> None:
+        """Choose the rows' next tokens by their logits, and put the rows that go on in their places."""
         assert self._rows is not None
         assert self._logits is not None
         trails, guesses = self._rows.trails(), self._rows.guesses()
@@ -302,6 +330,11 @@ class Scheduler:
             parents.append(own[continued])
             tokens.append(new)
             widths.append(len(new))
+        now = time.monotonic()
+        for task in self._running:
+            task.first = task.first or now
+            if task.over:
+                task.ended = now
         every = np.concatenate(parents)
         if not len(every):
             self.release()
@@ -322,7 +355,7 @@ class Scheduler:
                 del self._searches[key], self._places[key]
             elif not in_place(order, width):  # rows in the batch's order: logits need not be put in the search's
                 self._searches[key].renumber(order.argsort())
-        self._logits = self._rows.step(fed)
+        self._logits, self._tokens = None, fed
 
 
 def _kind(task: Task) -> object:

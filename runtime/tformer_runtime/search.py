@@ -8,7 +8,8 @@ rows beside it. Tasks may come at any step (`scheduler.py`), with prompts of any
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from tformer_runtime.constrain import Guide
 from tformer_runtime.device import Chosen
 from tformer_runtime.options import Settings
 from tformer_runtime.record import Trail
-from tformer_runtime.rules import Rule
+from tformer_runtime.rules import Rule, forbidden_by
 from tformer_runtime.sampling import Floats, Guess, Ints
 from tformer_runtime.session import Array
 
@@ -130,6 +131,11 @@ class Task:
         """Whether a text is what its grammar asks for, whole, and the model has no end token to say so."""
         return guide is not None and not self.ends and guide.over
 
+    def forbidden(self, ids: Ints) -> Ints | None:
+        """Ids that may not come next in a row, where its rules ask for nothing else; None where they, or a grammar,
+        do: then `ruled` tells."""
+        return None if self.guide is not None else forbidden_by(self.rules, ids, len(self.prompt))
+
     def ruled(self, ids: Ints, guide: Guide | None, scores: Floats) -> Floats:
         """The scores of a row's next token, as its rules and its grammar leave them: -inf for what may not come.
 
@@ -171,7 +177,7 @@ class Search(Protocol):
     ) -> tuple[Ints, Ints]:
         """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
 
-        logits: (width, vocabulary), not to be changed. trails: what was recorded of each row, if anything is.
+        logits: (width, vocabulary), unchanged when it returns. trails: what was recorded of each row, if anything is.
         guesses: what was read ahead of each, if anything is.
         """
 
@@ -219,6 +225,26 @@ def _places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
         others = others[np.argsort(blocks[others], kind="stable")]
     places[others] = np.flatnonzero(free)
     return places
+
+
+@contextmanager
+def without(logits: Floats, rows: Sequence[int], forbidden: Sequence[Ints]) -> Iterator[None]:
+    """Within this, what each of some rows may not have next is -inf in the logits; then it is what it was.
+
+    Cost: some operations on what is forbidden, so that no row need be copied.
+    """
+    some = [(row, tokens) for row, tokens in zip(rows, forbidden, strict=True) if len(tokens)]
+    if not some:
+        yield
+        return
+    at = np.repeat([row for row, _ in some], [len(tokens) for _, tokens in some])
+    columns = np.concatenate([tokens for _, tokens in some])
+    kept = logits[at, columns]
+    logits[at, columns] = -np.inf
+    try:
+        yield
+    finally:
+        logits[at, columns] = kept
 
 
 def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -24,6 +24,8 @@ def read_series(path: str, columns: Sequence[str], features: int) -> Floats:
     has `features` columns, in order, with a header or without. InputError names the line and the column of a cell
     that is no number, and columns that are missing. One pass over the file, which is held whole.
     """
+    if "\0" in path:
+        raise InputError(f"{path!r} is no name of a file: give that of a history")
     try:
         if path.endswith(".npy"):
             return _array(path)

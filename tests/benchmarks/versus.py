@@ -25,6 +25,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parent))
 from versus import chart, table
 from versus.client import OURS, PEERS, RATES, ROOT, SOURCE, PeerError
+from versus.engines import code_of
 from versus.measure import Bench, Record, same
 from versus.shapes import PRECISIONS, ROWS, Row
 
@@ -57,13 +58,14 @@ def main(
         peers = [peer for peer in PEERS if not only or peer == OURS or peer.name in only]
         bench = Bench(peers, models, threads, 2 if quick else repeats, budget, timeout, _tell)
         kept = _here(kept, _machine(bench, threads), out)
+        code = code_of(ROOT / "tformer_export", ROOT / "runtime")
         for row in ROWS:
             chosen = any(name in row.name for name in rows) if rows else not (quick and "1.1B" in row.name)
             precisions = [p for p in row.precisions if not precision or p in precision]
             if chosen:
                 kept["rates"] = _best(kept["rates"], bench.once(RATES, "measure", threads=threads))
             for records in _row(bench, row, precisions, quick, kept["rates"]) if chosen else ():
-                kept["records"] = _joined(kept["records"], records)
+                kept["records"] = _joined(kept["records"], [{**record, "code": code} for record in records])
                 out.write_text(json.dumps(kept, indent=1))
     if not kept["records"]:
         raise click.ClickException(f"{out} holds no results")

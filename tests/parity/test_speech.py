@@ -301,11 +301,12 @@ def test_windows_that_cannot_be_are_refused(made):
     path = made("layer")[1]
     model = Model.load(path)
     for asked, message in {
-        ("window", -1): "window must be a number of seconds, 0 or more, not -1",
+        ("window", -1): "window must be a number of seconds from 0 to 1,000,000, not -1",
         ("window", "long"): "window must be a number of seconds",
         ("window", 0): "stride must be from 0.0025 s to less than half of a window of 0 s, not 0 s",
         ("stride", 30): "stride must be from 0.0025 s to less than half of a window of 60 s, not 30 s",
         ("stride", 0): "not 0 s",
+        ("window", 1e305): "from 0 to 1,000,000",
     }.items():
         with pytest.raises(OptionError, match=message):
             model.transcribe(SOUNDS[0], **dict([asked]))
@@ -333,6 +334,21 @@ def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
         loaded.transcribe(SOUNDS[0]).text
     ]
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_a_model_without_an_extractor_reads_samples_as_a_whole(tmp_path):
+    """Nobody says what its rate is. Frames of 320 samples, as the published models have."""
+    torch.manual_seed(3)
+    shape = {**SHAPE, "conv_kernel": (20, 18), "conv_stride": (20, 16)}
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**shape, feat_extract_norm="layer")).eval()
+    export(model, tmp_path / "bare.onnx")
+    loaded = Model.load(tmp_path / "bare.onnx")
+    with torch.no_grad():
+        best = model(torch.from_numpy(SOUNDS[1])[None]).logits[0].argmax(-1).numpy()
+    kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
+    assert list(loaded.transcribe(SOUNDS[1]).token_ids) == kept[kept != 0].tolist()
+    with pytest.raises(OptionError, match="this file reads a sound as a whole: window is not asked of it"):
+        loaded.transcribe(SOUNDS[1], window=3)
 
 
 def test_without_a_vocabulary_there_are_ids(made):

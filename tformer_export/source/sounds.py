@@ -31,7 +31,7 @@ SOUND = (SAMPLES, "input_features")  # and of a spectrogram
 LONGEST = 1 << 16  # samples that a model is tried with, to know how many it needs
 PADDED = 3  # times what a model needs: an example
 SECONDS = (0.31, 1.0, 0.725)  # of sounds that are drawn
-APART = {WAVEFORM: 1e-5, LOG_MEL: 1e-3}  # of features, whose range is some 2 to 8: the others are made in float32
+APART = {WAVEFORM: 1e-5, LOG_MEL: 1e-4}  # of features, whose range is some 2 to 8: the others are made in float32
 SEQUENCES, LENGTH = 24, 40  # of ids that are drawn
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from tformer_runtime.audio import Audio, Floats, audio_of
 from tformer_runtime.checks import whole
-from tformer_runtime.errors import InputError, ModelFileError, OptionError
+from tformer_runtime.errors import InputError, ModelFileError, OptionError, TformerError
 from tformer_runtime.generate import Generator, Request, generate_all
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.options import GenerationOptions, Settings
@@ -27,6 +27,7 @@ from tformer_runtime.sampling import Ints
 from tformer_runtime.tasks.flags import HOW, LIMIT, Flag
 from tformer_runtime.tasks.recognition import Segment, Speech, Transcription
 
+HELD = 2**26  # numbers of spectrograms that are enough: 256 MB, 2 hours
 DIGITS = 6  # of seconds, of which steps are hundredths
 
 
@@ -179,7 +180,7 @@ class Dictation(Speech):
         for name, check in (("language", opening.language_id), ("task", opening.task_id)):
             if asked[name] is not None:
                 if not opening.multilingual:
-                    raise OptionError(f"{name} cannot be asked of this model, which knows one language alone")
+                    raise OptionError(f"{name} cannot be asked of this model: it knows no other than its own")
                 check(str(asked[name]))
         return asked
 
@@ -200,7 +201,8 @@ class Dictator:
     ) -> Iterator[Transcription]:
         """Of any number of sounds, in their order, `batch_size` side by side. given: as of `Dictation.settings`.
 
-        workers: batches side by side, each by a thread. Cost: for each window, its encoder and a step a token; where no
+        workers: batches side by side, each by a thread. Memory: spectrograms of so many sounds, but no further one
+        where these have HELD numbers. Cost: for each window, its encoder and a step a token; where no
         language is given, the first window's encoder once more.
         """
         asked = self.task.settings(given)
@@ -219,15 +221,20 @@ class Dictator:
                 try:
                     for number, sound in enumerate(islice(sounds, batch_size * workers), first):
                         some.append(self._begun(number, sound, asked))
+                        if sum(one.frames.size for one in some) >= HELD:
+                            break
                 except Exception as error:  # its turn comes after those before it
                     failed = error
                 if not some and failed is None:
                     return
                 first += len(some)
                 batches = [some[at : at + batch_size] for at in range(0, len(some), batch_size)]
-                run = partial(self._transcribed, asked=asked)
+                run = partial(self._each, asked=asked)
                 for found in pool.map(run, batches) if pool is not None else map(run, batches):
-                    yield from found
+                    for result in found:
+                        if isinstance(result, Exception):
+                            raise result
+                        yield result
             raise failed
         finally:
             if pool is not None:
@@ -247,7 +254,7 @@ class Dictator:
                     "leave timestamps=False out"
                 )
         except InputError as error:
-            raise InputError(f"input {number + 1}: {error}") from error
+            raise type(error)(f"input {number + 1}: {error}") from error
         times = opening.timestamps if asked["timestamps"] is None else bool(asked["timestamps"])
         times = times or longer
         ids = opening.ids(self._manifest.special.start[0], asked["language"], asked["task"], times)
@@ -272,6 +279,16 @@ class Dictator:
         """(mels, frames) from where it is on, with zeros behind its end."""
         own = sound.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(own, ((0, 0), (0, self._audio.frames - own.shape[1])))
+
+    def _each(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription | TformerError]:
+        """Of each sound, or what was wrong with it, such as that its own caches do not fit into the memory."""
+        begun = [replace(sound, ids=[], segments=[]) for sound in sounds]
+        try:
+            return [*self._transcribed(begun, asked)]
+        except TformerError as error:
+            if len(sounds) == 1:
+                return [type(error)(f"input {sounds[0].number + 1}: {error}")]
+        return [result for sound in sounds for result in self._each([sound], asked)]
 
     def _transcribed(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription]:
         """Window by window, those of all sounds that are not through side by side."""

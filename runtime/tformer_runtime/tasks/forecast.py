@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, UnsupportedCallError
+from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError, UnsupportedCallError
 from tformer_runtime.memory import Budget
 from tformer_runtime.series import Series, Window
 from tformer_runtime.session import Array
@@ -27,10 +27,12 @@ NOTHING: Forecast = np.zeros((0, 0), np.float32)
 
 @dataclass
 class _Row:
-    """One history, and its forecast."""
+    """One history, and its forecast or what went wrong."""
 
+    index: int
     window: Window
     forecast: Forecast = field(default_factory=lambda: NOTHING)
+    error: TformerError | None = None
 
 
 class Forecaster:
@@ -98,14 +100,27 @@ class Forecaster:
                 raise InputError(f"input {index + 1}: {error}") from error
 
         def run(rows: Sequence[_Row]) -> None:
-            for row, forecast in zip(rows, self.batch([row.window for row in rows], steps), strict=True):
+            try:
+                found = self.batch([row.window for row in rows], steps)
+            except TformerError as error:
+                if len(rows) == 1:
+                    rows[0].error = type(error)(f"input {rows[0].index + 1}: {error}")
+                for row in rows if len(rows) > 1 else ():  # so that it is known which
+                    run([row])
+                return
+            for row, forecast in zip(rows, found, strict=True):
                 row.forecast = forecast
 
-        rows = (_Row(window(index, history)) for index, history in enumerate(histories, first))
+        def given(row: _Row) -> Forecast:
+            if row.error is not None:
+                raise row.error
+            return row.forecast
+
+        rows = (_Row(index, window(index, history)) for index, history in enumerate(histories, first))
         done = in_windows(
             rows, lambda some: _alike(some, self.series.ragged, batch_size), run, WINDOW * batch_size, workers
         )
-        return (row.forecast for row in done)
+        return map(given, done)
 
     def _fed(self, steps: int) -> int:
         """Rows that a decoder reads for so many steps, beside a history that it reads itself."""

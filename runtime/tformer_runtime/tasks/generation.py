@@ -29,6 +29,8 @@ _BESIDE = {
     "timing": switch("--timing", "Add the seconds to the first token, and for each more, to --json."),
 }
 _OF_THE_RUN = {
+    "chat": switch("--chat", "An input is a message, or a JSON list of messages, for the file's chat template."),
+    "system": Flag("--system", "TEXT", "A message before each conversation.", str),
     "stream": switch("--stream", "Write text as it comes, one input after the other."),
     **LIMIT,
     "no_shortlist": switch("--no-shortlist", "Choose among all ids, where the file has a shortlist."),
@@ -62,6 +64,10 @@ def _check(given: Mapping[str, Any], asked: Asked) -> None:
             )
         if given.get("alignments") or given.get("hidden"):
             raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
+    if given.get("system") is not None and not given.get("chat"):
+        raise click.UsageError("--system is of a conversation: give --chat too")
+    if given.get("chat") and asked.ids:
+        raise click.UsageError("--chat puts texts into a template: not with --ids")
     if asked.resume and drawn:
         raise click.UsageError("--resume goes on with results alone: not with --alignments OUT.png")
     for name in ("hidden", "timing", "top_logprobs", "alignments"):
@@ -85,6 +91,8 @@ class _Generating(Job):
         self.draft = Path(draft) if draft and draft != PROMPT else None
         self.batch_size = 1 if draft else 32
         self.streams = bool(given.get("stream"))
+        self.chats, self.system = bool(given.get("chat")), given.get("system")
+        self._prompt: Callable[..., Input] = lambda messages, system: messages
         self.max_memory = bytes_of(given["max_memory"]) if given.get("max_memory") is not None else None
         self.drawing = Drawing(Path(alignments), asked.force) if alignments not in (None, "-") else None
         self.resumes = self.drawing is None
@@ -93,13 +101,18 @@ class _Generating(Job):
         self.asked = {
             **{names.get(name, f"--{name}"): value for name, value in self.options.given().items()},
             **({"--timing": True} if self.timing else {}),
+            **({"--chat": True} if self.chats else {}),
+            **({"--system": self.system} if self.system is not None else {}),
             **draft_file,
         }
 
     def read(self, line: str) -> Input:
+        if self.chats:
+            return self._prompt(_messages(line), self.system)
         return ids_of(line) if self.ids else line
 
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
+        self._prompt = model.prompt
         if self.draft:
             self.options = self.options.with_({"draft": Model.load(self.draft, device, threads)})
 
@@ -149,6 +162,16 @@ class _Generating(Job):
         if result.hidden:
             fields["hidden"] = {name: _numbers(value) for name, value in result.hidden.items()}
         return fields
+
+
+def _messages(line: str) -> Any:
+    """A message, or the messages that a JSON list holds."""
+    if not line.lstrip().startswith("["):
+        return line
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line  # a text that begins so
 
 
 def _numbers(array: Any) -> Any:

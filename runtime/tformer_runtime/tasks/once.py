@@ -96,13 +96,14 @@ def run_once(
         lambda read: sum(value.size for row in read.rows for value in row.sources.values()),
         HELD,
         workers * batch_size,
+        lambda read: len(read.rows),
     )
     return map(_result, done)
 
 
 def _result(read: _Read) -> tuple[Reading, list[Outputs]]:
     if isinstance(read.failed, InputError):
-        raise InputError(f"input {read.index + 1}: {read.failed}") from read.failed
+        raise type(read.failed)(f"input {read.index + 1}: {read.failed}") from read.failed
     if read.failed is not None:
         raise read.failed
     return read.reading, [row.outputs for row in read.rows]

@@ -104,13 +104,14 @@ class Recognition(Speech):
         super().__init__(manifest)
         encode = manifest.encode
         assert encode is not None
-        self._sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
+        sound, follows = audio_of(manifest), encode.follows.get(str(encode.outputs[0].shape[1]))
         self._stride = follows.stride if follows is not None else 1  # samples of a frame
-        self._rate = self._sound[1].rate if self._sound is not None else 1
-        more = self._sound[1].shortest - self._stride if self._sound is not None else 0
-        self._least = (
-            max(0, -(-more // self._stride)) * self._stride
-        )  # samples without which a window's last is no frame
+        self._rate = sound[1].rate if sound is not None else 1
+        self._shortest = sound[1].shortest if sound is not None else 1
+        # What is read in windows: samples, of which it is known which frames are made of them.
+        self._sound = sound if follows is not None and sound is not None and sound[1].features != LOG_MEL else None
+        more = self._shortest - self._stride
+        self._least = max(0, -(-more // self._stride)) * self._stride  # samples behind a window's last frame
         try:
             blank = int(self.outcome.settings.get("blank", 0))
             spelt = {name: value for name, value in self.outcome.settings.items() if name != "blank"}
@@ -120,13 +121,21 @@ class Recognition(Speech):
                 f"what the file says of its tokens is damaged ({error}): export the model again"
             ) from error
 
+    @property
+    def in_windows(self) -> bool:
+        """Whether long sounds are read in several."""
+        return self._sound is not None
+
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
         timestamps, size = given.pop("timestamps", False), given.pop("beam_size", 1)
+        asked = [name for name in ("window", "stride") if name in given]
         window = seconds("window", given.pop("window", WINDOW))
         stride = seconds("stride", given.pop("stride", window * SHARED))
         super().settings(given)
-        if not self._least <= self._samples(stride) < self._samples(window) / 2:
+        if asked and self._sound is None:
+            raise OptionError(f"this file reads a sound as a whole: {', '.join(asked)} is not asked of it")
+        if self._sound is not None and not self._least <= self._samples(stride) < self._samples(window) / 2:
             raise OptionError(
                 f"stride must be from {self._least / self._rate:g} s to less than half of a window of {window:g} s, "
                 f"not {stride:g} s"
@@ -149,24 +158,24 @@ class Recognition(Speech):
 
     def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
         """beside: of each window, which frames are its own."""
-        if self._sound is None or self._sound[1].features == LOG_MEL:
+        if self._sound is None:
             return Reading([inputs.once(input)], [slice(None)])
         name, audio = self._sound
         sound = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
-        window, stride = settings["window"], settings["stride"]
-        if len(sound) <= window:
-            return Reading([inputs.once(sound)], [slice(None)])
-        pieces, own = [], []
-        for begin in range(0, len(sound) - 2 * stride, window - 2 * stride):
-            piece = sound[begin : begin + window]
-            if len(piece) < audio.shortest:  # behind the last whole frame
-                break
-            last = begin + window >= len(sound)
-            pieces.append(inputs.once(piece))
-            own.append(
-                slice(stride // self._stride if begin else 0, None if last else (window - stride) // self._stride)
-            )
-        return Reading(pieces, own)
+        pieces = self.pieces(len(sound), settings["window"], settings["stride"])
+        return Reading([inputs.once(sound[samples]) for samples, _ in pieces], [own for _, own in pieces])
+
+    def pieces(self, samples: int, window: int, stride: int) -> list[tuple[slice, slice]]:
+        """What a sound is read in: of each piece its samples, and which of its frames are its own. All in samples."""
+        if samples <= window:
+            return [(slice(None), slice(None))]
+        found = []
+        for begin in range(0, samples - 2 * stride, window - 2 * stride):
+            end = None if begin + window >= samples else (window - stride) // self._stride
+            own = slice(stride // self._stride if begin else 0, end)
+            if min(begin + window, samples) - begin >= self._shortest:  # else it is behind the last whole frame
+                found.append((slice(begin, begin + window), own))
+        return found
 
     def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         first, *others = self.reading(input, inputs, truncate, settings).requests

@@ -23,12 +23,13 @@ def in_windows(
     weigh: Callable[[Input], int] = lambda _: 0,
     most: int = 1,
     least: int = 1,
+    count: Callable[[Input], int] = lambda _: 1,
 ) -> Iterator[Input]:
     """Each input, in order, once `run` has been called with the batches of its window, which `batches` makes.
 
-    size: inputs of a window, but `least` are enough if they weigh `most` together. workers: batches run side by side,
-    while the next window is read. What reading raises, or `run`, is raised after the inputs before. Memory: the inputs
-    of one window, of two with several workers.
+    size: inputs of a window, but such as count for `least` are enough if they weigh `most` together. workers: batches
+    run side by side, while the next window is read. What reading raises, or `run`, is raised after the inputs before.
+    Memory: the inputs of one window, of two with several workers.
     """
     inputs = iter(source)
     pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
@@ -40,11 +41,12 @@ def in_windows(
             while more and len(waiting) < (1 if pool is None else 2):
                 window: list[Input] = []
                 try:
-                    weight = 0
+                    weight = counted = 0
                     for value in islice(inputs, size):
                         window.append(value)
                         weight += weigh(value)
-                        if weight >= most and len(window) >= least:
+                        counted += count(value)
+                        if weight >= most and counted >= least:
                             break
                     else:
                         more = len(window) == size

@@ -1,10 +1,11 @@
 """Turns, and what is kept of them: each round gives every engine one turn, after a pause in which the last one's
-threads stop spinning. What is told is an engine's fastest round, and how far the median is above it: whatever else runs
-on the machine, or takes it away, only ever adds to a time. All rounds are kept."""
+threads stop spinning. What is told is the median of an engine's rounds, how far its fastest is below that, and the
+median of how many times as long as tformer it took in the same round. All rounds are kept."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from versus.shapes import Case, Row, Shape, inputs_of
 QUIET = 0.3  # seconds before each turn
 TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
 STARTS = 3  # rounds of starts, at most
-FEWEST = 2  # rounds, however long they take
+FEWEST = 3  # rounds, however long they take
 
 Record = dict[str, Any]
 Tell = Callable[[str], None]
@@ -28,30 +29,38 @@ class Asked(Protocol):
 
 
 def rounds(
-    workers: Mapping[str, Asked], case: Case, inputs: list[list[int]], repeats: int, budget: float, quiet: float = QUIET
-) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
-    """Engine → its measures in each round, and engine → why it has none. The first round warms up and is left out.
+    workers: Mapping[str, Asked],
+    inputs: Mapping[Case, list[list[int]]],
+    repeats: int,
+    budget: float,
+    quiet: float = QUIET,
+) -> tuple[Mapping[Case, dict[str, list[dict[str, float]]]], Mapping[Case, dict[str, str]]]:
+    """Of each case, engine → its measures in each round, and engine → why it has none.
 
-    budget: seconds after which no further round begins, once there are FEWEST.
+    A round goes through all cases, so that what disturbs the machine for a while is felt in a round of each and not in
+    all of one; in every second round the engines take turns the other way round. The first warms up and is left out.
+
+    budget: seconds after which a case has no further round, once it had FEWEST.
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
-    failed: dict[str, str] = {}
-    begun = time.monotonic()
+    found: dict[Case, dict[str, list[dict[str, float]]]] = {case: {name: [] for name in workers} for case in inputs}
+    failed: dict[Case, dict[str, str]] = {case: {} for case in inputs}
+    spent = dict.fromkeys(inputs, 0.0)
     for turn in range(repeats + 1):
-        if turn > FEWEST and time.monotonic() - begun > budget:
-            break
-        for name, worker in workers.items():
-            if name in failed:
+        for case, given in inputs.items():
+            if turn > FEWEST and spent[case] > budget:
                 continue
-            time.sleep(quiet)
-            try:
-                reply = worker.ask("run", case=case.to_dict(), inputs=inputs, least=TURN if turn else 0.0)
-            except PeerError as error:
-                failed[name] = str(error)
-                del found[name]
-                continue
-            if turn:
-                found[name].append(measures(reply, case))
+            begun = time.monotonic()
+            for name in list(found[case])[:: 1 if turn % 2 else -1]:
+                time.sleep(quiet)
+                try:
+                    reply = workers[name].ask("run", case=case.to_dict(), inputs=given, least=TURN if turn else 0.0)
+                except PeerError as error:
+                    failed[case][name] = str(error)
+                    del found[case][name]
+                    continue
+                if turn:
+                    found[case][name].append(measures(reply, case))
+            spent[case] += time.monotonic() - begun if turn else 0.0
     return found, failed
 
 
@@ -65,9 +74,10 @@ def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
 
 
 def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Measure → how many times as long as ours theirs took, each at its fastest."""
+    """Measure → how many times as long as ours theirs took in the same round, the median."""
     names = set(theirs[0] if theirs else ()) & set(ours[0] if ours else ())
-    return {name: min(a[name] for a in theirs) / min(b[name] for b in ours) for name in sorted(names)}
+    pairs = list(zip(theirs, ours, strict=True)) if names else []
+    return {name: statistics.median(a[name] / b[name] for a, b in pairs) for name in sorted(names)}
 
 
 def agreement(results: Sequence[Sequence[int]], source: Sequence[Sequence[int]]) -> float:
@@ -174,8 +184,10 @@ class Bench:
                 except PeerError as error:
                     found[peer.name]["error"] = str(error)
                     self.tell(f"  {peer.name}: {error}")
+            inputs = {case: inputs_of(row.shape, case) for case in cases}
+            every, why = rounds(workers, inputs, self.repeats, self.budget)
             for case in cases:
-                turns, failed = rounds(workers, case, inputs_of(row.shape, case), self.repeats, self.budget)
+                turns, failed = every[case], why[case]
                 ours = turns.get(OURS.name, [])
                 floor = floors(row.shape, case, precision, rates)
                 key = {"row": row.name, "precision": precision, "case": case.to_dict()}
@@ -241,9 +253,10 @@ def same(one: Record, other: Record) -> bool:
 def told(record: Record, floor: Mapping[str, float]) -> str:
     parts = []
     for measure, least in floor.items():
-        values = sorted(record["seconds"].get(measure, ()))
+        values = record["seconds"].get(measure)
         if values:
-            parts.append(f"{measure} {values[0] * 1e3:.2f} ms ({least / values[0]:.0%} of the floor's speed)")
+            middle = statistics.median(values)
+            parts.append(f"{measure} {middle * 1e3:.2f} ms ({least / middle:.0%} of the floor's speed)")
     return ", ".join(parts)
 
 

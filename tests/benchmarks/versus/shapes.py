@@ -99,11 +99,17 @@ _LARGE = Shape("decoder-only 1.1B", "continue", 32000, 2048, 32, 22, 5632, 2048,
 _ENCODER = Shape("encoder-only 22M", "embed", 30522, 384, 12, 6, 1536, 512)
 
 ROWS = (
-    Row(_BASE, ("fp32", "int8"), _translations(24, 32), (Case(1, 24, 32), Case(8, 24, 32, 4)), Case(32, 24, 32)),
+    Row(
+        _BASE,
+        PRECISIONS,
+        (*_translations(24, 32), Case(1, 128, 32), Case(8, 128, 32)),
+        (Case(1, 24, 32), Case(8, 24, 32, 4)),
+        Case(32, 24, 32),
+    ),
     Row(_G2P, ("fp32", "int8"), _translations(8, 8), (Case(1, 8, 8), Case(8, 8, 8, 4)), Case(32, 8, 8)),
     Row(
         _ENCODER,
-        ("fp32", "int8"),
+        PRECISIONS,
         tuple(Case(batch, length) for length in (16, 128) for batch in (1, 8, 32)),
         (Case(1, 16), Case(32, 16)),
         Case(32, 16),
@@ -123,7 +129,7 @@ ROWS = (
     Row(
         _LARGE,
         PRECISIONS,
-        _continuations(16, (1, 16), (1, 256), (8, 16), (32, 16)),
+        (*_continuations(16, (1, 16), (1, 256), (8, 16), (8, 256), (32, 16)), Case(1, 16, 16, 4)),
         _continuations(8, (1, 16)),
         Case(8, 16, 16),
         peers=("tformer", "CTranslate2", "onnxruntime-genai", "transformers"),

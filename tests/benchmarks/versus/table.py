@@ -14,8 +14,8 @@ from versus.shapes import ROWS, Case, Row
 ORDER = [peer.name for peer in PEERS]
 OTHERS = [peer.name for peer in PEERS if peer not in (OURS, FIXED)]
 LEGEND = (
-    "The fastest round, and by how much the median of them took longer; in parentheses how many times as long as "
-    "tformer's it took, and the share of the floor's speed."
+    "The median round, and by how much the fastest of them was faster; in parentheses how many times as long as "
+    "tformer it took in the same round, the median, and the share of the floor's speed."
 )
 TITLES = {
     ("translate", "request"): "milliseconds a step, of whole requests",
@@ -33,7 +33,7 @@ def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
         mine = [record for record in records if record["row"] == row.name]
         if mine:
             parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
-    return "\n\n".join([*parts, *_behind(records), LEGEND]) + "\n"
+    return "\n\n".join([*parts, *_behind(records), LEGEND, *_mixed(records)]) + "\n"
 
 
 def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
@@ -71,10 +71,10 @@ def _figure(seconds: float, case: Case, measure: str) -> float:
 
 def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
     values = record["seconds"][measure]
-    least, ratio = min(values), record["ratio"].get(measure)
+    middle, ratio = statistics.median(values), record["ratio"].get(measure)
     beside = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
-    above = statistics.median(values) / least - 1
-    return f"{_number(_figure(least, case, measure))} +{above:.0%} ({beside}{floor / least:.0%})"
+    below = 1 - min(values) / middle
+    return f"{_number(_figure(middle, case, measure))} −{below:.0%} ({beside}{floor / middle:.0%})"
 
 
 def _number(value: float) -> str:
@@ -112,7 +112,7 @@ def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
             if any(name in record for record in found.values()):
                 told = (form.format(found[c][name] * factor) if name in found.get(c, ()) else "–" for c in columns)
                 lines.append([precision, title, *told])
-        begun = {r["peer"]: min(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
+        begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
         if begun:
             told = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
             lines.append([precision, "seconds from the process's start to its first result", *told])
@@ -131,7 +131,7 @@ def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, f
     for record in records:
         seconds, case = record.get("seconds", {}), record.get("case")
         if record["precision"] == precision and "step" in seconds and case["batch"] == 1:
-            steps.setdefault(record["peer"], {})[case["prompt"]] = min(seconds["step"])
+            steps.setdefault(record["peer"], {})[case["prompt"]] = statistics.median(seconds["step"])
     prompts = sorted({prompt for values in steps.values() for prompt in values})
     if len(prompts) < 2:
         return None
@@ -166,6 +166,13 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
                 told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
                 found.append((ratio, told))
     return sorted(found)
+
+
+def _mixed(records: Sequence[Record]) -> Iterator[str]:
+    """That figures of tformer are not all of the same program."""
+    codes = {record["code"] for record in records if record["peer"] in (OURS.name, FIXED.name) and "code" in record}
+    if len(codes) > 1:
+        yield f"tformer was measured in {len(codes)} states of its code: measure again for a table of one."
 
 
 def _behind(records: Sequence[Record]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from versus import chart, table
+from versus import chart, engines, table
 from versus.client import PeerError
 from versus.floor import encode, floors, prompt, step
 from versus.measure import agreement, cosine, groups, ratios, rounds
@@ -68,31 +68,43 @@ def test_the_floor_is_the_slower_of_reading_and_multiplying():
 
 
 class Fake:
-    def __init__(self, *seconds, fails_at=None):
-        self.seconds, self.fails_at, self.calls = list(seconds), fails_at, 0
+    """Answers with given seconds, and notes in `turns` whose turn it was, at which case."""
+
+    def __init__(self, *seconds, name="", turns=(), fails_at=None):
+        self.seconds, self.name, self.turns, self.fails_at, self.calls = list(seconds), name, turns, fails_at, 0
 
     def ask(self, do, case, inputs, least):
         assert do == "run"
         self.calls += 1
         if self.calls == self.fails_at:
             raise PeerError("it fell over")
+        if self.name:
+            self.turns.append((self.name, case["batch"]))
         return {"seconds": self.seconds[self.calls - 1], "first": None}
 
 
-def test_the_first_round_warms_up_and_ratios_are_of_the_fastest():
+def test_the_first_round_warms_up_and_ratios_are_of_the_same_round():
     case = Case(1, 2, 3)
-    workers = {"tformer": Fake(99, 1, 2, 4), "other": Fake(99, 3, 4, 4), "weak": Fake(1, 1, 1, fails_at=2)}
-    found, failed = rounds(workers, case, inputs_of(GATED, case), repeats=3, budget=60, quiet=0)
-    assert [value["request"] for value in found["tformer"]] == [1, 2, 4]
-    assert ratios(found["other"], found["tformer"]) == {"request": 3}
-    assert failed == {"weak": "it fell over"}
-    assert "weak" not in found
+    workers = {"tformer": Fake(99, 1, 2, 4), "other": Fake(99, 3, 4, 20), "weak": Fake(1, 1, 1, fails_at=2)}
+    found, failed = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0)
+    assert [value["request"] for value in found[case]["tformer"]] == [1, 2, 4]
+    assert ratios(found[case]["other"], found[case]["tformer"]) == {"request": 3}  # of 3, 2 and 5
+    assert failed[case] == {"weak": "it fell over"}
+    assert "weak" not in found[case]
+
+
+def test_a_round_goes_through_all_cases_and_the_turns_alternate():
+    turns = []
+    workers = {name: Fake(*[1.0] * 9, name=name, turns=turns) for name in ("a", "b")}
+    rounds(workers, {Case(1, 2, 3): [[4]], Case(8, 2, 3): [[4]]}, repeats=2, budget=60, quiet=0)
+    forth, back = [("a", 1), ("b", 1), ("a", 8), ("b", 8)], [("b", 1), ("a", 1), ("b", 8), ("a", 8)]
+    assert turns == [*back, *forth, *back]
 
 
 def test_no_round_begins_when_the_time_is_spent():
-    workers = {"tformer": Fake(*[1.0] * 9)}
-    found, _ = rounds(workers, Case(1, 2, 3), [[4, 5]], repeats=8, budget=0, quiet=0)
-    assert len(found["tformer"]) == 2
+    case = Case(1, 2, 3)
+    found, _ = rounds({"tformer": Fake(*[1.0] * 9)}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0)
+    assert len(found[case]["tformer"]) == 3
 
 
 def test_agreement_counts_steps_that_began_alike():
@@ -136,7 +148,7 @@ def records():
 
 def test_the_table_tells_time_ratio_share_of_the_floor_and_why_a_column_is_empty():
     text = table.markdown(records(), RATES)
-    assert "| int8 | batch 8, 24 tokens | 1.00 +25% (50%) | 0.62 +60% (0.62 ×, 80%) | 0.50 |" in text
+    assert "| int8 | batch 8, 24 tokens | 1.25 −20% (40%) | 1.00 −38% (0.62 ×, 50%) | 0.50 |" in text
     assert "| int8 | steps that choose the source's token | 98.0% | – |" in text
     assert "- onnxruntime-genai (int8): decoder-only models alone" in text
     assert "| int8 | seconds from the process's start to its first result | 0.30 | 0.25 |" in text
@@ -146,6 +158,24 @@ def test_where_another_engine_is_ahead_is_listed_and_the_bare_session_is_none():
     (found,) = table.behind(records())
     assert found[0] == 0.625
     assert found[1].startswith("encoder-decoder 60M, int8, batch 8, 24 tokens, request: CTranslate2 took 0.62 ×")
+
+
+def test_figures_of_several_states_of_the_code_are_told():
+    mixed = [{**record, "code": code} for record, code in zip(records()[:3:2], ("one", "two"), strict=True)]
+    assert "tformer was measured in 2 states of its code" in table.markdown(mixed, RATES)
+    assert "states of its code" not in table.markdown([{**record, "code": "one"} for record in records()], RATES)
+
+
+def test_files_are_made_again_by_other_code(tmp_path):
+    calls = []
+
+    def make(folder):
+        calls.append(folder)
+        (folder / "model.onnx").write_bytes(bytes(10))
+
+    for code, times in (("one", 1), ("one", 1), ("two", 2)):
+        assert engines.made(tmp_path / "file", make, code) == 10
+        assert len(calls) == times
 
 
 def test_the_chart_is_a_picture(tmp_path):

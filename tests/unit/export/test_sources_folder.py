@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -16,6 +18,10 @@ from tformer_export import export
 from tformer_export.source import load_source
 from tformer_runtime import Model, SourceError
 from tformer_runtime.modelfile import read_manifest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "cli"))
+
+from running import failed, run
 
 WORDS = {
     "source": ("the model reads a file", "a file is read by the model", "some models write files"),
@@ -199,6 +205,26 @@ def test_a_conversation_is_what_the_folders_own_tokenizer_makes_of_it(tmp_path):
         given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
         with torch.no_grad():
             ids = module.generate(**given, max_new_tokens=5, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
-        result = chat.send(text, max_new_tokens=5)
+        assert list(model.generate(model.prompt(messages), max_new_tokens=5).token_ids) == ids
+        spoken = tokenizer.decode(ids, skip_special_tokens=True)
+        said = run(tmp_path / "model.onnx", json.dumps(messages), "--chat", "--max-new-tokens", 5)
+        assert said.stdout == f"{spoken}\n", said.stderr
+        if text == "w30":  # streamed, a turn like the others
+            assert "".join(chat.stream(text, max_new_tokens=5)) == spoken
+            result = chat.turns[-1].result
+        else:
+            result = chat.send(text, max_new_tokens=5)
         assert list(result.token_ids) == ids
         messages.append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
+    alone = run(tmp_path / "model.onnx", "w3 w4 w5", "--chat", "--system", "w7 w7", "--max-new-tokens", 5)
+    assert alone.stdout == f"{messages[2]['content']}\n"
+    streamed = run(
+        tmp_path / "model.onnx", "w3 w4 w5", "--chat", "--system", "w7 w7", "--max-new-tokens", 5, "--stream"
+    )
+    assert streamed.stdout == alone.stdout
+    for wrong in ('[{"role": "user"}]', "[]", "[3]"):
+        said = failed(run(tmp_path / "model.onnx", wrong, "--chat"))
+        assert said.startswith('input 1: a conversation is a text, or a list of messages such as {"role": "user", ')
+    for flags, said in ((["--system", "w7"], "give --chat too"), (["--chat", "--ids"], "not with --ids")):
+        refused = run(tmp_path / "model.onnx", "3", *flags)
+        assert (refused.exit_code, said in refused.stderr) == (2, True)

@@ -59,6 +59,23 @@ def test_a_step_sees_no_later_one(model):
     assert not torch.allclose(other[:, -1], said[:, -1])
 
 
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+@torch.inference_mode()
+def test_padded_histories_are_forecast_as_if_they_were_alone(positions):
+    torch.manual_seed(0)
+    made = Forecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
+    torch.nn.init.normal_(made.output.weight, std=0.5)
+    src, tgt, lengths = torch.randn(3, 9, 2), torch.randn(3, 4, 2), (9, 4, 1)
+    padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
+    src[padding] = 0
+    together = made(src, tgt, padding)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(together[row], made(src[row : row + 1, :length], tgt[row : row + 1])[0])
+    src[padding] = 7.0  # what stands behind the end is not looked at
+    torch.testing.assert_close(made(src, tgt, padding), together)
+    assert not torch.allclose(made(src, tgt)[1:], together[1:], atol=1e-2)
+
+
 @torch.inference_mode()
 def test_a_forecast_feeds_its_steps_back(model):
     history = torch.randn(3, 5, 2)

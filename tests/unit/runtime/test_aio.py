@@ -27,6 +27,7 @@ from tformer_runtime import (
     UnsupportedCallError,
 )
 from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.text import Detokenizer
 
 TOYS = {"encoder-decoder": Toy(seed=27, extras=True), "decoder-only": Toy(seed=5, encoder=False)}
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
@@ -172,6 +173,42 @@ def test_pieces_come_while_the_text_grows(toy):
     assert "".join(pieces) == toy.generate("hello", **LONG).text
 
 
+def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
+    """Each step of the model waits until the test has been told what was chosen before it."""
+    chosen, push = [0], Detokenizer.push
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokenizer, "push", lambda self, token: chosen.append(token) or push(self, token))
+        expected = [(piece, len(chosen) - 1) for piece in toy.stream("hello", **LONG)]
+    room, step = threading.Semaphore(0), toy._engine.step
+
+    def waits(state, *args, **kwargs):
+        assert not state.longest or room.acquire(timeout=60)
+        return step(state, *args, **kwargs)
+
+    monkeypatch.setattr(toy._engine, "step", waits)
+
+    async def run():
+        async with AsyncModel(toy) as aio:
+            gate = Gate(1)
+            stream = aio.stream("hello", logits_processor=gate, **LONG)
+            (first,) = await started(anext(stream))
+            await gate.reached()
+            (short,) = await started(aio.generate("ab", max_new_tokens=1))
+            gate.open()
+            room.release()  # one step, behind which the other joins
+            steps = 1
+            assert len((await short).token_ids) == 1
+            for piece, tokens in expected:
+                for _ in range(tokens - 1 - steps):
+                    room.release()
+                    steps += 1
+                assert await (anext(stream) if first is None else first) == piece
+                first = None
+            return [piece async for piece in stream]
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == []
+
+
 def test_more_requests_than_the_queue_holds_wait_outside(toy):
     async def run():
         async with AsyncModel(toy, queue=2) as aio:
@@ -209,8 +246,7 @@ def test_what_is_cancelled_gives_its_rows_back_at_once(toy, monkeypatch, options
             return await first
 
     result = asyncio.run(run())
-    assert rows[0] > 1  # the step that was being made
-    assert rows[1:] == [1] * 15
+    assert rows == [1] * 16
     assert_alike(result, toy.generate("hello", **LONG))
     assert toy.memory()["held"] == 0
 
@@ -256,7 +292,7 @@ def test_leaving_a_stream_ends_its_request(toy, monkeypatch):
             return await first
 
     result = asyncio.run(run())
-    assert rows == [2] + [1] * 7
+    assert rows == [1] * 8
     assert_alike(result, toy.generate("hello", **LONG))
     assert toy.memory()["held"] == 0
 

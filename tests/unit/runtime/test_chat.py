@@ -394,6 +394,27 @@ def test_a_conversation_is_put_into_the_template_as_transformers_does(tmp_path, 
     same(chat.send("anew", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
 
 
+def test_a_stream_that_is_left_is_no_turn(tmp_path):
+    model, _ = conversing(tmp_path, PLAIN)
+    chat, other = model.chat(), model.chat()
+    pieces = chat.stream("hello", max_new_tokens=8)
+    next(pieces)
+    pieces.close()
+    assert chat.turns == []
+    expected = other.send("hello", max_new_tokens=8)
+    assert "".join(chat.stream("hello", max_new_tokens=8)) == expected.text
+    same(chat.turns[0].result, expected)
+    same(chat.send("inner", max_new_tokens=8), other.send("inner", max_new_tokens=8))
+    with pytest.raises(OptionError, match="num_return must be 1 for a stream"):
+        next(chat.stream("hello", num_return=2, beam_size=2))
+
+
+def test_a_prompt_needs_a_template(tmp_path):
+    model, _ = conversing(tmp_path, None)
+    with pytest.raises(UnsupportedCallError, match="the file has no chat template: export the model from a folder"):
+        model.prompt("hello")
+
+
 def test_options_of_a_turn_in_a_template(tmp_path):
     model, theirs = conversing(tmp_path, PLAIN)
     chat, messages = model.chat(), []

@@ -14,6 +14,7 @@ from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_enco
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
 from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.text import Detokenizer
 
 TOYS = {
     "encoder-decoder": Toy(seed=27),
@@ -154,6 +155,18 @@ def test_a_stream_is_the_text_in_pieces(both, options):
     assert all(pieces)
     if not options:
         assert len(pieces) > 5
+
+
+def test_a_stream_tells_what_is_chosen_before_the_model_runs_on(both, monkeypatch):
+    _, model = both
+    steps, tokens = [], []
+    step, push = model._engine.step, Detokenizer.push
+    monkeypatch.setattr(model._engine, "step", lambda *args, **kw: steps.append(1) or step(*args, **kw))
+    monkeypatch.setattr(Detokenizer, "push", lambda self, token: tokens.append(token) or push(self, token))
+    seen = [(len(steps), len(tokens)) for _ in model.stream("hello", max_new_tokens=12, min_new_tokens=12)]
+    assert len(seen) > 5
+    assert all(ran == chosen for ran, chosen in seen)  # the prompt's step gives the first
+    assert len(steps) == 12
 
 
 def test_a_stream_checks_before_it_starts(both):

@@ -19,11 +19,15 @@ from tformer_runtime.record import Trail
 
 WORDS = ["hello", "a", "transformer", "zebra"]
 CLOSE = dict(rtol=0, atol=1e-4)  # float32 against float64, of values up to 10
-KINDS = [Toy(seed=1, extras=True, layers=2), Toy(seed=2, extras=True, attention="scatter-pair", select=False)]
+KINDS = [
+    Toy(seed=1, extras=True, layers=2),
+    Toy(seed=2, extras=True, attention="scatter-pair", select=False),
+    Toy(seed=11, extras=True, stride=3),  # attention sees every third position of the source
+]
 WAYS = [{}, {"beam_size": 4, "num_return": 3}, {"temperature": 1.5, "seed": 3, "num_return": 2}]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda toy: toy.attention)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda toy: f"{toy.attention}-{toy.stride}")
 def toy(request):
     return request.param
 
@@ -44,7 +48,7 @@ def test_every_result_has_the_values_of_its_own_tokens(toy, model, way):
     for word, result in zip(WORDS, results, strict=True):
         for each in (result, *result.alternatives):
             expected = toy.compute(np.array([START_ID, *each.token_ids[:-1]]), sources(model, word))
-            assert each.alignments.shape == (len(each.token_ids), len(word))
+            assert each.alignments.shape == (len(each.token_ids), -(-len(word) // toy.stride))
             assert each.alignments.dtype == np.float32
             np.testing.assert_allclose(each.alignments, expected["alignments"], **CLOSE)
             assert set(each.hidden) == {"last", "source"}
@@ -132,10 +136,10 @@ def test_a_manifest_from_before_it_told_of_kernels_for_few_tokens_is_read(quanti
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-def test_labels_are_the_tokens(model):
+def test_labels_are_the_tokens(toy, model):
     result = model.generate("ab", alignments=True, max_new_tokens=3)
     columns, rows = model.labels("ab", result)
-    assert columns == ["a", "b"]
+    assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # a column is no token there
     assert [len(columns), len(rows)] == list(result.alignments.shape)[::-1]
     assert "".join(label for label in rows if label != "</s>") == result.text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest
 
-from tformer_runtime import GenerationOptions, InputError, MemoryBudgetError, Model, OptionError
+from tformer_runtime import GenerationOptions, InputError, MemoryBudgetError, Model, OptionError, Timing
 
 NAMES = ["<pad>", "<s>", "</s>", "<fr>", *"abcdefghijklmnopqrstuvwxyz0123456789", *'{}[]":,-. ']
 FRENCH = NAMES.index("<fr>")
@@ -254,13 +255,27 @@ def test_prefixes_that_cannot_be(made, tmp_path):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_request_tells_its_time(made, way):
-    for most in (1, 9):
-        result = made[1].generate("hello", max_new_tokens=most, **WAYS[way])
-        assert len({r.timing for r in every(result)} - {None}) <= 1
-        for timing in {result.timing, *(r.timing for r in made[1].generate_batch(["a", "hello"], max_new_tokens=most))}:
-            assert 0 <= timing.first_token < np.inf
-            assert 0 <= timing.per_token < np.inf
+def test_a_request_tells_its_time(made, way, monkeypatch):
+    """By a clock that only the model moves: 7 seconds to read prompts, 1 for each step."""
+    _, model = made
+    clock, step, task = [0.0], model._engine.step, model._generator.task
+
+    def timed(state, *args, **kwargs):
+        clock[0] += 1 if state.longest else 7
+        return step(state, *args, **kwargs)
+
+    def begun(*args):
+        begins = task(*args)
+        begins.began = clock[0]
+        return begins
+
+    monkeypatch.setattr("tformer_runtime.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(model._engine, "step", timed)
+    monkeypatch.setattr(model._generator, "task", begun)
+    for most, per_token in ((1, 0.0), (9, 1.0)):
+        options = {"max_new_tokens": most, "suppress": [END_ID], **WAYS[way]}
+        results = [model.generate("hello", **options), *model.generate_batch(["a", "hello"], **options)]
+        assert {r.timing for result in results for r in every(result)} == {Timing(7.0, per_token)}
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
@@ -399,7 +414,7 @@ def test_what_reads_a_given_target_is_counted_too(tmp_path):
     for call in ("score", "align", "hidden"):
         expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
         np.testing.assert_equal(found, expected)
-        with pytest.raises(MemoryBudgetError, match=r"[\d,]+ bytes may be needed"):
+        with pytest.raises(MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache"):
             getattr(narrow, call)("hello", "a" * 30)
     assert 0 < limited.memory()["peak"] == free.memory()["peak"]
     assert [model.memory()["held"] for model in (free, limited, narrow)] == [0, 0, 0]

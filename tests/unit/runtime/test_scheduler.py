@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import hf_models as hf
 import numpy as np
@@ -168,6 +169,7 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
     tasks, _ = tasks_for("gpt2", [0, 1], max_new_tokens=6, suppress=[hf.END])
     for t in tasks:
         scheduler.submit(t)
+    assert scheduler.step() == []  # the first tokens are known
     with pytest.raises(ZeroDivisionError):
         scheduler.step()
     assert scheduler.fail(ZeroDivisionError()) == tasks
@@ -186,3 +188,85 @@ def test_prompts_are_read_in_portions():
     assert sum(starter.begun) == 5
     assert all(len(t.found[0].ids) == 3 for t in tasks)
     assert np.array_equal(tasks[0].prompt, tasks[1].prompt)
+
+
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "num_return": 2, "seed": 3}])
+def test_a_token_is_told_before_the_model_reads_it(way):
+    told = []
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress=[hf.END], **way)
+    for t in tasks:
+        t.listen = lambda token, index=t.index: told.append((index, token.copy, sum(map(len, calls()))))
+    starter = hf.HfStarter(hf.gpt2(4))
+    scheduler = Scheduler(starter)
+
+    def calls():
+        return [batch.calls for batch in starter.batches]
+
+    for t in tasks:
+        scheduler.submit(t)
+    for steps in range(6):
+        over = scheduler.step()
+        assert over == {2: tasks[:1], 5: tasks[1:]}.get(steps, [])
+        assert sum(map(len, calls())) == steps
+    assert scheduler.idle
+    copies = way.get("num_return", 1)
+    assert sorted(told) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.most)]
+
+
+@pytest.mark.parametrize("way", [{}, {"beam_size": 3}, {"temperature": 1.0, "num_return": 2, "seed": 3}])
+def test_times_are_of_when_tokens_are_known(way, monkeypatch):
+    """By a clock that only the model moves: 10 seconds to read prompts, 1 for each step."""
+    clock = [0.0]
+    monkeypatch.setattr("tformer_runtime.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Timed(hf.HfStarter):
+        def begin(self, tasks):
+            clock[0] += 10
+            rows, logits = super().begin(tasks)
+            step = rows.step
+
+            def timed(tokens):
+                clock[0] += 1
+                return step(tokens)
+
+            rows.step = timed
+            return rows, logits
+
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[1, 5, 8], max_new_tokens=8, suppress=[hf.END], **way)
+    for t in tasks:
+        t.began = 0.0
+    run(Scheduler(Timed(hf.gpt2(4))), tasks)
+    assert [t.first for t in tasks] == [10.0] * 3
+    assert [t.ended - t.first for t in tasks] == [0.0, 4.0, 7.0]
+
+
+@pytest.mark.parametrize("way", [{}, {"beam_size": 3}])
+def test_what_comes_and_goes_while_the_model_runs(way):
+    """It is taken in before the next tokens are chosen: who comes has its first token with the others' next, and who
+    goes, or is late by then, is told of no more."""
+    model, starter = hf.gpt2(4), hf.HfStarter(hf.gpt2(4))
+    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=6, suppress=[hf.END], **way)
+    scheduler = Scheduler(starter)
+    for t in tasks[:3]:
+        scheduler.submit(t)
+    assert scheduler.step() == []
+
+    def come():
+        scheduler.submit(tasks[3])
+        scheduler.cancel(tasks[0], KeyError("cancelled"))
+        tasks[1].deadline = time.monotonic() - 1
+
+    assert scheduler.step(come) == tasks[:2]
+    width = way.get("beam_size", 1)
+    assert starter.batches[0].calls == [3 * width]
+    assert scheduler.running == tasks[2:]
+    assert all(t.first for t in tasks)
+    scheduler.cancel(tasks[3], KeyError("cancelled"))  # before the model has read its first token
+    assert scheduler.step() == [tasks[3]]
+    assert starter.batches[0].calls == [3 * width, width]
+    while not scheduler.idle:
+        scheduler.step()
+    (alone,), _ = tasks_for("gpt2", [2], max_new_tokens=6, suppress=[hf.END], **way)
+    decoded(model, [alone])
+    assert found(tasks[2]) == found(alone)
+    assert [type(t.error) for t in tasks] == [KeyError, DeadlineError, type(None), KeyError]

@@ -102,10 +102,11 @@ class Toy:
                     m.TensorSpec("context.bias", "float32", (b, 1, 1, seen)),
                 ),
                 (m.Extra("hidden.source", "float32", (b, s, WIDTH)),) if self.extras else (),
+                follows={seen: m.Follows(s, 1, self.stride)} if self.stride > 1 else {},
             )
         given = [m.Extra("hidden.last", "float32", (b, m.WANTED, WIDTH))]
         if self.encoder:
-            given.append(m.Extra(m.ALIGNMENTS, "float32", (b, m.WANTED, s), m.ALIGNMENTS))
+            given.append(m.Extra(m.ALIGNMENTS, "float32", (b, m.WANTED, seen), m.ALIGNMENTS))
         gqa = self.attention == "gqa"
         controls = (m.POSITIONS, m.LAST, m.TOTAL) if gqa else (m.POSITIONS, m.START, m.SLOTS)
         caches = tuple(

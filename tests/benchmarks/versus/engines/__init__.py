@@ -12,6 +12,7 @@ only what a user's program would.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +27,28 @@ class UnavailableError(Exception):
     """This engine does not do that; the text says why."""
 
 
-def made(path: Path, make: Callable[[Path], object]) -> int:
-    """Have `make` fill a folder, unless it is there already; its bytes. A killed run leaves no half of one."""
-    if not path.exists():
+def made(path: Path, make: Callable[[Path], object], code: str = "") -> int:
+    """Have `make` fill a folder, unless it is there already, and made by the same code; its bytes. A killed run leaves
+    no half of one."""
+    told = path / "code"
+    if not path.exists() or (code and (told.read_text() if told.exists() else "") != code):
         part = path.with_name(f"{path.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         make(part)
+        if code:
+            (part / told.name).write_text(code)
+        shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file != told)
+
+
+def code_of(*folders: Path) -> str:
+    """A digest of the Python in some folders."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def hugging_face(folder: Path, shape: Shape) -> Path:

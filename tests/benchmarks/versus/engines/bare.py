@@ -1,4 +1,5 @@
-"""A bare onnxruntime session on tformer's file: import, open, one run of each stage. What a start cannot be without."""
+"""A bare onnxruntime session on tformer's file: import, open, one run of each stage on as many tokens as are asked for.
+What a start cannot be without."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from versus.engines import ours
 from versus.engines.ours import prepare as prepare
 from versus.shapes import Case, Shape
 
-TOTAL = "decode.total"  # the one input that must not be zero
-SLOTS = 16  # of caches and contexts, whose content is no matter
+TOTAL, LAST = "decode.total", "decode.last"  # the inputs that must not be zero: tokens so far, and the last one's place
+SLOTS = 16  # more than there are tokens, of caches, whose content is no matter
 
 
 class Engine:
@@ -28,12 +29,13 @@ class Engine:
 
         kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
         for stage in self.stages:
+            fed = 1 if len(self.stages) > 1 else case.prompt  # a decoder's first token, or its prompt
+            free = {"batch": 1, "new": fed, "wanted": 1, "slot": case.prompt + SLOTS}
+            values = {TOTAL: fed, LAST: fed - 1}
             feeds = {}
             for given in self.session.get_inputs():
-                free = 1 if len(given.shape) < 4 else SLOTS
-                sizes = [size if isinstance(size, int) else free for size in given.shape]
-                sizes = [1, *sizes[1:]] if sizes else []
-                ones = stage and (given.type == "tensor(bool)" or given.name == TOTAL)
-                feeds[given.name] = np.full(sizes, ones, kinds.get(given.type, np.float32))
+                sizes = [size if isinstance(size, int) else free.get(size, case.prompt) for size in given.shape]
+                value = stage if given.type == "tensor(bool)" else values.get(given.name, 0)
+                feeds[given.name] = np.full(sizes, value, kinds.get(given.type, np.float32))
             self.session.run(None, feeds)
         return None, [[0] * case.new for _ in inputs]

@@ -14,6 +14,6 @@ class Engine(eager.Engine):
         import torch
 
         super().__init__(folder, shape, precision, threads)
-        self.model.forward = torch.compile(self.model.forward, dynamic=True)
+        self.model.forward = torch.compile(self.model.forward)
         if shape.kind != "embed":
             self.options = {"cache_implementation": "static"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
 
-from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, made
+from versus.client import ROOT
+from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, code_of, made
 from versus.shapes import END, PAD, START, Case, Shape
 
 QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
@@ -14,14 +16,15 @@ QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
 
 def prepare(folder: Path, shape: Shape, precision: str, activations: str = "rows") -> int:
     path = model_path(folder, precision, activations)
-    return made(path.parent, lambda part: _export(folder, part / path.name, shape, precision, activations))
+    export = functools.partial(_export, folder, shape, precision, activations)
+    return made(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
 
 
 def model_path(folder: Path, precision: str, activations: str = "rows") -> Path:
     return folder / f"tformer-{precision}{'' if activations == 'rows' else f'-{activations}'}" / "model.onnx"
 
 
-def _export(folder: Path, path: Path, shape: Shape, precision: str, activations: str) -> None:
+def _export(folder: Path, shape: Shape, precision: str, activations: str, path: Path) -> None:
     import torch
 
     from tformer_export import export

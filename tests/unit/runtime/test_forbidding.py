@@ -1,0 +1,187 @@
+"""Options that only forbid ids: the same results, to the last bit, as by rules that change whole rows of scores.
+
+A logits_processor that changes nothing asks for the latter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tformer_runtime.device import Chosen
+from tformer_runtime.errors import OptionError
+from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.rules import rules_of
+from tformer_runtime.sampling import log_normalizer
+from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.search import Task
+
+VOCABULARY, END, OTHER_END, LIKELY = 1300, 2, 3, range(2, 12)  # so many that the best are looked for in blocks
+
+
+class OnDevice(Chosen):
+    """As if logits were on a device. Counts how often they are read."""
+
+    reads = 0
+
+    def __init__(self, logits):
+        self._own = logits
+        self.tokens = logits.argmax(-1)
+        self.logprobs = logits.max(-1) - log_normalizer(logits)
+
+    def copy(self):
+        OnDevice.reads += 1
+        return self._own.copy()
+
+
+class Random:
+    """Rows whose logits hang on how many ids they have, and the last of them. A few ids are much likelier than others.
+
+    As the engine's, its logits are written over by the next step, and are not to be changed.
+    """
+
+    def __init__(self, seed, device=False):
+        generator = np.random.default_rng(seed)
+        self._of_id, self._of_place = (
+            generator.standard_normal((VOCABULARY, VOCABULARY), np.float32) for _ in range(2)
+        )
+        self._of_id[:, LIKELY] += 4
+        self._device = device
+        self._ids: list[list[int]] = []
+        self._given = self._kept = np.zeros((0, VOCABULARY), np.float32)
+
+    def begin(self, tasks):
+        rows = Random.__new__(Random)
+        rows.__dict__.update(self.__dict__)
+        rows._ids = [task.prompt.tolist() for task in tasks]
+        return rows, rows._logits(device=False)
+
+    def need(self, running, coming, rows=None):
+        return 0
+
+    def step(self, tokens):
+        np.testing.assert_array_equal(self._given, self._kept)
+        for ids, new in zip(self._ids, tokens.tolist(), strict=True):
+            ids += new
+        return self._logits(self._device)
+
+    def reorder(self, rows):
+        self._ids = [list(self._ids[row]) for row in rows]
+
+    def _logits(self, device):
+        self._given = np.stack([self._of_id[ids[-1]] + self._of_place[len(ids)] for ids in self._ids])
+        self._kept = self._given.copy()
+        return OnDevice(self._given) if device else self._given
+
+    def trails(self):
+        return None
+
+    guesses = requests = trails
+
+    def release(self):
+        pass
+
+
+WAYS = {
+    "greedy": {},
+    "greedy with alternatives": {"top_logprobs": 3},
+    "beams": {"beam_size": 3, "num_return": 3, "length_penalty": 0.6},
+    "beams with alternatives": {"beam_size": 4, "num_return": 2, "top_logprobs": 3},
+}
+FORBIDDING = {
+    "least": {"min_new_tokens": 9},
+    "suppressed": {"suppress": [4, 5, 6, 900]},
+    "not first": {"suppress_first": [END, 4, 5, 6]},
+    "bad words": {"suppress_sequences": [[4], [5, 6], [6, 5], [7, 7], [7, 8], [8, 9, 10], [2, 4, 5, 6, 7]]},
+    "ngrams": {"no_repeat_ngram": 1},
+    "first token": {"first_token": 7, "suppress_first": [8, 9]},
+    "together": {
+        "min_new_tokens": 7,
+        "suppress": [4],
+        "suppress_first": [5, 6],
+        "suppress_sequences": [[4], [5, 5], [5, 6]],
+        "no_repeat_ngram": 2,
+    },
+}
+
+
+def decoded(model, options, rules=FORBIDDING):
+    """What comes of some prompts, by each of some rules, all decoded together, and the errors."""
+    tasks = []
+    for name in rules:
+        settings = Settings.of(GenerationOptions(max_new_tokens=12, **options, **FORBIDDING[name]), {})
+        made = rules_of(settings, SpecialTokens((1,), (END, OTHER_END), 0), VOCABULARY)
+        for prompt in ([1], [1, 20, 30, 40], [5, 6, 5]):
+            tasks.append(Task(len(tasks), np.array(prompt), 12, settings, (END, OTHER_END), made))
+    scheduler = Scheduler(model, rows=200)
+    for task in tasks:
+        scheduler.submit(task)
+    while not scheduler.idle:
+        scheduler.step()
+    return [task.found for task in tasks]
+
+
+@pytest.fixture
+def ruled(monkeypatch):
+    """Grows by each row of scores that rules have changed."""
+    calls, rule = [], Task.ruled
+    monkeypatch.setattr(Task, "ruled", lambda task, *args: calls.append(task) or rule(task, *args))
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_is_forbidden_changes_no_more_than_it_did(way, seed, ruled):
+    model, options = Random(seed), WAYS[way]
+    fast = decoded(model, options)
+    # A first token is a rule that does more, at one step; beams of one kind are ranked together, one way or the other.
+    assert len(ruled) == (3 * len(FORBIDDING) if "beam_size" in options else 3)
+    del ruled[:]
+    slow = decoded(model, {**options, "logits_processor": lambda ids, scores: scores})
+    assert len(ruled) > 3 * len(FORBIDDING)
+    assert fast == slow
+    for i, name in enumerate(FORBIDDING):
+        for h in (h for found in fast[3 * i : 3 * i + 3] for h in found):
+            assert not set(h.ids) & set(FORBIDDING[name].get("suppress", ()))
+            assert len(h.ids) > FORBIDDING[name].get("min_new_tokens", 0)
+            assert name != "ngrams" or len(set(h.ids)) == len(h.ids)
+            assert name != "first token" or h.ids[0] == 7
+
+
+@pytest.mark.parametrize("rule", list(FORBIDDING))
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_each_alone(rule, way, ruled):
+    model = Random(7)
+    fast = decoded(model, WAYS[way], [rule])
+    assert len(ruled) == (3 if rule == "first token" else 0)
+    assert fast == decoded(model, {**WAYS[way], "logits_processor": lambda ids, scores: scores}, [rule])
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_row_comes_from_a_device_where_what_is_likeliest_there_is_forbidden(way):
+    host, device = Random(11), Random(11, device=True)
+    OnDevice.reads = 0
+    for rule in FORBIDDING:
+        assert decoded(device, WAYS[way], [rule]) == decoded(host, WAYS[way], [rule])
+    if way == "greedy":
+        assert 0 < OnDevice.reads < 12 * len(FORBIDDING)
+        OnDevice.reads = 0
+        decoded(device, {"suppress": [900]}, ["not first"])  # nothing that would have come
+        assert OnDevice.reads == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"beam_size": 2}, {"temperature": 1.0}])
+@pytest.mark.parametrize("device", [False, True])
+def test_no_id_that_may_come(options, device):
+    settings = Settings.of(GenerationOptions(suppress=range(VOCABULARY), max_new_tokens=3, **options), {})
+    rules = rules_of(settings, SpecialTokens((1,), (END,), 0), VOCABULARY)
+    tasks = [Task(0, np.array([1]), 3, settings, (END,), rules), Task(1, np.array([1]), 3, Settings(), (END,))]
+    scheduler = Scheduler(Random(1, device))
+    for task in tasks:
+        scheduler.submit(task)
+    while not scheduler.idle:
+        scheduler.step()
+    assert isinstance(tasks[0].error, OptionError)
+    assert "leave no token that may come next" in str(tasks[0].error)
+    assert tasks[1].found
