@@ -162,7 +162,8 @@ def _rewritten(
         )
         compiled.found |= {"fixed": made.fixed, "by_row": made.by_row}
         compiled.found["quantised"], products = made.count, made.products
-        manifest = replace(manifest, narrow=made.narrow)
+        decode = manifest.decode and replace(manifest.decode, few_tokens=made.few_tokens)
+        manifest = replace(manifest, narrow=made.narrow, decode=decode)
     if columns:
         manifest = with_columns(compiled.model, manifest)
     return manifest, products

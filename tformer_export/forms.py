@@ -1,7 +1,9 @@
 """What a file can be made of in several correct forms, and which of them it has.
 
-The first form of each choice is the default: the fastest where it was measured, by the figures in the module that makes
-it. `tune` measures them on the machine that it runs on. Every form passes the same parity gate.
+The first form of each choice is the default: the fastest where it was measured, or as fast, by the figures in the
+module that makes it (of sums before norms and biases, in `SessionSettings`). But for threads: how many are the fastest
+is a matter of what else runs. `tune` measures them on the machine that it runs on. Every form passes the same parity
+gate.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
+from tformer_export.quantize import THROUGHPUT, Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import Measured
 from tformer_export.tune import Tuning
 from tformer_export.verify import ParityReport
@@ -120,6 +120,12 @@ class ExportReport:
         return f"{self.quantization} for {self.optimized_for}" if quantised else self.quantization
 
     @property
+    def _lacks_few(self) -> bool:
+        """Whether kernels for few rows were asked for and no product has one."""
+        asked = self.quantization != "none" and self.optimized_for not in ("", THROUGHPUT)
+        return asked and not any(product.few for product in self.products.values())
+
+    @property
     def _parity(self) -> str:
         parity = self.parity
         what = "Δ" if parity.forecast is not None else "Δlogit"
@@ -167,6 +173,8 @@ class ExportReport:
             rows.append(
                 ("fixed scales", f"{found.get('fixed', 0)} of {both} values that products read, the others by row")
             )
+        if self._lacks_few:
+            rows.append(("few rows", "no product of the decode stage has a kernel of its own for them"))
         if self.degradation is not None:
             rows += self.degradation.rows()
         if self.mixture is not None:

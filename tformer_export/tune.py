@@ -16,9 +16,8 @@ size, or at three or four. It grows with the weights; a model with rotary positi
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,33 +29,15 @@ from tformer_export.pipeline import Compiled, Understood
 from tformer_export.quantize import FIXED, Fixed, quantize
 from tformer_export.quantize.products import find_matrices
 from tformer_export.quantize.rewrite import BALANCED, LATENCY, THROUGHPUT
+from tformer_export.race import Request, Trial, race
 from tformer_export.verify import Gate
 from tformer_export.write import removed, save
 from tformer_runtime.engine import Engine
 
 ROWS = {LATENCY: (1,), BALANCED: (1, 8, 32), THROUGHPUT: (32,)}
-MARGIN = 0.03  # by which a form must be faster, beyond its spread
-ROUNDS, FEWEST = 7, 3
 READ = 32  # tokens of a request
 STEPS, STANDS_FOR = 8, 32  # that are run, and that a request is taken to have
 QUIET = 0.2  # seconds before each turn, in which the last one's threads stop spinning
-
-Request = Callable[[int], float]  # rows → seconds
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One form in a race. seconds: rows → median of a request. ratio: of its time to that of the form held so far, the
-    median of all rounds, over all batch sizes. spread: half the distance between the ratios' quartiles."""
-
-    form: str
-    seconds: dict[int, float]
-    ratio: float = 1.0
-    spread: float = 0.0
-
-    @property
-    def wins(self) -> bool:
-        return self.ratio + self.spread < 1 - MARGIN
 
 
 @dataclass(frozen=True)
@@ -111,10 +92,18 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
         manifest = replace(asked.in_forms(made.manifest, forms), quantization=asked.quantize)
         if asked.quantize != "none":
             bits = 4 if asked.quantize == "int4" else 8
-            names = [name for matrix in find_matrices(made.model) for name in matrix.products]
-            scales = dict.fromkeys(names, Fixed.between(-1, 1)) if asked.activations == FIXED else {}  # as fast as any
+            bits_of = {name: m.at_least(bits) for m in find_matrices(made.model) for name in m.products}
+            scales = (
+                dict.fromkeys(bits_of, Fixed.between(-1, 1)) if asked.activations == FIXED else {}
+            )  # as fast as any
             quantised = quantize(
-                made.model, bits, asked.optimize_for, source.step, few_rows=few_rows(forms), on_cpu=True, fixed=scales
+                made.model,
+                bits_of,
+                asked.optimize_for,
+                source.step,
+                few_rows=few_rows(forms),
+                on_cpu=True,
+                fixed=scales,
             )
             manifest = replace(manifest, narrow=quantised.narrow)
         with removed(folder / "candidate.onnx") as path:  # a session has it mapped
@@ -153,39 +142,6 @@ def tune(
             tuning.ratio, tuning.spread = 1.0, 0.0
             tuning.decisions = [replace(d, kept=d.trials[0].form) for d in tuning.decisions]
     return tuning
-
-
-def race(candidates: Mapping[str, Request], rows: Sequence[int], pause: Callable[[], None]) -> list[Trial]:
-    """Name → trial, in their order, against the first. Those that lose every one of the first rounds drop out."""
-    (first, *others) = candidates
-    seconds: dict[str, list[dict[int, float]]] = {name: [] for name in candidates}
-    ratios: dict[str, list[float]] = {name: [] for name in others}
-    running = list(candidates)
-    for turn in range(ROUNDS + 1):
-        taken = {}
-        for name in running if turn % 2 else running[::-1]:
-            pause()
-            taken[name] = {n: candidates[name](n) for n in rows}
-        if turn == 0:  # which wakes everything
-            continue
-        for name in running:
-            seconds[name].append(taken[name])
-            if name != first:
-                ratios[name].append(statistics.geometric_mean(taken[name][n] / taken[first][n] for n in rows))
-        if turn >= FEWEST:
-            running = [first, *(name for name in running[1:] if min(ratios[name]) < 1 - MARGIN)]
-            if running == [first]:
-                break
-    times = {name: {n: statistics.median(one[n] for one in every) for n in rows} for name, every in seconds.items()}
-    return [
-        Trial(first, times[first]),
-        *(Trial(name, times[name], statistics.median(ratios[name]), _spread(ratios[name])) for name in others),
-    ]
-
-
-def _spread(ratios: Sequence[float]) -> float:
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return (high - low) / 2
 
 
 def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:

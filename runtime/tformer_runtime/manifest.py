@@ -177,7 +177,9 @@ class Decode:
     may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
     tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
     with no past, may always do so). `shares_context` tells whether a row of the context may be that of several
-    neighbouring rows of the step input, of as many for each; else there are as many of it as of those.
+    neighbouring rows of the step input, of as many for each; else there are as many of it as of those. `few_tokens`:
+    up to how many tokens of a step, those of all rows together, products may have kernels of their own, which round
+    otherwise than those for more; None if any number of tokens has the same.
     """
 
     step: TensorSpec
@@ -190,6 +192,7 @@ class Decode:
     extras: tuple[Extra, ...] = ()
     shares_context: bool = False
     shortlist: Shortlist | None = None
+    few_tokens: int | None = None
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -356,6 +359,7 @@ class Manifest:
                     _extras(decode),
                     decode.get("shares_context", False),
                     Shortlist(**decode["shortlist"]) if decode.get("shortlist") else None,
+                    _few_tokens(data),
                 ),
                 "special": SpecialTokens(
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
@@ -367,6 +371,14 @@ class Manifest:
                 "version": VERSION,
             }
         )
+
+
+def _few_tokens(data: dict[str, Any]) -> int | None:
+    """Of files from before it was told, 1 where there may be such kernels."""
+    quantised, goal = data.get("quantization", "none") != "none", data.get("optimized_for", "")
+    before = 1 if quantised and goal not in ("", "throughput") else None
+    held = data["decode"].get("few_tokens", before)
+    return None if held is None else int(held)
 
 
 def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:

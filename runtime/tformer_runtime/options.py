@@ -98,9 +98,12 @@ class GenerationOptions:
         the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a
         smaller `Model` of the same vocabulary, which reads every prompt as a whole.
         Each token is chosen from the model's own logits. So greedy tokens are those without a draft, and so are samples
-        by a seed if the guesses are copied; but a step over several tokens may round otherwise than steps over one, and
-        what rounding alone decides may be decided otherwise. Guesses that a draft model has drawn make samples other
-        ones of the same distribution, the same in every call.
+        by a seed if the guesses are copied; but a step over several tokens may round otherwise than steps over one, in
+        float32's last digits, which of a quantised file decide now and then to which integer an activation is rounded,
+        and what rounding alone decides may be decided otherwise. A file with kernels for few tokens, optimised for
+        latency or balanced, would round all of a longer step otherwise: there a step holds no more tokens than those
+        serve, one guess with 8 bits and two with 4, unless it was tuned. Guesses that a draft model has drawn make
+        samples other ones of the same distribution, the same in every call.
         Rows that are decoded side by side (a batch_size of more than 1, num_return, an AsyncModel) go without guesses,
         except where a draft model draws: those are decoded row by row.
     draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.

@@ -21,6 +21,7 @@ rows  positions  this  plain products,   GroupQueryAttention  the same, rows hal
 With four beams on each row of the context scale 1 gains nothing, plain products lose (0.7 to 1.1), and
 GroupQueryAttention, which reads no padding, takes no several positions of several rows: it would need a file with both
 operators, and lengths that are proven from the mask. Batches are of like lengths, so that little of them is padding.
+What plain products gain of a whole request is in `unfused.py`: at most some hundredths.
 """
 
 from __future__ import annotations

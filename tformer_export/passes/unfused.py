@@ -1,6 +1,11 @@
 """MultiHeadAttention over given keys and values as what it is: two products with a softmax between them.
 
-Which is the faster depends on the sizes and on the machine, so it is one of the forms that `tune` measures.
+Which is the faster depends on the sizes and on the machine, so it is one of the forms that `tune` measures. The
+operator alone is the slower one (`scaled.py`), but little of a request is spent in it. Times as long with products,
+medians of ratios by turns ± half the distance of their quartiles, of requests that read 32 tokens and decode 32, for 1,
+8 and 32 rows: 0.996 ± 0.009, 0.987 ± 0.007 and 0.999 ± 0.018 in float32, 0.96 ± 0.03, 0.97 ± 0.09 and 1.00 ± 0.09 with
+int8 (6+6 layers, d = 512, one thread of a Xeon on which others were at work). With beams on one row of the context
+products lose, so that the operator is the default.
 """
 
 from __future__ import annotations

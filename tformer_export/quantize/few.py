@@ -32,27 +32,32 @@ class Branches:
         return self.around if graph in (self.few, self.rows) else model.graph
 
 
-def branch(model: ir.Model, step: str, most: int) -> Branches | None:
-    """Put the nodes around the input `step`, (batch, new tokens), into the branches of an `If` on whether it holds at
-    most so many tokens. None if nothing reads the input."""
+def graph_of(model: ir.Model, step: str) -> ir.Graph | None:
+    """The decode stage: the graph that reads the input `step`. None if none does."""
     tokens = next((value for value in model.graph.inputs if value.name == step), None)
-    uses = list(tokens.uses()) if tokens is not None else []
-    graph = uses[0].node.graph if uses else None
-    if tokens is None or not isinstance(graph, ir.Graph):
-        return None
+    graphs = [use.node.graph for use in tokens.uses()] if tokens is not None else []
+    return graphs[0] if graphs and isinstance(graphs[0], ir.Graph) else None
+
+
+def branch(model: ir.Model, graph: ir.Graph, step: str, most: int) -> Branches:
+    """Put the nodes of the decode stage into the branches of an `If` on whether the input `step`, (batch, new tokens,
+    …), holds at most so many tokens, whatever number of features each of them has."""
+    tokens = next(value for value in model.graph.inputs if value.name == step)
     outputs = list(graph.outputs)
     many = _move(graph, outputs)
     few = many.clone(allow_outer_scope_values=True)
     few.name = f"{many.name}/few"
-    size = ir.node("Size", [tokens], name="few.tokens")
+    sizes = ir.node("Shape", [tokens], {"start": 0, "end": 2}, name="few.sizes")
+    size = ir.node("ReduceProd", [sizes.outputs[0]], {"keepdims": 0}, name="few.tokens")
     limit = constant(model, "few.most", np.array(most, np.int64))
     flag = ir.node("LessOrEqual", [size.outputs[0], limit], name="few.rows")
-    size.outputs[0].name, flag.outputs[0].name = "few.tokens", "few.rows"
+    for made in (sizes, size, flag):
+        made.outputs[0].name = made.name
     branches = {"then_branch": few, "else_branch": many}
     choice = ir.node("If", [flag.outputs[0]], branches, num_outputs=len(outputs), name="few")
-    for made, described in zip(choice.outputs, outputs, strict=True):
-        made.name, made.shape, made.type = described.name, described.shape, described.type
-    graph.extend([size, flag, choice])
+    for result, described in zip(choice.outputs, outputs, strict=True):
+        result.name, result.shape, result.type = described.name, described.shape, described.type
+    graph.extend([sizes, size, flag, choice])
     graph.outputs.extend(choice.outputs)
     for held, prefix in ((few, "few/"), (many, "rows/")):
         values = {value for node in held.all_nodes() for value in node.outputs} if held is few else set(held.outputs)

@@ -13,12 +13,14 @@ from tformer_export.forecasts import forecast_difference
 from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import Sample
+from tformer_export.race import Request, times_as_fast
 from tformer_export.rows import decode_greedily, run_case
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.engine import Engine
 from tformer_runtime.errors import ParityError
 
-ROWS, LENGTH, REPEATS = 6, 24, 5
+ROWS, LENGTH = 6, 24
+STEPS = 9  # of a turn
 
 
 @dataclass
@@ -77,7 +79,7 @@ def measure(
         token_agreement=quality.token_agreement,
         perplexity=quality.perplexity,
         perplexity_before=quality.perplexity_before,
-        speed=_step_seconds(gate, before) / _step_seconds(gate, after),
+        speed=_speed(gate, before, after),
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
         positions=quality.positions,
     )
@@ -93,7 +95,7 @@ def measure_series(
     prompts = (1,) * ROWS
     return OutputDegradation(
         quality=yardstick.quality(after),
-        speed=_step_seconds(gate, before) / _step_seconds(gate, after),
+        speed=_speed(gate, before, after),
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
         forecast=forecast_difference(gate, before, after),
     )
@@ -133,15 +135,22 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
-def _step_seconds(gate: Gate, engine: Engine) -> float:
-    """The median time of a single-row step."""
-    requests = gate.draw_request(8)
-    state = engine.start({name: [value] for name, value in requests.items()} or None, 1)
-    tokens = gate.start(engine.manifest.max_length)[None]
-    times = []
-    for _ in range(min(8 * REPEATS, engine.manifest.max_length - tokens.shape[1])):
-        begin = time.perf_counter()
-        given = engine.step(state, tokens)
-        tokens = tokens[:, -1:] if gate.series is not None else given.argmax(-1)[:, None]
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:] or times))
+def _speed(gate: Gate, before: Engine, after: Engine) -> float:
+    """How many times as fast a single-row step is."""
+    given, start = gate.draw_request(8), gate.start(before.manifest.max_length)
+
+    def steps(engine: Engine) -> Request:
+        def run(rows: int) -> float:
+            """The median time of a step, the first, which reads the start, not counted."""
+            state = engine.start({name: [value] * rows for name, value in given.items()} or None, rows)
+            tokens, times = np.repeat(start[None], rows, axis=0), []
+            for _ in range(max(1, min(STEPS, engine.manifest.max_length - len(start)))):
+                begin = time.perf_counter()
+                logits = engine.step(state, tokens)
+                tokens = tokens[:, -1:] if gate.series is not None else logits.argmax(-1)[:, None]
+                times.append(time.perf_counter() - begin)
+            return float(np.median(times[1:] or times))
+
+        return run
+
+    return times_as_fast(steps(before), steps(after))

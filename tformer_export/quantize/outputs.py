@@ -26,6 +26,7 @@ import numpy as np
 from tformer_export.budget import CLASSES, COSINE, Budget, Meaning
 from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
+from tformer_export.race import Request, times_as_fast
 from tformer_export.source.purpose import ANSWERS
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.audio import TASK as RECOGNITION
@@ -36,7 +37,7 @@ from tformer_runtime.series import Series
 from tformer_runtime.session import Array
 
 LENGTHS = (8, 3, 13, 5, 8, 8)  # of rows that are run together and alone
-REPEATS = 15  # of the run that is timed
+REPEATS = 3  # of the run that is timed, in a turn
 SUM = 1e-3  # by which a sum of probabilities may miss 1
 
 
@@ -224,7 +225,7 @@ def measure_outputs(gate: Gate, before: Engine, after: Engine, yardstick: Output
     request = _middle(yardstick.samples)
     return OutputDegradation(
         quality=yardstick.quality(after),
-        speed=_seconds(before, request) / _seconds(after, request),
+        speed=_speed(before, after, request),
         row_difference=_row_difference(gate, before, after),
     )
 
@@ -287,12 +288,18 @@ def _middle(samples: Sequence[Sample]) -> Mapping[str, Array]:
     return sorted(samples, key=lambda sample: sample.positions)[len(samples) // 2].request
 
 
-def _seconds(engine: Engine, request: Mapping[str, Array]) -> float:
-    """The median time of one row."""
+def _speed(before: Engine, after: Engine, request: Mapping[str, Array]) -> float:
+    """How many times as fast one row is."""
 
-    def once() -> float:
-        begin = time.perf_counter()
-        _run(engine, [request])
-        return time.perf_counter() - begin
+    def runs(engine: Engine) -> Request:
+        def run(rows: int) -> float:
+            times = []
+            for _ in range(REPEATS):
+                begin = time.perf_counter()
+                _run(engine, [request] * rows)
+                times.append(time.perf_counter() - begin)
+            return float(np.median(times))
 
-    return float(np.median([once() for _ in range(REPEATS)][1:]))
+        return run
+
+    return times_as_fast(runs(before), runs(after))

@@ -15,6 +15,7 @@ from tformer_export.quantize.outputs import OutputQuality, OutputYardstick
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices
 from tformer_export.quantize.quality import Quality, Yardstick
 from tformer_export.quantize.ranges import fix_scales
+from tformer_export.quantize.rewrite import SMALLEST
 from tformer_export.quantize.rounding import Rounding
 from tformer_export.quantize.samples import Sample, Samples
 from tformer_export.quantize.search import Found, Point, Search
@@ -22,7 +23,7 @@ from tformer_export.quantize.simulate import Simulation
 from tformer_export.quantize.weights import Integers
 from tformer_export.write import removed
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import ParityError
+from tformer_runtime.errors import OptionError, ParityError
 from tformer_runtime.manifest import Manifest
 
 QUANTIZATIONS = ("none", "int8", "int4", "mixed")
@@ -136,11 +137,17 @@ class Planner:
             self.rounding.fit(self.manifest, self.samples.fitted, bits, path)
 
     def uniform(self, bits: int) -> Plan:
-        """All products in so many bits, but for those that may not."""
-        return self._plan({m.name: bits if bits in m.choices else m.choices[0] for m in self.matrices})
+        """All products in so many bits, but for those that may not, or would be no smaller."""
+        return self._plan({m.name: m.at_least(bits) for m in self.matrices})
 
     def mixed(self, budget: Budget) -> list[Plan]:
-        """The mixtures that are within the budget, the smallest first. ParityError says what is nearest if none is."""
+        """The mixtures that are within the budget, the smallest first. ParityError says what is nearest if none is,
+        OptionError that there is nothing to mix."""
+        if not self.matrices:
+            raise OptionError(
+                f"the model multiplies with no constant matrix of {SMALLEST} numbers or more, so that there are no "
+                "bits to mix: export it without --quantize"
+            )
         found = self._search(budget)
         within = found.within(budget)
         if not within:

@@ -38,7 +38,15 @@ class Matrix:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        return (8,) if self.is_table else CHOICES
+        """The bits that it may have, each of a smaller size than the next: blocks are filled up, so that 4 bits take as
+        much as 8, or more, where K is 9, 17, 18 or below 9, and scales are more than what a K of 1 saves."""
+        if self.is_table:
+            return (8,)
+        return tuple(b for b in CHOICES if all(self.size(b) < self.size(more) for more in CHOICES if more > b))
+
+    def at_least(self, bits: int) -> int:
+        """The fewest bits of its choices that are not fewer than these."""
+        return min(choice for choice in self.choices if choice >= bits or choice == max(self.choices))
 
     def read(self, model: ir.Model) -> np.ndarray:
         """(K, N), from where the model holds it."""

@@ -118,13 +118,14 @@ class Quantised:
     """What holds integers now. products: name in the graph → what it is. tables: embeddings. narrow: what constants
     become, by name, as (numpy's type, number), where products of uint8 and int8 saturate at int16: half of the steps of
     activations, for sums of two products of 127 · 127 do not. fixed, by_row: how many of the values that products read
-    have a fixed scale, and how many one for each row."""
+    have a fixed scale, and how many one for each row. few_tokens: as `Decode` has it."""
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
     narrow: dict[str, tuple[str, float]] = field(default_factory=dict)
     fixed: int = 0
     by_row: int = 0
+    few_tokens: int | None = None
 
     @property
     def count(self) -> int:
@@ -156,11 +157,15 @@ def quantize(
     products = [(node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node)) is not None]
     for node, _ in products:  # by which its copy in a branch is known
         node.name = node.name or f"product of {node.outputs[0].name}"
-    widths = {bits_of(str(node.name)) for node, weight in products if wanted(weight.numbers)} & set(few_rows)
-    branches = (
-        few.branch(model, step, max(few_rows[width] for width in widths)) if widths and step is not None else None
-    )
+    decode = few.graph_of(model, step) if step is not None else None
+    limits = [
+        few_rows[width]
+        for node, weight in products
+        if node.graph is decode and wanted(weight.numbers) and (width := bits_of(str(node.name))) in few_rows
+    ]
+    branches = few.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
     rewriter = _Rewriter(model, bits_of, branches, wanted, ready, on_cpu, fixed)
+    rewriter.made.few_tokens = max(limits) if branches else None
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
@@ -274,18 +279,19 @@ class _Rewriter:
     def _few(self, graph: ir.Graph, node: ir.Node, matrix: Matrix) -> None:
         packed, scales = matrix.packed(self._home(graph))
         bias, last = _bias_of(node)
+        whole = _is_column_each(bias, matrix)
         inner, columns = matrix.shape
         sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
         product = ir.node(
             "MatMulNBits",
-            [node.inputs[0], packed, scales, *((None, None, bias) if bias is not None else ())],
+            [node.inputs[0], packed, scales, *((None, None, bias) if whole else ())],
             {**sizes, "accuracy_level": INT8_ACTIVATIONS},
             domain=CONTRIB,
             version=1,
-            name=f"{matrix.name}.few",
+            name=f"{node.name}.few",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
-        _replace(graph, node, last, [product])
+        _replace(graph, node, last, [product, *_added(product, None if whole else bias)])
 
     def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
         rows, row_scale, zero = self.operands.rows(graph, node, matrix.shape[0])
@@ -302,9 +308,7 @@ class _Rewriter:
             by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
             made = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
         bias, last = _bias_of(node)
-        if bias is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
-        _replace(graph, node, last, made)
+        _replace(graph, node, last, [*made, *_added(made[-1], bias)])
 
     def _in_steps(self, graph: ir.Graph, node: ir.Node, matrix: Matrix, name: str) -> None:
         """A product that knows both scales, and its bias, when it is made."""
@@ -313,7 +317,7 @@ class _Rewriter:
         columns = matrix.columns(self._home(graph))
         bias, last = _bias_of(node)
         if self.on_cpu:
-            whole = bias is not None and bias.const_value is not None and bias.const_value.size == matrix.shape[1]
+            whole = _is_column_each(bias, matrix)
             inputs = [steps, columns, step, scale, zero, None, bias if whole else None]
             self.model.graph.opset_imports.setdefault(CONTRIB, 1)
             made = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
@@ -323,9 +327,7 @@ class _Rewriter:
             number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
             by_step = ir.node("Mul", [number.outputs[0], step], name=f"{name}.by_step")
             made = [product, number, by_step, ir.node("Mul", [by_step.outputs[0], scale], name=f"{name}.by_column")]
-        if bias is not None:
-            made.append(ir.node("Add", [made[-1].outputs[0], bias], name=f"{name}.biased"))
-        _replace(graph, node, last, made)
+        _replace(graph, node, last, [*made, *_added(made[-1], bias)])
 
 
 def _weight_of(node: ir.Node) -> _Weight | None:
@@ -377,6 +379,17 @@ def _bias_of(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:
         if other is not None and other.const_value is not None and len(other.const_value.shape) == 1:
             return other, adder
     return None, node
+
+
+def _is_column_each(bias: ir.Value | None, matrix: Matrix) -> bool:
+    """Whether it is a number for each column, which is what a product's operator takes; what Add and Gemm take besides
+    is spread over the columns."""
+    return bias is not None and bias.const_value is not None and list(bias.const_value.shape) == [matrix.shape[1]]
+
+
+def _added(product: ir.Node, bias: ir.Value | None) -> list[ir.Node]:
+    """The node that adds a bias to a product by itself, if there is one."""
+    return [ir.node("Add", [product.outputs[0], bias], name=f"{product.name}.biased")] if bias is not None else []
 
 
 def _replace(graph: ir.Graph, node: ir.Node, last: ir.Node, made: list[ir.Node]) -> None:

@@ -62,7 +62,7 @@ class Search:
     def run(self, budget: Budget) -> Found:
         """A pass over the coarse samples for each matrix, two if 8 bits throughout are too few; and over all samples
         some fifteen."""
-        eight = self._measure({m.name: 8 for m in self.matrices})
+        eight = self._measure({m.name: m.at_least(8) for m in self.matrices})
         sensitivities: Sensitivities = {m.name: {} for m in self.matrices}
         self._learn(sensitivities, 4)
         fits = eight.is_within(budget)

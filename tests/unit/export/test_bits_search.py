@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from onnx import helper, numpy_helper
+from small_graphs import model_of
+from small_models import EXAMPLE, Mixer, Small, joined
+from torch.nn import functional as F
 
+from tformer_export import export
 from tformer_export.budget import Budget
-from tformer_export.quantize.products import FLOAT, Matrix
+from tformer_export.quantize import Planner, quantize
+from tformer_export.quantize.products import FLOAT, Matrix, find_matrices
 from tformer_export.quantize.quality import Quality
 from tformer_export.quantize.search import Search, make_path
 from tformer_runtime import OptionError
@@ -26,6 +33,70 @@ def test_the_path_takes_the_cheapest_bytes_first():
     # m0 to 8 bits costs nothing; m1 is cheaper a byte if it takes both steps at once; m0's second step is the dearest.
     assert [tuple(p.values()) for p in path] == [(32, 32, 8), (8, 32, 8), (8, 4, 8), (4, 4, 8)]
     assert [tuple(p.values()) for p in make_path(made, {m.name: {} for m in made})][-1] == (4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("inner", "choices"),
+    [
+        (1, (32,)), (7, (8, 32)), (9, (8, 32)), (10, (4, 8, 32)), (16, (4, 8, 32)), (17, (8, 32)), (18, (8, 32)),
+        (19, (4, 8, 32)),
+    ],
+)  # fmt: skip
+def test_bits_that_would_take_as_much_are_no_choice(inner, choices):
+    """Against the bytes that a file of one product really holds."""
+    held = {bits: held_bytes(inner, bits) for bits in (4, 8, 32)}
+    (matrix,) = find_matrices(product(inner))
+    assert {bits: matrix.size(bits) for bits in held} == held
+    assert matrix.choices == choices
+    path = make_path([matrix, *matrices((64, 64))], {matrix.name: {8: 0.1, 4: 0.2}, "m0": {8: 0.3, 4: 0.4}})
+    assert list(dict.fromkeys(plan[matrix.name] for plan in path)) == sorted(choices, reverse=True)
+    sizes = [matrix.size(plan[matrix.name]) for plan in path]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("inner", [7, 9, 18, 64])
+def test_no_matrix_gets_larger_by_fewer_bits(inner, tmp_path):
+    plan = Planner(product(inner), None, None, None, tmp_path).uniform(4)
+    assert plan.bits == {"product": 4 if inner == 64 else 8}
+    assert len(plan.ready["product"]) == (3 if inner == 64 else 2)
+
+
+@pytest.mark.parametrize("inner", [7, 9, 18])
+def test_the_search_mixes_matrices_that_have_no_four_bits(inner):
+    made = matrices((inner, 128), (64, 64), (1, 2048))
+    pretended = Pretended(made, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
+    found = Search(pretended, pretended, pretended).run(Budget(tokens=0.5))
+    assert found.frontier[found.within(Budget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT}
+
+
+def test_a_model_with_nothing_to_mix_is_refused_in_a_sentence(tmp_path):
+    path = tmp_path / "model.onnx"
+    with pytest.raises(OptionError, match=r"no constant matrix of 1024 numbers or more, so that there are no bits"):
+        export(Small(Averages), path, EXAMPLE, "tgt", quantize="mixed")
+    assert not path.exists()
+
+
+class Averages(Mixer):
+    def forward(self, x, tgt):
+        query, key, value = self.heads(x)
+        return joined(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def product(inner):
+    """x (rows, inner) times a matrix of 2048 / inner columns or so."""
+    columns = max(128, 2048 // inner)
+    weight = np.random.default_rng(0).standard_normal((inner, columns)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+    return ir.from_proto(model_of(nodes, {"x": ["rows", inner]}, {"y": ["rows", columns]}, {"w": weight}))
+
+
+def held_bytes(inner, bits):
+    """Of a matrix and its scales, in the file."""
+    model = product(inner)
+    if bits != FLOAT:
+        quantize(model, bits)
+    held = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
+    return sum(array.nbytes for array in held if array.size >= 128)
 
 
 @dataclass

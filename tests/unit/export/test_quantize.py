@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 from small_graphs import model_of
 
-from tformer_export.quantize import quantize
+from tformer_export.quantize import Fixed, quantize
 from tformer_export.quantize.rewrite import FEW
 from tformer_export.quantize.weights import block_of, expanded, in_blocks, packed, per_column
 
@@ -188,6 +188,64 @@ def test_both_forms_are_the_dequantised_model_but_for_the_rounding_of_activation
         assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
     assert not np.array_equal(many, alone)
     assert np.abs(together - alone[:few]).max() < 0.02 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_of_a_series_tokens_are_counted_and_not_their_features(bits):
+    """What is within the limit runs through the form for few rows, by which a row alone is otherwise rounded."""
+    weight = np.random.default_rng(0).standard_normal((7, 160)).astype(np.float32)
+    other = np.random.default_rng(1).standard_normal((160, 7)).astype(np.float32)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="in"),
+        helper.make_node("Tanh", ["h"], ["a"]),
+        helper.make_node("MatMul", ["a", "v"], ["y"], name="out"),
+    ]
+    shape = ["batch", "new", 7]
+    proto = model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight, "v": other})
+    model = ir.from_proto(proto)
+    made = quantize(model, bits, "latency", "x")
+    assert made.few_tokens == FEW[bits]
+    after = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    x = np.random.default_rng(2).standard_normal((1, 5, 7)).astype(np.float32)
+    singly = np.concatenate([after.run(None, {"x": x[:, i : i + 1]})[0] for i in range(5)], 1)
+    for batch, new in ((1, FEW[bits]), (FEW[bits], 1)):
+        (within,) = after.run(None, {"x": x[:, : FEW[bits]].reshape(batch, new, 7)})
+        np.testing.assert_allclose(within.reshape(-1, 7), singly[0, : FEW[bits]], atol=1e-5)
+    (beyond,) = after.run(None, {"x": x})
+    (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    assert 1e-4 < np.abs(beyond - singly).max() < 0.1 * np.ptp(expected)
+
+
+BIASES = {"one": [1], "a column each": [72], "scalar": [], "in a row": [1, 72]}
+
+
+@pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("operator", ["Add", "Gemm"])
+@pytest.mark.parametrize("form", ["few", "fixed", "rows"])
+def test_a_bias_may_be_of_any_shape_that_is_spread_over_columns(form, operator, shape):
+    random = np.random.default_rng(0)
+    bias = (5 + random.standard_normal(shape)).astype(np.float32)
+    held = {"w": random.standard_normal((64, 72)).astype(np.float32), "b": bias, "flat": np.array([-1, 64])}
+    nodes = [helper.make_node("Reshape", ["x", "flat"], ["rows"])]
+    if operator == "Gemm":
+        nodes.append(helper.make_node("Gemm", ["rows", "w", "b"], ["y"], name="p"))
+    else:
+        nodes += [
+            helper.make_node("MatMul", ["rows", "w"], ["m"], name="p"),
+            helper.make_node("Add", ["b", "m"], ["y"]),
+        ]
+    proto = model_of(nodes, {"x": ["batch", "new", 64]}, {"y": ["rows", 72]}, held)
+    model = ir.from_proto(proto)
+    fixed = {"p": Fixed.between(-5, 5)} if form == "fixed" else {}
+    quantize(model, 8, "latency" if form == "few" else "throughput", "x", on_cpu=True, fixed=fixed)
+    kind = {"few": "MatMulNBits", "fixed": "MatMulIntegerToFloat", "rows": "MatMulInteger"}[form]
+    assert kind in {node.op_type for node in model.graph.all_nodes()}
+    x = random.standard_normal((1, 2, 64)).astype(np.float32)
+    runs = (
+        onnxruntime.InferenceSession(p.SerializeToString()).run(None, {"x": x}) for p in (ir.to_proto(model), proto)
+    )
+    (found,), (expected,) = runs
+    assert 0 < np.abs(found - expected).max() < 0.03 * np.ptp(expected)
 
 
 def test_throughput_has_one_form_and_a_row_is_the_same_alone():

@@ -32,6 +32,7 @@ from tformer_runtime import (
 )
 from tformer_runtime.engine import Engine
 from tformer_runtime.live import candidates_of
+from tformer_runtime.modelfile import read_manifest
 from tformer_runtime.options import Settings
 from tformer_runtime.search import Task
 
@@ -122,6 +123,28 @@ def test_what_lines_need_is_what_gives_them_all_their_targets():
                 *(ids[starts[s] : starts[s + 1]].tolist() for s in line.source)
             )
             assert (need <= each) == (set(line.targets[0].tolist()) <= own)
+
+
+def test_a_stage_is_not_there_twice_for_a_projection_that_is_set_apart(tmp_path, monkeypatch):
+    """Of a balanced file, whose output projection alone is large enough for a kernel for few rows."""
+    monkeypatch.setattr("tformer_export.quantize.rewrite.LARGE", IDS * 32)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"src": source}) + "\n" for source in SOURCES))
+    ids = torch.randint(10, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    for shortlist in (lines, None):
+        path = tmp_path / "model.onnx"
+        report = export(
+            module(tied=False), path, {"src": ids, "tgt": ids}, "tgt", quantize="int8", optimize_for="balanced",
+            shortlist=shortlist, special={"start": [START], "end": [END], "pad": 0},
+        )  # fmt: skip
+        nodes = list(ir.load(path).graph.all_nodes())
+        apart = shortlist is not None
+        assert ("MatMulNBits" in {node.op_type for node in nodes}) != apart
+        assert any(node.name == "few" for node in nodes) != apart
+        assert ("few rows" in dict(report.rows())) == apart
+        assert any(product.few for product in report.products.values()) != apart
+        assert read_manifest(path).decode.few_tokens == (None if apart else 2)
+        path.unlink()
 
 
 # What it computes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -34,8 +37,9 @@ from tformer_export.forms import (
 )  # fmt: skip
 from tformer_export.pipeline import understand
 from tformer_export.quantize import measure, quantize
+from tformer_export.race import FEWEST, MARGIN, ROUNDS, race
 from tformer_export.source.module import from_module
-from tformer_export.tune import FEWEST, MARGIN, ROUNDS, race, requests, tune
+from tformer_export.tune import requests, tune
 from tformer_export.verify import Gate
 from tformer_export.write import save
 from tformer_runtime.engine import Engine
@@ -228,6 +232,18 @@ def test_the_defaults_stay_unless_what_was_kept_wins_as_a_whole():
         ("tuned", "for batches of 1: the default forms stay"),
         ("  norms", "*a 1000 ms; b 500 ms (0.50 ± 0.00 ×)"),
     ]
+
+
+@pytest.mark.parametrize("moment", [20, 50, 80, 200])
+def test_the_speed_of_a_quantised_file_is_not_that_of_a_slow_minute(understood, tmp_path, monkeypatch, moment):
+    """The same file as before and after, on a machine that is three times as slow from some moment on."""
+    compiled = understood.compile()
+    engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
+    gate = Gate(understood.source, compiled.inputs)
+    now = itertools.accumulate(1.0 if n < moment else 3.0 for n in itertools.count())
+    clock = SimpleNamespace(perf_counter=lambda: next(now))
+    monkeypatch.setattr(sys.modules[measure.__module__], "time", clock)
+    assert measure(gate, engine, engine).speed == pytest.approx(1)
 
 
 def test_a_form_that_loses_every_round_is_measured_no_longer():

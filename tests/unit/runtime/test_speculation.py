@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -388,6 +389,29 @@ def test_a_draft_costs_by_what_it_reads(files, monkeypatch, tmp_path):
     small, large = (Model.load(path, "cpu", threads=1)._engine for path in (files["decoder-only"], large))
     assert guesses.relative_cost(small, large) < 1 < guesses.relative_cost(large, small)
     assert guesses.relative_cost(small, small) == 1
+
+
+@pytest.mark.parametrize("few", [None, 1, 2, 3])
+@pytest.mark.parametrize("draft", ["prompt", "twin"])
+def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeypatch, few, draft):
+    decode = replace(Toy(encoder=False, seed=5, extras=True).manifest().decode, few_tokens=few)
+    path = with_manifest(files["decoder-only"], tmp_path / "few.onnx", decode=decode)
+    model, sizes = Model.load(path, "cpu", threads=1), []
+    given = "prompt" if draft == "prompt" else Model.load(files["decoder-only"], "cpu", threads=1)
+    plain = model.generate("abcabcabcab", max_new_tokens=40)
+    real = model._engine.step
+
+    def step(state, tokens, *args, **kwargs):
+        sizes.append(tokens.size)
+        return real(state, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(model._engine, "step", step)
+    result = model.generate("abcabcabcab", max_new_tokens=40, draft=given)
+    assert_same(result, plain)
+    read, *steps = sizes
+    assert read >= len("abcabcabcab")
+    assert (max(steps) == few) if few else (max(steps) > 3)
+    assert (result.speculation.guessed > 0) == (few != 1)
 
 
 @pytest.mark.parametrize("changes", [{"max_length": 12}, {"source_max": 4}])
