@@ -105,13 +105,12 @@ def split(side: str) -> Texts:
     return [(text, language) for language, found in texts.items() for text in sorted(found)]
 
 
-def dataset(
-    vocabulary: int = 6000, longest: int = 128, crops: int = 1, coarse: Sequence[int] = (400, 1500), seed: int = 1
-) -> Dataset:
+def dataset(vocabulary: int = 6000, longest: int = 128, crops: int = 1, mixes: int = 4, seed: int = 1) -> Dataset:
     """The data factory of the recipe. vocabulary: byte pairs. longest: tokens of a text, behind which it is cut.
 
-    A text is learned from several times: as it will be read; in smaller pieces, as if the tokenizer had learnt so many
-    pairs of each of `coarse` alone; and as many runs of its words as `crops`, drawn by the seed.
+    A text is learned from as it will be read, and as many runs of its words as `crops`, drawn by the seed; and there
+    are as many texts again as `mixes`, of words that are drawn from two of a language each: what tells it are its words
+    and pieces, each of them, and few texts learned by heart would not do.
     """
     from tokenizers import Tokenizer
 
@@ -122,15 +121,16 @@ def dataset(
     text = tokenizer([text for text, _ in learned], vocabulary)
     labels = list(messages())
 
-    def pairs(texts: Texts, definition: str = text) -> list[tuple[list[int], list[int]]]:
-        encode = Tokenizer.from_str(definition).encode
+    encode = Tokenizer.from_str(text).encode
+
+    def pairs(texts: Texts) -> list[tuple[list[int], list[int]]]:
         return [(encode(text).ids[:longest], [labels.index(language)]) for text, language in texts]
 
     return Dataset(
         train=[
             *pairs(learned),
-            *(pair for count in coarse for pair in pairs(learned, coarser(text, count))),
             *(pair for _ in range(crops) for pair in pairs(cropped(learned, draw, held_out))),
+            *(pair for _ in range(mixes) for pair in pairs(mixed(learned, draw, held_out))),
         ],
         validation=pairs(split("validation")),
         model_arguments={"vocabulary": Tokenizer.from_str(text).get_vocab_size(), "labels": len(labels)},
@@ -156,6 +156,22 @@ def cropped(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset())
     return found
 
 
+def mixed(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
+    """As many texts as are given, each of as many words as one of them has, drawn from it and another of its language,
+    if it is long enough to tell a language and not among those that are held out."""
+    of: dict[str, list[str]] = defaultdict(list)
+    for text, language in texts:
+        of[language].append(text)
+    found = []
+    for text, language in texts:
+        words = text.split()
+        both = [*words, *draw.choice(of[language]).split()]
+        piece = clean(" ".join(draw.sample(both, len(words))))
+        if piece and piece not in held_out:
+            found.append((piece, language))
+    return found
+
+
 def tokenizer(texts: Sequence[str], vocabulary: int) -> str:
     """Byte pairs learnt from texts, as tokenizers' JSON. There is nothing that it cannot read."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -172,14 +188,6 @@ def tokenizer(texts: Sequence[str], vocabulary: int) -> str:
         ),
     )
     return made.to_str()
-
-
-def coarser(definition: str, pairs: int) -> str:
-    """A tokenizer with the first `pairs` of the byte pairs of another alone, and the same ids. What it makes of a text
-    is as a draw of BPE-dropout (Provilkov et al., 2020), but the same each time."""
-    held = json.loads(definition)
-    held["model"]["merges"] = held["model"]["merges"][:pairs]
-    return json.dumps(held)
 
 
 def predict(checkpoint: Path, texts: Sequence[str], batch_size: int = 256) -> list[str]:

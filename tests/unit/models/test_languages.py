@@ -68,14 +68,21 @@ def test_a_crop_is_a_run_of_words_of_a_text():
     assert kept & pieces
 
 
-def test_a_coarser_tokenizer_has_the_same_ids_for_smaller_pieces():
-    fine = languages.tokenizer(["the theatre there", "the other theatre"] * 5, 280)
-    coarse = languages.coarser(fine, 2)
-    one, other = (Tokenizer.from_str(text) for text in (fine, coarse))
-    assert one.get_vocab() == other.get_vocab()
-    few, many = one.encode("the theatre").ids, other.encode("the theatre").ids
-    assert len(few) < len(many)
-    assert one.decode(few) == other.decode(many)
+def test_a_mixture_is_of_words_of_two_texts_of_a_language():
+    texts = [("first second third fourth", "en"), ("fifth sixth seventh", "en"), ("erstes zweites drittes", "de")]
+    pool = {"en": {*texts[0][0].split(), *texts[1][0].split()}, "de": set(texts[2][0].split())}
+    seen = set()
+    for seed in range(20):
+        made = languages.mixed(texts, random.Random(seed))
+        assert languages.mixed(texts, random.Random(seed)) == made
+        assert [language for _, language in made] == ["en", "en", "de"]
+        for (text, language), (own, _) in zip(made, texts, strict=True):
+            assert len(text.split()) == len(own.split())
+            assert set(text.split()) <= pool[language]
+            seen.add(text)
+    assert any({"first", "second"} & set(text.split()) and {"fifth", "sixth"} & set(text.split()) for text in seen)
+    held = {text for text in seen if "erstes" in text}
+    assert all(text not in held for text, _ in languages.mixed(texts, random.Random(3), held))
 
 
 @pytest.mark.parametrize(
