@@ -185,7 +185,7 @@ def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragg
         for row in rows:
             row.forecast = row.window.values[:1, :1]
 
-    rows = [_Row(series().window(np.full((n, 3), i, float))) for i, n in enumerate(lengths)]
+    rows = [_Row(i, series().window(np.full((n, 3), i, float))) for i, n in enumerate(lengths)]
     found = list(in_windows(iter(rows), lambda some: _alike(some, ragged, 3), run, 48, workers))
     assert [row.forecast.item() for row in found] == list(range(8))
     assert sorted(n for batch in batches for n in batch) == sorted(lengths)
