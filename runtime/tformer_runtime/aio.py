@@ -192,7 +192,8 @@ class _Worker:
     def close(self) -> None:
         """End now."""
         self.stop()
-        self._thread.join()
+        if self._thread.is_alive():  # starting it may have been interrupted
+            self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -91,7 +91,8 @@ class Workers:
             self._closing = True
             self._wake.notify_all()
         for thread in self._threads:
-            if thread is not threading.current_thread():  # where garbage is collected
+            # One may not have begun, if starting it was interrupted; and garbage may be collected in any of them.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
         atexit.unregister(self.release)
 

@@ -104,6 +104,26 @@ sys.exit()
 """
 
 
+def test_an_interrupt_while_they_begin_is_all_that_is_told(free, monkeypatch):
+    """The second thread has not begun when the interpreter ends."""
+    at_exit, started, start = [], [], threading.Thread.start
+
+    def interrupted(thread):
+        if started:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("tformer_runtime.workers.atexit.register", at_exit.append)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(free.generate_batch(WORDS, workers=2))
+    monkeypatch.undo()
+    (release,) = at_exit
+    release()
+    assert not started[0].is_alive()
+
+
 def test_the_interpreter_may_end_at_any_time(path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
