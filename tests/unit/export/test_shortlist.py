@@ -125,6 +125,7 @@ def test_what_lines_need_is_what_gives_them_all_their_targets():
             assert (need <= each) == (set(line.targets[0].tolist()) <= own)
 
 
+@pytest.mark.thorough
 def test_a_stage_is_not_there_twice_for_a_projection_that_is_set_apart(tmp_path, monkeypatch):
     """Of a balanced file, whose output projection alone is large enough for a kernel for few rows."""
     monkeypatch.setattr("tformer_export.quantize.rewrite.LARGE", IDS * 32)

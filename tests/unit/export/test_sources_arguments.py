@@ -176,7 +176,16 @@ def test_a_padded_row_is_computed_as_if_alone(form):
         torch.testing.assert_close(logits, alone(module, row, target), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [Ignored, Additive, Combined, Lengths, Positions, TimeFirst], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "form",
+    [
+        Ignored,
+        Combined,
+        Lengths,
+        *(pytest.param(f, marks=pytest.mark.thorough) for f in (Additive, Positions, TimeFirst)),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_the_file_computes_it_too(form, tmp_path):
     module, path = form().eval(), tmp_path / "model.onnx"
     export(module, path, example_of(form), "tgt", **options_of(form), max_length=LONGEST)

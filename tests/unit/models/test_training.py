@@ -82,7 +82,7 @@ def test_same_seed_same_curve(tmp_path):
     assert not same(weights(first), weights(other))
 
 
-@pytest.mark.parametrize("killed_at", [2, 5, 8, 11])
+@pytest.mark.parametrize("killed_at", [5, 11, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 8))])
 def test_a_killed_run_resumes_on_the_same_path(tmp_path, monkeypatch, killed_at):
     recipe = changed(schedule="cosine", precision="bf16")
     whole = train(recipe, tmp_path / "whole")
