@@ -157,10 +157,10 @@ class ExportReport:
         if (raw := self.parity.raw) is not None:
             counted = {"texts": raw.texts, "pairs": raw.pairs, "images": raw.images, "sounds": raw.sounds}
             compared = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
-            error = f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range)"
-            rows.append(
-                ("from raw inputs", f"{raw.tokens} tokens equal, {compared}" if raw.tokens else f"{error}, {compared}")
-            )
+            same = f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range)"
+            if raw.tokens:
+                same = f"{raw.tokens} tokens equal"
+            rows.append(("from raw inputs", f"{same}, {compared}"))
         if self.parity.forecast is not None:
             rows.append(("forecast", f"max |Δ| {self.parity.forecast:.1e} of the range, {self._fed_back}"))
         elif self.max_length:

@@ -93,9 +93,8 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
         if asked.quantize != "none":
             bits = 4 if asked.quantize == "int4" else 8
             bits_of = {name: m.at_least(bits) for m in find_matrices(made.model) for name in m.products}
-            scales = (
-                dict.fromkeys(bits_of, Fixed.between(-1, 1)) if asked.activations == FIXED else {}
-            )  # as fast as any
+            any_scale = Fixed.between(-1, 1)  # as fast as any other
+            scales = dict.fromkeys(bits_of, any_scale) if asked.activations == FIXED else {}
             quantised = quantize(
                 made.model,
                 bits_of,

@@ -150,10 +150,8 @@ def cropped(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset())
             continue
         count = draw.randint(2, len(words) - 1)
         first = draw.randint(0, len(words) - count)
-        piece = clean(" ".join(words[first : first + count]))
-        if piece and piece not in held_out:
-            found.append((piece, language))
-    return found
+        found.append((" ".join(words[first : first + count]), language))
+    return _learnable(found, held_out)
 
 
 def mixed(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
@@ -166,10 +164,14 @@ def mixed(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -
     for text, language in texts:
         words = text.split()
         both = [*words, *draw.choice(of[language]).split()]
-        piece = clean(" ".join(draw.sample(both, len(words))))
-        if piece and piece not in held_out:
-            found.append((piece, language))
-    return found
+        found.append((" ".join(draw.sample(both, len(words))), language))
+    return _learnable(found, held_out)
+
+
+def _learnable(texts: Texts, held_out: Set[str]) -> Texts:
+    """Those that are long enough to tell a language, and not held out."""
+    cleaned = ((clean(text), language) for text, language in texts)
+    return [(text, language) for text, language in cleaned if text and text not in held_out]
 
 
 def tokenizer(texts: Sequence[str], vocabulary: int) -> str:

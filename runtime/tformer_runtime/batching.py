@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from tformer_runtime.errors import InputError, MemoryBudgetError
+from tformer_runtime.errors import InputError, MemoryBudgetError, numbered
 from tformer_runtime.generate import Request, Result
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Task
@@ -64,7 +64,7 @@ def in_order(
                 ended = over.pop(index)
                 wrong = ended if isinstance(ended, Exception) else ended.error
                 if isinstance(wrong, (InputError, MemoryBudgetError)):
-                    raise type(wrong)(f"input {index + 1}: {wrong}") from wrong
+                    raise numbered(wrong, index + 1) from wrong
                 if isinstance(ended, Exception):
                     raise ended
                 yield result(ended)

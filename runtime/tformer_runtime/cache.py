@@ -76,6 +76,8 @@ class KVCache:
     what `turn` counts. Bytes are taken from `budget` before they are held, and given back by `release`.
     """
 
+    nbytes = 0
+
     def __init__(
         self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Share | None = None
     ) -> None:
@@ -86,7 +88,6 @@ class KVCache:
         self.capacity = 0  # slots that they have
         self.turn = 0
         self.turns = 1 if all(spec.in_place for spec in specs) else 2
-        self.nbytes = 0
         self._written: Ints = np.zeros((0, 0), np.int64)  # (room, capacity): equal numbers at a slot, equal contents
         self._writes = 0
         groups: dict[Any, list[int]] = {}
@@ -211,7 +212,8 @@ class KVCache:
         self.nbytes = self.room = self.capacity = 0
 
     def __del__(self) -> None:
-        self.release()
+        if self.nbytes:  # not when an interrupt came before there was anything to give back
+            self.release()
 
     @property
     def _on_host(self) -> bool:

@@ -10,7 +10,7 @@ chat.rewind()                                      # as if that turn had not bee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from tformer_runtime.memory import Budget
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.state import State
-from tformer_runtime.templates import Message, template_of
+from tformer_runtime.templates import Message, Template, conversation
 
 CHUNK = 256  # positions that are read at once
 
@@ -81,14 +81,15 @@ class Chat:
         self,
         generator: Generator,
         inputs: Inputs,
-        settle: Callable[..., Settings],
+        settle: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        settle_stream: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        template: Template | None,
         system: str | None,
     ) -> None:
-        """Use `Model.chat`. settle(options, overrides, streams): the settings of a turn."""
-        self._generator, self._inputs, self._settle, self._system = generator, inputs, settle, system
-        self._engine = generator.engine
-        manifest = self._engine.manifest
-        self._template = template_of(manifest) if manifest.chat_template else None
+        """Use `Model.chat`. settle(options, overrides): the settings of a turn; settle_stream: of one that is streamed.
+        template: the file's, if it has one."""
+        self._generator, self._inputs, self._settle, self._settle_stream = generator, inputs, settle, settle_stream
+        self._engine, self._template, self._system = generator.engine, template, system
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
         self._state = self._engine.start(None, 1, budget=generator.budget.share(kept=True))
@@ -108,7 +109,7 @@ class Chat:
 
     def stream(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
         """Pieces of the text of `send`, as soon as each is certain. Only when the last was taken is it a turn."""
-        settings = self._settle(options, overrides, streams=True)
+        settings = self._settle_stream(options, overrides)
         request, ids = self._request(message, settings)
         result = yield from generate_stream(self._generator, request, settings)
         self._take(message, ids, result)
@@ -148,11 +149,11 @@ class Chat:
             return np.concatenate([*before, self._inputs.parts(message, first=not self.turns)[1]])
         if not isinstance(message, str):
             raise InputError("a chat template takes text")
-        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system is not None else []
+        messages: list[Message] = []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.message})
             messages.append({"role": "assistant", "content": turn.result.text})
-        text = self._template([*messages, {"role": "user", "content": message}])
+        text = self._template(conversation([*messages, {"role": "user", "content": message}], self._system))
         return self._inputs.ids(self._engine.decode.step.name, text, special=False)
 
 

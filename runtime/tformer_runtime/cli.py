@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import click
 
 from tformer_runtime.cli_options import Command, as_written
-from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError
+from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError, numbered
 from tformer_runtime.info import file_info, identity, info_lines
 from tformer_runtime.inputs import Input
 from tformer_runtime.journal import ResultFile
@@ -142,7 +142,7 @@ def _value(job: Job, line: str, number: int) -> Input:
     try:
         return job.read(line)
     except InputError as error:
-        raise InputError(f"input {number}: {error}") from None
+        raise numbered(error, number) from None
 
 
 def _cores() -> int:

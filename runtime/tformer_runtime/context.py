@@ -33,6 +33,8 @@ class Context:
     the file can share them.
     """
 
+    nbytes = 0
+
     def __init__(
         self,
         session: Session,
@@ -50,7 +52,6 @@ class Context:
         self._axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs]
         # Rows can come and go in place where they are the first axis: the rows in use are then one piece of memory.
         self._in_place = session.device == "cpu" and all(axis in (None, 0) for axis in self._axes)
-        self.nbytes = 0
         self._arrays: list[Array] = []
         self._values: list[Any] = []
         self._hold([_writable(array) for array in arrays])
@@ -175,7 +176,8 @@ class Context:
         self._arrays, self._values, self.nbytes = [], [], 0
 
     def __del__(self) -> None:
-        self.release()
+        if self.nbytes:  # not when an interrupt came before there was anything to give back
+            self.release()
 
     @property
     def room(self) -> int:

@@ -73,3 +73,8 @@ class UnsupportedModelError(TformerError):
 
 class ParityError(TformerError):
     """A file that does not compute what its source computes."""
+
+
+def numbered(error: TformerError, number: int) -> TformerError:
+    """What was wrong with an input, as it is told where there may be several. number: of the input, from 1."""
+    return type(error)(f"input {number}: {error}")

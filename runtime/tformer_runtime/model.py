@@ -15,7 +15,7 @@ from tformer_runtime.batching import in_order
 from tformer_runtime.chat import Chat, Prefix
 from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
+from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError, numbered
 from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
 from tformer_runtime.guesses import check_draft
 from tformer_runtime.info import file_info
@@ -130,7 +130,8 @@ class Model:
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
-        return Chat(self._generator, self._inputs, self._settle, system)
+        template = self._template if self.manifest.chat_template else None
+        return Chat(self._generator, self._inputs, self._settings, self._stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
@@ -172,11 +173,6 @@ class Model:
         settings = self._stream_settings(options, overrides)
         request = self._inputs.request(input, 0, settings, self._base(after))
         return generate_stream(self._generator, request, settings)
-
-    def _settle(
-        self, options: GenerationOptions | None, overrides: Mapping[str, Any], streams: bool = False
-    ) -> Settings:
-        return (self._stream_settings if streams else self._settings)(options, overrides)
 
     def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self._settings(options, overrides)
@@ -484,7 +480,7 @@ class Model:
         try:
             return self._inputs.request(input, index, settings, base)
         except InputError as error:
-            raise InputError(f"input {index + 1}: {error}") from error
+            raise numbered(error, index + 1) from error
 
     def _must_go_on(self, call: str) -> None:
         self._must_generate(call)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError, TformerError
+from tformer_runtime.errors import InputError, MissingExtraError, OptionError, OutputError, TformerError, numbered
 from tformer_runtime.generate import Result
 from tformer_runtime.inputs import Input
 from tformer_runtime.model import Model
@@ -55,7 +55,7 @@ class Drawing:
             try:
                 self._must_draw(model, value)
             except InputError as error:
-                raise type(error)(f"input {number}: {error}") from error
+                raise numbered(error, number) from error
             self._inputs.append(value)
             yield value
 

@@ -96,10 +96,12 @@ class Candidates:
     are none left, all columns are computed.
     """
 
+    nbytes = 0
+
     def __init__(self, rows: Sequence[Ints | None], vocabulary: int, bytes_each: int, budget: Share) -> None:
         """bytes_each: of a gathered column."""
         self.rows, self.vocabulary, self.bytes_each, self.budget = list(rows), vocabulary, bytes_each, budget
-        self.nbytes = self._waits = 0  # of the first, encode gathers
+        self._waits = 0  # of the first, encode gathers
         self.ids: Ints = _NONE
         self.weight: Any = None
         self.wanted: Ints | None = None
@@ -137,7 +139,8 @@ class Candidates:
         self.nbytes = 0
 
     def __del__(self) -> None:
-        self.release()
+        if self.nbytes:  # not when an interrupt came before there was anything to give back
+            self.release()
 
     def _drop(self) -> None:
         self.ids, self.weight, self.wanted = _NONE, None, None

@@ -11,8 +11,8 @@ rows                            1            8            32
 ==============================  ===========  ===========  ===========
 encoder-decoder, 6+6, float32   1.02 ± 0.02  1.00 ± 0.01  0.99 ± 0.04
 encoder-decoder, 6+6, int8      1.03 ± 0.13  1.10 ± 0.09  1.30 ± 0.03
-Llama-shaped, 6, float32        0.97 ± 0.07  1.00 ± 0.02  0.96 ± 0.04
-Llama-shaped, 6, int8           1.14 ± 0.04  1.00 ± 0.04  0.94 ± 0.04
+decoder-only, 6, float32        0.97 ± 0.07  1.00 ± 0.02  0.96 ± 0.04
+decoder-only, 6, int8           1.14 ± 0.04  1.00 ± 0.04  0.94 ± 0.04
 ==============================  ===========  ===========  ===========
 
 So with floats it is all one there, and with int8 it gains where activations are rounded once for all of them.

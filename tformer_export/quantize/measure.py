@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from tformer_export.forecasts import forecast_difference
 from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick
 from tformer_export.quantize.quality import Yardstick
 from tformer_export.quantize.samples import Sample
-from tformer_export.race import Request, times_as_fast
+from tformer_export.race import times_as_fast
 from tformer_export.rows import decode_greedily, run_case
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.engine import Engine
@@ -139,18 +140,15 @@ def _speed(gate: Gate, before: Engine, after: Engine) -> float:
     """How many times as fast a single-row step is."""
     given, start = gate.draw_request(8), gate.start(before.manifest.max_length)
 
-    def steps(engine: Engine) -> Request:
-        def run(rows: int) -> float:
-            """The median time of a step, the first, which reads the start, not counted."""
-            state = engine.start({name: [value] * rows for name, value in given.items()} or None, rows)
-            tokens, times = np.repeat(start[None], rows, axis=0), []
-            for _ in range(max(1, min(STEPS, engine.manifest.max_length - len(start)))):
-                begin = time.perf_counter()
-                logits = engine.step(state, tokens)
-                tokens = tokens[:, -1:] if gate.series is not None else logits.argmax(-1)[:, None]
-                times.append(time.perf_counter() - begin)
-            return float(np.median(times[1:] or times))
+    def seconds(engine: Engine) -> float:
+        """The median time of a step, the first, which reads the start, not counted."""
+        state = engine.start({name: [value] for name, value in given.items()} or None, 1)
+        tokens, times = start[None], []
+        for _ in range(max(1, min(STEPS, engine.manifest.max_length - len(start)))):
+            begin = time.perf_counter()
+            logits = engine.step(state, tokens)
+            tokens = tokens[:, -1:] if gate.series is not None else logits.argmax(-1)[:, None]
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times[1:] or times))
 
-        return run
-
-    return times_as_fast(steps(before), steps(after))
+    return times_as_fast(partial(seconds, before), partial(seconds, after))

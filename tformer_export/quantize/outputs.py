@@ -19,14 +19,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from tformer_export.budget import CLASSES, COSINE, Budget, Meaning
 from tformer_export.quantize.quality import predictions
 from tformer_export.quantize.samples import Sample, of_one_length
-from tformer_export.race import Request, times_as_fast
+from tformer_export.race import times_as_fast
 from tformer_export.source.purpose import ANSWERS
 from tformer_export.verify import TOLERANCE, Gate
 from tformer_runtime.audio import TASK as RECOGNITION
@@ -291,15 +291,12 @@ def _middle(samples: Sequence[Sample]) -> Mapping[str, Array]:
 def _speed(before: Engine, after: Engine, request: Mapping[str, Array]) -> float:
     """How many times as fast one row is."""
 
-    def runs(engine: Engine) -> Request:
-        def run(rows: int) -> float:
-            times = []
-            for _ in range(REPEATS):
-                begin = time.perf_counter()
-                _run(engine, [request] * rows)
-                times.append(time.perf_counter() - begin)
-            return float(np.median(times))
+    def seconds(engine: Engine) -> float:
+        times = []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            _run(engine, [request])
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times))
 
-        return run
-
-    return times_as_fast(runs(before), runs(after))
+    return times_as_fast(partial(seconds, before), partial(seconds, after))

@@ -7,7 +7,7 @@ before that.
 
 Times as long when written out, medians of ratios by turns ± half the distance of their quartiles, of requests that read
 32 tokens and decode 32, for 1, 8 and 32 rows: 1.04 ± 0.02, 1.04 ± 0.01 and 1.03 ± 0.01 in float32, 1.19 ± 0.07, 1.03 ±
-0.04 and 1.08 ± 0.05 with int8 (Llama-shaped, 6 layers, d = 512, one thread of a Xeon on which others were at work).
+0.04 and 1.08 ± 0.05 with int8 (decoder-only, 6 layers, d = 512, one thread of a Xeon on which others were at work).
 """
 
 from __future__ import annotations

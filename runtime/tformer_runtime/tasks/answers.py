@@ -23,7 +23,7 @@ import numpy as np
 from tformer_runtime.checks import flag, whole
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.reading import Window
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, at_once
 from tformer_runtime.tasks.flags import Flag, switch
 
 if TYPE_CHECKING:
@@ -104,13 +104,8 @@ class Answers(Task):
         return Reading([inputs.arrays(window) for window in windows], (context, windows))
 
     def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        first, *others = self.reading(input, inputs, truncate, settings).requests
-        if others:
-            raise InputError(
-                f"the context is read in {1 + len(others)} windows of {settings['window']} tokens, and attention is of "
-                "what is read at once: shorten it, or leave attention out"
-            )
-        return first
+        reading = self.reading(input, inputs, truncate, settings)
+        return at_once(reading, "the context", f"windows of {settings['window']} tokens")
 
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Answer:
         context, windows = reading.beside

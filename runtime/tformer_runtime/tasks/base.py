@@ -40,6 +40,18 @@ class Reading:
     beside: Any = None
 
 
+def at_once(reading: Reading, what: str, windows: str = "windows", shorter: str = "shorten it") -> Mapping[str, Array]:
+    """The one request of an input, to be looked into. InputError where it is read in several. what, windows, shorter:
+    of its sentence."""
+    first, *others = reading.requests
+    if others:
+        raise InputError(
+            f"{what} is read in {1 + len(others)} {windows}, and attention is of what is read at once: {shorter}, or "
+            "leave attention out"
+        )
+    return first
+
+
 class Task(ABC):
     """One kind of thing that models are trained for.
 

@@ -19,13 +19,14 @@ import numpy as np
 
 from tformer_runtime.audio import Audio, Floats, audio_of
 from tformer_runtime.checks import whole
-from tformer_runtime.errors import InputError, ModelFileError, OptionError, TformerError
+from tformer_runtime.errors import InputError, ModelFileError, OptionError, TformerError, numbered
 from tformer_runtime.generate import Generator, Request, generate_all
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.options import GenerationOptions, Settings
 from tformer_runtime.sampling import Ints
 from tformer_runtime.tasks.flags import HOW, LIMIT, Flag
 from tformer_runtime.tasks.recognition import Segment, Speech, Transcription
+from tformer_runtime.tasks.windows import run_together
 
 HELD = 2**26  # numbers of spectrograms that are enough: 256 MB, 2 hours
 DIGITS = 6  # of seconds, of which steps are hundredths
@@ -254,7 +255,7 @@ class Dictator:
                     "leave timestamps=False out"
                 )
         except InputError as error:
-            raise type(error)(f"input {number + 1}: {error}") from error
+            raise numbered(error, number + 1) from error
         times = opening.timestamps if asked["timestamps"] is None else bool(asked["timestamps"])
         times = times or longer
         ids = opening.ids(self._manifest.special.start[0], asked["language"], asked["task"], times)
@@ -282,13 +283,14 @@ class Dictator:
 
     def _each(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription | TformerError]:
         """Of each sound, or what was wrong with it, such as that its own caches do not fit into the memory."""
-        begun = [replace(sound, ids=[], segments=[]) for sound in sounds]
-        try:
-            return [*self._transcribed(begun, asked)]
-        except TformerError as error:
-            if len(sounds) == 1:
-                return [type(error)(f"input {sounds[0].number + 1}: {error}")]
-        return [result for sound in sounds for result in self._each([sound], asked)]
+        found: dict[int, Transcription | TformerError] = {}
+
+        def run(some: Sequence[_Sound]) -> None:
+            begun = [replace(sound, ids=[], segments=[]) for sound in some]
+            found.update(zip([sound.number for sound in some], self._transcribed(begun, asked), strict=True))
+
+        run_together(sounds, run, lambda sound, error: found.update({sound.number: numbered(error, sound.number + 1)}))
+        return [found[sound.number] for sound in sounds]
 
     def _transcribed(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription]:
         """Window by window, those of all sounds that are not through side by side."""

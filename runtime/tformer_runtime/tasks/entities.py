@@ -25,7 +25,7 @@ from tformer_runtime.checks import refused, whole
 from tformer_runtime.errors import InputError, OptionError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.reading import Reader, Window
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, at_once
 from tformer_runtime.tasks.flags import Flag
 
 if TYPE_CHECKING:
@@ -147,13 +147,9 @@ class Entities(Task):
         return Reading([inputs.arrays(window) for window in windows], (input, windows, reader))
 
     def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        windows = 1 if settings["stride"] is None else len(self.reading(input, inputs, truncate, settings).requests)
-        if windows > 1:
-            raise InputError(
-                f"the text is read in {windows} windows, and attention is of what is read at once: shorten it, or "
-                "leave attention out"
-            )
-        return super().at_once(input, inputs, truncate, settings)
+        if settings["stride"] is None:
+            return super().at_once(input, inputs, truncate, settings)
+        return at_once(self.reading(input, inputs, truncate, settings), "the text")
 
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> list[Span]:
         text, windows, reader = reading.beside

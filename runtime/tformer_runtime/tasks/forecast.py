@@ -15,11 +15,18 @@ import numpy.typing as npt
 
 from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, MemoryBudgetError, OptionError, TformerError, UnsupportedCallError
+from tformer_runtime.errors import (
+    InputError,
+    MemoryBudgetError,
+    OptionError,
+    TformerError,
+    UnsupportedCallError,
+    numbered,
+)
 from tformer_runtime.memory import Budget
 from tformer_runtime.series import Series, Window
 from tformer_runtime.session import Array
-from tformer_runtime.tasks.windows import WINDOW, in_windows
+from tformer_runtime.tasks.windows import WINDOW, in_windows, run_together
 
 Forecast = npt.NDArray[np.float32]
 NOTHING: Forecast = np.zeros((0, 0), np.float32)
@@ -33,6 +40,9 @@ class _Row:
     window: Window
     forecast: Forecast = field(default_factory=lambda: NOTHING)
     error: TformerError | None = None
+
+    def fail(self, error: TformerError) -> None:
+        self.error = error
 
 
 class Forecaster:
@@ -97,28 +107,24 @@ class Forecaster:
             try:
                 return self.window(history, steps, truncate)
             except InputError as error:
-                raise InputError(f"input {index + 1}: {error}") from error
+                raise numbered(error, index + 1) from error
 
         def run(rows: Sequence[_Row]) -> None:
-            try:
-                found = self.batch([row.window for row in rows], steps)
-            except TformerError as error:
-                if len(rows) == 1:
-                    rows[0].error = type(error)(f"input {rows[0].index + 1}: {error}")
-                for row in rows if len(rows) > 1 else ():  # so that it is known which
-                    run([row])
-                return
-            for row, forecast in zip(rows, found, strict=True):
+            for row, forecast in zip(rows, self.batch([row.window for row in rows], steps), strict=True):
                 row.forecast = forecast
 
         def given(row: _Row) -> Forecast:
             if row.error is not None:
-                raise row.error
+                raise numbered(row.error, row.index + 1) from row.error
             return row.forecast
 
         rows = (_Row(index, window(index, history)) for index, history in enumerate(histories, first))
         done = in_windows(
-            rows, lambda some: _alike(some, self.series.ragged, batch_size), run, WINDOW * batch_size, workers
+            rows,
+            lambda some: _alike(some, self.series.ragged, batch_size),
+            lambda batch: run_together(batch, run, _Row.fail),
+            size=WINDOW * batch_size,
+            workers=workers,
         )
         return map(given, done)
 

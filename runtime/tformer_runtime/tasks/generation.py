@@ -92,7 +92,7 @@ class _Generating(Job):
         self.batch_size = 1 if draft else 32
         self.streams = bool(given.get("stream"))
         self.chats, self.system = bool(given.get("chat")), given.get("system")
-        self._prompt: Callable[..., Input] = lambda messages, system: messages
+        self._prompt: Callable[..., Input]  # the model's, once that is loaded
         self.max_memory = bytes_of(given["max_memory"]) if given.get("max_memory") is not None else None
         self.drawing = Drawing(Path(alignments), asked.force) if alignments not in (None, "-") else None
         self.resumes = self.drawing is None

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.checks import whole
 from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, TformerError
+from tformer_runtime.errors import InputError, numbered
 from tformer_runtime.manifest import Encode
 from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.session import Array
 from tformer_runtime.tasks.base import Outputs, Reading
-from tformer_runtime.tasks.windows import WINDOW, in_windows
+from tformer_runtime.tasks.windows import WINDOW, in_windows, run_together
 
 POSITIONS = 512  # computed at once on a CPU at most: what one operator writes is still near when the next reads it
 HELD = 2**23  # numbers of a window's inputs that are enough: 32 MB, 9 minutes of sound at 16 kHz
@@ -38,6 +39,9 @@ class _Row:
     sources: Mapping[str, Array]
     outputs: Outputs = ()
     error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
 
     @property
     def size(self) -> int:
@@ -90,20 +94,20 @@ def run_once(
     done = in_windows(
         reads,
         lambda some: _batches(engine, [row for read in some for row in read.rows], batch_size),
-        lambda batch: _run(engine, batch, keep),
-        (WINDOW if _sized(engine) else workers) * batch_size,
-        workers,
-        lambda read: sum(value.size for row in read.rows for value in row.sources.values()),
-        HELD,
-        workers * batch_size,
-        lambda read: len(read.rows),
+        lambda batch: run_together(batch, partial(_run, engine, keep), _Row.fail),
+        size=(WINDOW if _sized(engine) else workers) * batch_size,
+        workers=workers,
+        weigh=lambda read: sum(value.size for row in read.rows for value in row.sources.values()),
+        most=HELD,
+        count=lambda read: len(read.rows),
+        least=workers * batch_size,
     )
     return map(_result, done)
 
 
 def _result(read: _Read) -> tuple[Reading, list[Outputs]]:
     if isinstance(read.failed, InputError):
-        raise type(read.failed)(f"input {read.index + 1}: {read.failed}") from read.failed
+        raise numbered(read.failed, read.index + 1) from read.failed
     if read.failed is not None:
         raise read.failed
     return read.reading, [row.outputs for row in read.rows]
@@ -141,20 +145,12 @@ def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> Iterator[
             at += count
 
 
-def _run(engine: Engine, rows: Sequence[_Row], keep: Keep) -> None:
-    """Give each row its outputs. Where a batch fails, its rows are run alone, so that the wrong one is known."""
+def _run(engine: Engine, keep: Keep, rows: Sequence[_Row]) -> None:
+    """Give each row its outputs."""
     encode = engine.manifest.encode
     assert encode is not None
     named = {name: [row.sources[name] for row in rows] for name in rows[0].sources}
-    try:
-        given = engine.encode(named, len(rows))
-    except TformerError as error:
-        if len(rows) == 1:
-            rows[0].error = error
-            return
-        for row in rows:
-            _run(engine, [row], keep)
-        return
+    given = engine.encode(named, len(rows))
     values = [(spec.shape[1:], given[spec.name].numpy()) for spec in encode.outputs]
     for at, row in enumerate(rows):
         sizes = every_size(encode, row.sources)

@@ -14,10 +14,10 @@ import numpy as np
 from tformer_runtime.audio import LOG_MEL, TASK, audio_of
 from tformer_runtime.checks import seconds, whole
 from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy, said
-from tformer_runtime.errors import InputError, ModelFileError, OptionError
+from tformer_runtime.errors import ModelFileError, OptionError
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.sampling import log_normalizer
-from tformer_runtime.tasks.base import Array, Outputs, Reading, Task
+from tformer_runtime.tasks.base import Array, Outputs, Reading, Task, at_once
 from tformer_runtime.tasks.flags import Flag, switch
 from tformer_runtime.tasks.job import Asked, Batches, Job
 
@@ -163,7 +163,7 @@ class Recognition(Speech):
         name, audio = self._sound
         sound = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
         pieces = self.pieces(len(sound), settings["window"], settings["stride"])
-        return Reading([inputs.once(sound[samples]) for samples, _ in pieces], [own for _, own in pieces])
+        return Reading([{name: audio.waveform(sound[samples])} for samples, _ in pieces], [own for _, own in pieces])
 
     def pieces(self, samples: int, window: int, stride: int) -> list[tuple[slice, slice]]:
         """What a sound is read in: of each piece its samples, and which of its frames are its own. All in samples."""
@@ -178,13 +178,8 @@ class Recognition(Speech):
         return found
 
     def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        first, *others = self.reading(input, inputs, truncate, settings).requests
-        if others:
-            raise InputError(
-                f"the sound is read in {1 + len(others)} windows of {settings['window'] / self._rate:g} s, and "
-                "attention is of what is read at once: cut it, or leave attention out"
-            )
-        return first
+        reading = self.reading(input, inputs, truncate, settings)
+        return at_once(reading, "the sound", f"windows of {settings['window'] / self._rate:g} s", "cut it")
 
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Transcription:
         paths, total = [], 0.0

@@ -8,10 +8,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
+from tformer_runtime.errors import TformerError
+
 WINDOW = 16  # times the rows of a batch: how many inputs are sorted by length together
 
 Input = TypeVar("Input")
 Batch = TypeVar("Batch")
+Row = TypeVar("Row")
+
+
+def run_together(
+    rows: Sequence[Row], run: Callable[[Sequence[Row]], object], failed: Callable[[Row, TformerError], object]
+) -> None:
+    """Run rows side by side; where that fails, each alone, so that it is known which was wrong, and `failed` is told.
+
+    Cost: where it fails, all of them again.
+    """
+    try:
+        run(rows)
+    except TformerError as error:
+        if len(rows) == 1:
+            failed(rows[0], error)
+            return
+        for row in rows:
+            run_together([row], run, failed)
 
 
 def in_windows(

@@ -11,10 +11,13 @@ import pytest
 from toy_models import END_ID, Toy, assert_alike
 
 from tformer_runtime import MemoryBudgetError, Model, UnsupportedCallError
+from tformer_runtime.cache import KVCache
+from tformer_runtime.context import Context
 from tformer_runtime.generate import Generator
 from tformer_runtime.memory import Budget, Share
 from tformer_runtime.scheduler import Scheduler
 from tformer_runtime.search import Task
+from tformer_runtime.shortlist import Candidates
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
 WAYS = [
@@ -316,3 +319,8 @@ def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
     list(model.generate_batch(WORDS))
     assert model.memory()["limit"] is None
     assert model.memory()["held"] == 0 < model.memory()["peak"]
+
+
+@pytest.mark.parametrize("kind", [KVCache, Context, Candidates])
+def test_what_an_interrupt_kept_from_being_made_has_nothing_to_give_back(kind):
+    kind.__new__(kind).__del__()
