@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
+from collections.abc import Iterator
+
+import pytest
 
 
 def pytest_configure() -> None:
@@ -10,3 +15,29 @@ def pytest_configure() -> None:
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _torch_tells_nobody() -> None:
+    """pytest listens to loggers that do not propagate, and torch writes pages on each trace for whoever listens."""
+    from torch._logging._internal import trace_log
+
+    trace_log.handlers.clear()
+    trace_log.propagate = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators_are_read_once() -> Iterator[None]:
+    """torch.onnx reads its table of operators for each stage that it writes: half a second, some hundreds of times."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read = functools.cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(opset_version: int) -> ONNXRegistry:
+        registry = copy.copy(read(opset_version))
+        registry.functions = {name: [*known] for name, known in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield

@@ -27,9 +27,10 @@ from tformer_export.source.once import with_tokenizer
 from tformer_export.source.program import from_program
 from tformer_export.source.results import for_its_task
 from tformer_export.source.sentence_encoder import from_sentence_encoder, is_sentence_encoder
-from tformer_runtime.errors import OptionError, SourceError
+from tformer_runtime.errors import InputError, OptionError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
+from tformer_runtime.templates import compiled
 
 
 def export(
@@ -54,6 +55,7 @@ def export(
     special: SpecialTokens | Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
     series: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
     prepare: Any = None,
     labels: Sequence[str] | None = None,
     problem: str | None = None,
@@ -102,6 +104,8 @@ def export(
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers processor, for a model that
         reads sound; or a tokenizer of transformers, for a model that is run once.
     special: start, end and pad ids.
+    chat_template: Jinja text that makes a prompt of a conversation, as transformers' apply_chat_template takes it, of a
+        model that goes on with texts.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
         in its own units.
@@ -155,7 +159,7 @@ def export(
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "dynamic": dynamic, "constants": constants, "output": output}
-    source = _source(model, example, step, call, tokenizer, task, special, defaults, series)
+    source = _source(model, example, step, call, tokenizer, task, special, defaults, series, chat_template)
     if prepare is not None:
         source = with_preparation(source, prepare, labels is not None or problem is not None)
     source = for_its_task(source, labels, problem, pool, normalize)
@@ -200,6 +204,7 @@ def _source(
     special: SpecialTokens | Mapping[str, Any] | None,
     defaults: Mapping[str, Any] | None,
     series: Mapping[str, Any] | None,
+    chat_template: str | None,
 ) -> Source:
     """`call`: how forward is called, as `from_module` takes it."""
     if isinstance(special, Mapping):
@@ -233,10 +238,24 @@ def _source(
         "special": special,
         "defaults": defaults,
         "series": series,
+        "chat_template": chat_template,
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)
+    if chat_template is not None:
+        _check_template(source, chat_template)
     return source
+
+
+def _check_template(source: Source, text: str) -> None:
+    if source.step is None or source.given != [source.step]:
+        raise OptionError(
+            "a chat template makes the prompt of a model that goes on with it, of which there is no other input"
+        )
+    try:
+        compiled(text, source.chat_tokens)
+    except InputError as error:
+        raise OptionError(str(error).replace("the file's", "the")) from error
 
 
 def _check_texts(source: Source) -> None:

@@ -3,22 +3,23 @@
 The file is what ``torch.save`` writes of one dictionary of plain values, so that ``torch.load(weights_only=True)``
 reads it without running any code that it might hold:
 
-=============== ====================================================================================================
-``format``      always ``"tformer.checkpoint"``
-``version``     of this format: 1
-``factory``     import path of a callable that returns the module: ``"package.module:callable"``
-``arguments``   its keyword arguments, JSON-able
-``state_dict``  name → tensor, as ``module.state_dict()`` gives it
-``tokenizers``  input name → text in tokenizers' JSON format; ``"*"`` stands for every input; may be empty
-``task``        what the model does, such as ``"text2text-generation"``
-``step``        name of the autoregressive input of ``forward``; None for a model that is run once
-``special``     ``{"start": [ids], "end": [ids], "pad": id}`` of the step input's vocabulary
-``defaults``    generation defaults, JSON-able
-``series``      of a model that forecasts: columns, normalisation and the rest, as `tformer_export.series` has it;
-                None for any other
-``labels``      of a classifier, in the order of its scores; empty for any other
-``max_length``  longest sequence that the model takes, or None where it has to be told or found
-=============== ====================================================================================================
+================= ====================================================================================================
+``format``        always ``"tformer.checkpoint"``
+``version``       of this format: 1
+``factory``       import path of a callable that returns the module: ``"package.module:callable"``
+``arguments``     its keyword arguments, JSON-able
+``state_dict``    name → tensor, as ``module.state_dict()`` gives it
+``tokenizers``    input name → text in tokenizers' JSON format; ``"*"`` stands for every input; may be empty
+``task``          what the model does, such as ``"text2text-generation"``
+``step``          name of the autoregressive input of ``forward``; None for a model that is run once
+``special``       ``{"start": [ids], "end": [ids], "pad": id}`` of the step input's vocabulary
+``defaults``      generation defaults, JSON-able
+``series``        of a model that forecasts: columns, normalisation and the rest, as `tformer_export.series` has it;
+                  None for any other
+``labels``        of a classifier, in the order of its scores; empty for any other
+``chat_template`` Jinja text that makes a prompt of a conversation, as transformers has it; None for no conversations
+``max_length``    longest sequence that the model takes, or None where it has to be told or found
+================= ====================================================================================================
 
 Loading a file runs nothing of it. *Building* imports the factory that it names and calls it, as an import would.
 """
@@ -76,6 +77,7 @@ class Checkpoint:
     max_length: int | None = None
     series: Mapping[str, Any] | None = None
     labels: Sequence[str] = ()
+    chat_template: str | None = None
 
     def build(self) -> nn.Module:
         """The module with its weights, in eval mode.
@@ -106,6 +108,7 @@ KINDS: dict[str, type | UnionType] = {
     "max_length": int | None,
     "series": dict | None,
     "labels": list,
+    "chat_template": str | None,
 }
 
 
@@ -123,6 +126,7 @@ def save_checkpoint(
     max_length: int | None = None,
     series: Mapping[str, Any] | None = None,
     labels: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> None:
     """Write `model` to `path`, which is replaced in one go: a killed process leaves the old file or the new one.
 
@@ -148,6 +152,7 @@ def save_checkpoint(
         "max_length": max_length,
         "series": None if series is None else _plain("series", series),
         "labels": _plain("labels", list(labels)),
+        "chat_template": chat_template,
     }
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -231,7 +236,7 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise SourceError(f"{source} has format version {version}; this release reads up to {VERSION}: upgrade tformer")
-    content = {"series": None, "labels": [], **content}  # which earlier releases did not write
+    content = {"series": None, "labels": [], "chat_template": None, **content}  # which earlier releases did not write
     missing = [f.name for f in fields(Checkpoint) if f.name not in content]
     if missing:
         raise SourceError(f"{source} lacks {', '.join(missing)}, so it is damaged or was not written by tformer")

@@ -86,6 +86,9 @@ def _budget(context: click.Context, parameter: click.Parameter, value: str | Non
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
 @click.option(
+    "--chat-template", type=click.Path(path_type=Path), help="Jinja text that makes a prompt of a conversation."
+)
+@click.option(
     "--task",
     help="What the model does, such as text-classification; by default what SOURCE says. A folder is loaded for it.",
 )
@@ -203,6 +206,7 @@ def _export(
     factory: str | None,
     config: Path | None,
     tokenizer: Path | None,
+    chat_template: Path | None,
     step: str | None,
     trust_pickle: bool,
     task: str | None,
@@ -219,7 +223,8 @@ def _export(
 
     check_writable(output, options["force"])
     options["alignments"] = _layers(alignments) if alignments is not None else None
-    text = _read(tokenizer) if tokenizer is not None else None
+    text = _tokenizer(tokenizer) if tokenizer is not None else None
+    options["chat_template"] = None if chat_template is None else _read("--chat-template", chat_template)
     loaded = load_source(
         source,
         step=step,
@@ -248,14 +253,21 @@ def _layers(text: str) -> Any:
     return [int(m[1]) if m[2] is None else (int(m[1]), int(m[2])) for m in pairs if m]
 
 
-def _read(tokenizer: Path) -> str:
+def _read(flag: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{flag} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{flag} {path} is not UTF-8") from error
+
+
+def _tokenizer(tokenizer: Path) -> str:
     from tokenizers import Tokenizer
 
+    text = _read("--tokenizer", tokenizer)
     try:
-        text = tokenizer.read_text(encoding="utf-8")
         Tokenizer.from_str(text)
-    except OSError as error:
-        raise OptionError(f"--tokenizer {tokenizer} cannot be read: {error.strerror}") from error
     except Exception as error:  # tokenizers raises plain Exception
         raise OptionError(f"--tokenizer {tokenizer} is not in tokenizers' JSON format: {error}") from error
     return text

@@ -17,9 +17,11 @@ Pair = tuple[Sequence[int], Sequence[int]]
 class Dataset:
     """What a recipe's data factory returns.
 
-    train, validation: pairs of source ids and target ids; the targets hold their start and end tokens.
+    train, validation: pairs of source ids and target ids; the targets hold their start and end tokens. Of a language
+    model, whose `step` is "ids": pairs of ids and what is to be said after each of them, padding for nothing.
     model_arguments: what the data decides about the model, such as the sizes of its vocabularies.
     tokenizers: input name → text in tokenizers' JSON format. special: as in a checkpoint.
+    step, chat_template: as in a checkpoint.
     labels: of a classifier, whose targets hold one number each: which label is the row's.
     """
 
@@ -29,6 +31,8 @@ class Dataset:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     special: Mapping[str, Any] = field(default_factory=lambda: {"start": [1], "end": [2], "pad": 0})
     labels: Sequence[str] = ()
+    step: str = "tgt"
+    chat_template: str | None = None
 
 
 class Batches:

@@ -56,12 +56,16 @@ class Seq2SeqTask(Task):
         super().__init__(model, options)
         self.pad = pad
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def said_and_wanted(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (B, T, V), and the ids (B, T) that are right, `pad` for those that do not count."""
         src, tgt = batch
-        logits = self.model(src, tgt[:, :-1])
+        return self.model(src, tgt[:, :-1]).float(), tgt[:, 1:]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits, wanted = self.said_and_wanted(batch)
         loss = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            tgt[:, 1:].flatten(),
+            logits.flatten(0, 1),
+            wanted.flatten(),
             ignore_index=self.pad,
             label_smoothing=self.options.label_smoothing,
         )
@@ -69,9 +73,7 @@ class Seq2SeqTask(Task):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        src, tgt = batch
-        wanted = tgt[:, 1:]
-        logits = self.model(src, tgt[:, :-1]).float()
+        logits, wanted = self.said_and_wanted(batch)
         real = wanted != self.pad
         right = logits.argmax(-1) == wanted
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=self.pad, reduction="sum")
@@ -84,6 +86,14 @@ class Seq2SeqTask(Task):
         self.log("token_accuracy", right_tokens / tokens)
         # Greedy decoding gives exactly the target if and only if every token is the best one after the right ones.
         self.log("sequence_accuracy", right_rows / rows)
+
+
+class LanguageTask(Seq2SeqTask):
+    """One training step: predict what is to be said after each id, where something is; loss as of `Seq2SeqTask`."""
+
+    def said_and_wanted(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, wanted = batch
+        return self.model(ids).float(), wanted
 
 
 class ClassificationTask(Task):

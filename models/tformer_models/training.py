@@ -1,4 +1,4 @@
-"""Training of a sequence-to-sequence model, a classifier or a forecaster by a recipe, with Lightning's Trainer.
+"""Training by a recipe, with Lightning's Trainer: of a sequence model, a language model, a classifier or a forecaster.
 
 A Lightning "epoch" is here the stretch of `validate_every` steps between two validations: at its end the weights are
 checkpointed, and that is where a killed run resumes. What happens in a step (its batch, its dropout, its rate) follows
@@ -36,7 +36,7 @@ from tformer_export.checkpoint import (
 from tformer_models.curves import write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
-from tformer_models.objectives import ClassificationTask, ForecastTask, Seq2SeqTask, Task
+from tformer_models.objectives import ClassificationTask, ForecastTask, LanguageTask, Seq2SeqTask, Task
 from tformer_models.recipe import Recipe, Training
 from tformer_models.windows import SeriesDataset, Windows
 
@@ -121,8 +121,10 @@ def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training)
         return ForecastTask(model, options, dataset.context, dataset.horizon), Stream(train, validation, options)
     pad = int(dataset.special["pad"])
     pairs, others = (Batches(side, tokens, seed, pad) for side in (dataset.train, dataset.validation))
-    task = ClassificationTask(model, options) if dataset.labels else Seq2SeqTask(model, options, pad)
-    return task, Stream(pairs, others, options)
+    if dataset.labels:
+        return ClassificationTask(model, options), Stream(pairs, others, options)
+    task = LanguageTask if dataset.step == "ids" else Seq2SeqTask
+    return task(model, options, pad), Stream(pairs, others, options)
 
 
 def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:
@@ -131,7 +133,9 @@ def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, An
         one_length: dict[str, Any] = {"shortest": dataset.context} if model.step is None else {}
         return {"series": {**dataset.series, **one_length}, "step": model.step}
     said: dict[str, Any] = {"tokenizer": dataset.tokenizers, "special": dataset.special}
-    return {**said, "labels": dataset.labels, "step": None} if dataset.labels else said
+    if dataset.labels:
+        return {**said, "labels": dataset.labels, "step": None}
+    return {**said, "step": dataset.step, "chat_template": dataset.chat_template}
 
 
 class Stream(L.LightningDataModule):

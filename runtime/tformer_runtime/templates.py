@@ -20,9 +20,10 @@ def template_of(manifest: Manifest) -> Template:
     """The file's own. UnsupportedCallError if it has none."""
     if manifest.chat_template is None:
         raise UnsupportedCallError(
-            "the file has no chat template: export the model from a folder whose tokenizer has one"
+            "the file has no chat template: export the model from a folder whose tokenizer has one, or "
+            "with --chat-template"
         )
-    return _template(manifest.chat_template, manifest.chat_tokens)
+    return compiled(manifest.chat_template, manifest.chat_tokens)
 
 
 def conversation(given: Any, system: str | None = None) -> list[Message]:
@@ -41,8 +42,8 @@ def _is_message(given: Any) -> bool:
     return isinstance(given, Mapping) and all(isinstance(given.get(name), str) for name in ("role", "content"))
 
 
-def _template(text: str, tokens: Mapping[str, str]) -> Template:
-    """A template as a function of messages, with what apply_chat_template gives one.
+def compiled(text: str, tokens: Mapping[str, str]) -> Template:
+    """A template as a function of messages, with what apply_chat_template gives one. InputError if it cannot be read.
 
     tokens: the names of special tokens, such as bos_token, and their texts.
     """

@@ -323,6 +323,15 @@ def test_a_tokenizer_that_is_none(checkpoint, folder, refused):
     assert "cannot be read" in refused(checkpoint, "-o", "out.onnx", "--tokenizer", "none.json")
 
 
+def test_a_chat_template_that_is_none(checkpoint, folder, refused):
+    message = refused(checkpoint, "-o", "out.onnx", "--chat-template", "none.jinja")
+    assert message.startswith("--chat-template none.jinja cannot be read: No such file")
+    Path("chat.jinja").write_bytes(b"\xff")
+    assert refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja").endswith("is not UTF-8")
+    Path("chat.jinja").write_text("{{ messages[0].content }}")
+    assert "of which there is no other input" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
+
+
 def test_a_model_that_cannot_be_stepped(folder, refused):
     message = refused("factories:looks_ahead", "--step", "tgt", "-o", "out.onnx")
     assert "`aten.mean.dim`" in message

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from tformer_export import export
-from tformer_export.checkpoint import save_checkpoint
+from tformer_export.checkpoint import OptionError, save_checkpoint
 from tformer_export.cli import command as export_command
-from tformer_models import languages
+from tformer_models import languages, words
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
 from tformer_runtime import Model
@@ -31,7 +31,7 @@ def tokenizer():
 
 def random(kind, *arguments, **options):
     torch.manual_seed(2)
-    model = kind(*arguments, **SIZES, **options).eval()
+    model = kind(*arguments, **{**SIZES, **options}).eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
@@ -87,3 +87,54 @@ def test_a_language_model_goes_on_as_its_whole_forward_does(tmp_path):
             while len(wanted) < len(prompt) + 12 and (len(wanted) == len(prompt) or wanted[-1] != 2):
                 wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
         assert list(result.token_ids) == wanted[len(prompt) :]
+
+
+def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
+    """Two turns on the command line and in Python, against the whole forward over the conversation so far."""
+    size = len(words.vocabulary())
+    sizes = {**SIZES, "positions": "sinusoidal", "max_length": 64}
+    model = random(LanguageModel, size, **sizes)
+    save_checkpoint(
+        model, tmp_path / "model.pt", factory="tformer_models.language_model:LanguageModel",
+        arguments={"vocabulary": size, **sizes}, tokenizer={"ids": words.tokenizer()},
+        task="text-generation", step="ids", special={"start": [], "end": [words.END], "pad": words.PAD},
+        chat_template=words.TEMPLATE, max_length=64,
+    )  # fmt: skip
+    file = tmp_path / "model.onnx"
+    done = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
+    assert done.exit_code == 0, done.output
+    encode, decode = Tokenizer.from_str(words.tokenizer()).encode, Tokenizer.from_str(words.tokenizer()).decode
+
+    def answer(prompt):
+        ids = encode(prompt).ids
+        first = len(ids)
+        with torch.inference_mode():
+            while len(ids) < first + 4 and (len(ids) == first or ids[-1] != words.END):
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        return decode(ids[first:])
+
+    first = answer("<user>cat<end><model>")
+    second = answer(f"<user>cat<end><model>{first}<end><user>a rhyme<end><model>")
+    messages = [("user", "cat"), ("assistant", first), ("user", "a rhyme")]
+    talk = [{"role": role, "content": text} for role, text in messages]
+    out = CliRunner().invoke(run_command, [str(file), "--chat", "--max-new-tokens", "4", "--", "cat", json.dumps(talk)])
+    assert out.exit_code == 0, out.output
+    assert out.stdout.splitlines() == [first, second]
+    chat = Model.load(file, device="cpu", threads=1).chat()
+    assert [chat.send(text, max_new_tokens=4).text for text in ("cat", "a rhyme")] == [first, second]
+
+
+def test_a_template_beside_a_module(tmp_path):
+    """In Python and on the command line; what cannot be one is refused before anything is traced."""
+    model, ids = random(LanguageModel, len(words.vocabulary())), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    given = {"example": {"ids": ids}, "step": "ids", "tokenizer": words.tokenizer(), "max_length": 24}
+    given["special"] = {"start": [], "end": [words.END], "pad": words.PAD}
+    export(model, tmp_path / "m.onnx", **given, chat_template="{{ messages[0].content }}")
+    prompt = Model.load(tmp_path / "m.onnx", "cpu", threads=1).prompt("K AE")
+    assert prompt.tolist() == Tokenizer.from_str(words.tokenizer()).encode("K AE").ids
+    with pytest.raises(OptionError, match="the chat template cannot be read: "):
+        export(model, tmp_path / "n.onnx", **given, chat_template="{% for %}")
+    encoder = random(SentenceEncoder, 300)
+    with pytest.raises(OptionError, match="a chat template makes the prompt of a model that goes on with it"):
+        export(encoder, tmp_path / "n.onnx", {"ids": ids}, None, chat_template="{{ messages[0].content }}")
+    assert not (tmp_path / "n.onnx").exists()

@@ -35,4 +35,5 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
     )
     source.name = os.path.basename(path)
     source.outcome = Outcome(tuple(checkpoint.labels))
+    source.chat_template = checkpoint.chat_template
     return source

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tformer_runtime.errors import OptionError, SourceError
 
 OPTIONS = {  # what a factory may say beside its module and example
     "step", "masks", "dynamic", "constants", "output", "task", "special", "tokenizer", "defaults", "max_length",
-    "series",
+    "series", "chat_template",
 }  # fmt: skip
 
 
@@ -106,7 +107,8 @@ def _source(made: Any, spec: str, step: str | None) -> Source:
     example = ids_for(module) if example is None else example
     if tokenizer is not None:
         options["tokenizers"] = dict.fromkeys(example, tokenizer) if isinstance(tokenizer, str) else tokenizer
-    return from_module(module, example, step, **options)
+    template = options.pop("chat_template", None)
+    return replace(from_module(module, example, step, **options), chat_template=template)
 
 
 def _arguments(config: Path | None) -> dict[str, Any]:

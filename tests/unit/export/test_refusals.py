@@ -113,7 +113,7 @@ class Encoder(Small):
     def __init__(self):
         super().__init__(Mixer)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, tgt):
         return self.out(self.encoder(self.embed(tgt)))  # HERE
@@ -121,15 +121,15 @@ class Encoder(Small):
 
 def test_the_calling_line_and_the_module_for_what_torch_nn_does(tmp_path):
     message = refusal(Encoder, tmp_path)
-    assert f"the attention at {here(Encoder.forward)} (in its `encoder.layers.1.self_attn`) looks ahead" in message
+    assert f"the attention at {here(Encoder.forward)} (in its `encoder.layers.0.self_attn`) looks ahead" in message
 
 
 def test_the_module_alone_for_a_model_of_torch_nns_modules(tmp_path):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     model = nn.Sequential(nn.Embedding(9, WIDTH), encoder, nn.Linear(WIDTH, 9))
     message = refusal(model, tmp_path, example={"input": torch.ones(2, 3, dtype=torch.int64)}, step="input")
-    assert message.startswith("the attention at `1.layers.1.self_attn` looks ahead")
+    assert message.startswith("the attention at `1.layers.0.self_attn` looks ahead")
 
 
 # -- state that is not attention's ------------------------------------------------------------------------------------
