@@ -20,7 +20,7 @@ WIDE = dict(rtol=0, atol=2e-4)  # of values of about 10
 HEADS = ((0, 1), (1, 0), (1, 3))
 HAND_WRITTEN = dict(
     alignments=HEADS,
-    hidden=("encoder.1.4", "decoder.0.6", "decoder.1.1", "decoder.0.0.linears.0", "tgt", "out"),
+    hidden=("encoder.0.4", "decoder.0.6", "decoder.1.1", "decoder.0.0.linears.0", "tgt", "out"),
 )
 LLAMA = dict(hidden=("model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head"))
 
@@ -115,7 +115,7 @@ def test_hidden_states_are_what_the_submodules_return(exported):
         every = file.model.hidden(row, tokens[1:])
         for name, value in expected.items():
             np.testing.assert_allclose(every[name], value, **WIDE)
-    assert set(file.model.hidden(row)) == {"encoder.1.4"}
+    assert set(file.model.hidden(row)) == {"encoder.0.4"}
 
 
 def hooked(module, names, *inputs):
@@ -133,7 +133,7 @@ def hooked(module, names, *inputs):
 
 
 def test_hidden_states_of_a_decoder_alone(exported):
-    file = exported("llama-eager", **LLAMA)
+    file = exported("llama-sdpa", **LLAMA)
     (prompt,) = sources(5)
     result = file.model.generate(prompt, hidden=True, max_new_tokens=6)
     ids = torch.tensor([[*prompt, *result.token_ids[:-1]]])
@@ -199,6 +199,6 @@ def test_the_report_and_the_manifest_tell_what_the_file_gives(exported):
     assert shapes["alignments"] == ("batch", "wanted", "src_length")
     assert shapes["hidden.decoder.0.6"] == ("batch", "wanted", 32)
     assert [(extra.name, extra.shape) for extra in manifest.encode.extras] == [
-        ("hidden.encoder.1.4", ("batch", "src_length", 32))
+        ("hidden.encoder.0.4", ("batch", "src_length", 32))
     ]
     assert type(manifest).from_json(manifest.to_json()) == manifest

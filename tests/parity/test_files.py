@@ -17,7 +17,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import read_manifest
 
 ENCODER_DECODERS = ["seq2seq", "hand-written", "marian-eager", "t5-eager"]
-DECODERS = ["gpt2-sdpa", "llama-eager"]
+DECODERS = ["gpt2-sdpa", "llama-sdpa"]
 PORTABLE = ["seq2seq-learned-pre-gelu", "llama-sdpa", "t5-eager"]
 
 
@@ -87,8 +87,8 @@ def test_caches_are_in_place_and_as_few_as_they_can_be(exported, name):
     assert all(cache.in_place for cache in manifest.decode.caches)
     assert len(manifest.decode.caches) == found["caches"] == 4
     assert found["fused"] == 2
-    assert found["attentions"] == {"gpt2-sdpa": 2, "llama-eager": 2, "t5-eager": 6}.get(name, 5)
-    width = {"llama-eager": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48}.get(name, 32)
+    assert found["attentions"] == {"gpt2-sdpa": 2, "llama-sdpa": 2, "t5-eager": 6}.get(name, 5)
+    width = {"llama-sdpa": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48}.get(name, 32)
     for cache in manifest.decode.caches:
         fixed = [size for size in cache.shape if isinstance(size, int)]
         assert np.prod(fixed) == width
@@ -100,7 +100,7 @@ def test_caches_are_in_place_and_as_few_as_they_can_be(exported, name):
         assert sum(width == np.prod([s for s in o.shape if isinstance(s, int)]) for o in keys_and_values) == 4
 
 
-@pytest.mark.parametrize("name", ["seq2seq", "marian-eager", "llama-eager"])
+@pytest.mark.parametrize("name", ["seq2seq", "marian-eager", "llama-sdpa"])
 def test_the_manifest_tells_all_and_round_trips(exported, name):
     file = exported(name)
     manifest = read_manifest(file.path)

@@ -205,7 +205,7 @@ def same_answers(found, module, tokenizer, **asked):
         assert [a.score for a in ranked] == pytest.approx([e["score"] for e in expected], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("roberta", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "asked",
     [{}, {"top_k": 3}, {"top_k": 2, "longest": 3}, {"no_answer": True, "top_k": 40}, {"window": 30, "stride": 5}],
@@ -312,7 +312,7 @@ def test_results_of_integers(made, tmp_path, head, of):
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("roberta", marks=pytest.mark.thorough)])
 def test_masks_are_filled_as_by_the_pipeline(made, name):
     module, tokenizer, model, report = made(name, "MaskedLM")
     pipeline = transformers.FillMaskPipeline(model=module, tokenizer=tokenizer)

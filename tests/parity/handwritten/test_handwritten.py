@@ -67,13 +67,17 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
+ALIKE = ("annotated", "torch-pair-pre-gelu", "llama2.c-flash")  # to families, and to others of these
+
+
 def marked(cases: list[Case], raises: type[Exception] = TformerError) -> list:
     """One parameter for each case; strict, so that a model that begins to work turns the suite red."""
 
-    def mark(case: Case) -> tuple:
-        return (pytest.mark.xfail(strict=True, raises=raises, reason=case.fails),) if case.fails else ()
+    def marks(case: Case) -> list:
+        thorough = [pytest.mark.thorough] if case.name in ALIKE else []
+        return thorough + [pytest.mark.xfail(strict=True, raises=raises, reason=case.fails)] * bool(case.fails)
 
-    return [pytest.param(case, id=case.name, marks=mark(case)) for case in cases]
+    return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
 
 
 @pytest.mark.thorough
