@@ -48,7 +48,7 @@ def weights_of(layers, beam):
     return torch.stack([layer[beam, :, -1] for layer in layers]).mean((0, 1)).numpy()
 
 
-@pytest.mark.parametrize("name", ["marian-eager", "t5-eager"])
+@pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
 def test_greedy_alignments_are_the_weights_of_generate(exported, name):
     file = exported(name, alignments=True)
     for row in sources(6, 11, 3):
@@ -60,7 +60,7 @@ def test_greedy_alignments_are_the_weights_of_generate(exported, name):
         np.testing.assert_allclose(result.alignments, np.stack(weights), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["marian-eager", "t5-eager"])
+@pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
 def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, name):
     file = exported(name, alignments=True)
     moved = 0
@@ -90,7 +90,7 @@ def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
                 np.testing.assert_allclose(each.alignments, file.model.align(row, each.token_ids), **CLOSE)
 
 
-@pytest.mark.parametrize("target", ["cpu", "portable"])
+@pytest.mark.parametrize("target", ["cpu", pytest.param("portable", marks=pytest.mark.thorough)])
 def test_chosen_heads_of_attention_written_by_hand(exported, target):
     file = exported("hand-written", target, **HAND_WRITTEN)
     (row,) = sources(7)

@@ -96,7 +96,9 @@ def theirs(module, tokenizer, samples):
         return module(**read).logits.double().softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name == "deberta" else []) for name in FAMILIES]
+)
 def test_classes_of_texts_and_pairs(made, name):
     module, tokenizer, model, report = made(name)
     for samples in (TEXTS, PAIRS, [LONG, "we"], [(LONG, "we"), ("we", LONG), (LONG, LONG)]):

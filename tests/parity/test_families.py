@@ -22,7 +22,9 @@ families = pytest.mark.parametrize(
     "name",
     [pytest.param(f.name, marks=[pytest.mark.thorough] if f.name in ALIKE else []) for f in FAMILIES],
 )
-portable = pytest.mark.parametrize("name", ["seq2seq-learned-pre-gelu", "llama-sdpa", "t5-eager"])
+portable = pytest.mark.parametrize(
+    "name", ["seq2seq-learned-pre-gelu", "llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)]
+)
 
 
 def draw(seed: int, lengths: tuple[int, ...]) -> list[np.ndarray]:

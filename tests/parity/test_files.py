@@ -18,7 +18,7 @@ from tformer_runtime.modelfile import read_manifest
 
 ENCODER_DECODERS = ["seq2seq", "hand-written", "marian-eager", "t5-eager"]
 DECODERS = ["gpt2-sdpa", "llama-sdpa"]
-PORTABLE = ["seq2seq-learned-pre-gelu", "llama-sdpa", "t5-eager"]
+PORTABLE = ["seq2seq-learned-pre-gelu", "llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)]
 
 
 def graphs(graph):

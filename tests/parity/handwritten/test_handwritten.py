@@ -67,7 +67,8 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
-ALIKE = ("annotated", "torch-pair-pre-gelu", "llama2.c-flash")  # to families, and to others of these
+# To families, to others of these, or to what other tests export.
+ALIKE = ("annotated", "torch-pair-pre-gelu", "llama2.c-flash", "experts-index-add", "heads-in-front")
 
 
 def marked(cases: list[Case], raises: type[Exception] = TformerError) -> list:
