@@ -36,11 +36,12 @@ def _torch_tells_nobody() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _operators_are_read_once() -> Iterator[None]:
     """torch.onnx reads its table of operators for each stage that it writes: half a second, some hundreds of times."""
+    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     read = functools.cache(ONNXRegistry.from_torchlib)
 
-    def from_torchlib(opset_version: int) -> ONNXRegistry:
+    def from_torchlib(opset_version: int = TORCHLIB_OPSET) -> ONNXRegistry:
         registry = copy.copy(read(opset_version))
         registry.functions = {name: [*known] for name, known in registry.functions.items()}
         return registry

@@ -20,6 +20,7 @@ from tformer_export.quantize import ROWS, THROUGHPUT
 from tformer_export.report import Clock, ExportReport, peak_memory
 from tformer_export.source import Mask, Source
 from tformer_export.source.base import special_tokens
+from tformer_export.source.chat import with_template
 from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
 from tformer_export.source.images import with_preparation
 from tformer_export.source.module import from_module
@@ -27,10 +28,9 @@ from tformer_export.source.once import with_tokenizer
 from tformer_export.source.program import from_program
 from tformer_export.source.results import for_its_task
 from tformer_export.source.sentence_encoder import from_sentence_encoder, is_sentence_encoder
-from tformer_runtime.errors import InputError, OptionError, SourceError
+from tformer_runtime.errors import OptionError, SourceError
 from tformer_runtime.manifest import SpecialTokens
 from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.templates import compiled
 
 
 def export(
@@ -104,8 +104,8 @@ def export(
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers processor, for a model that
         reads sound; or a tokenizer of transformers, for a model that is run once.
     special: start, end and pad ids.
-    chat_template: Jinja text that makes a prompt of a conversation, as transformers' apply_chat_template takes it, of a
-        model that goes on with texts.
+    chat_template: Jinja text that makes a prompt of a conversation, as transformers has it for apply_chat_template, for
+        a model that goes on with a text alone. Special tokens are written out, but for those of a folder's tokenizer.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
         normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
         in its own units.
@@ -238,24 +238,14 @@ def _source(
         "special": special,
         "defaults": defaults,
         "series": series,
-        "chat_template": chat_template,
     }
     source = replace(source, **{name: value for name, value in given.items() if value is not None})
     _check_texts(source)
     if chat_template is not None:
-        _check_template(source, chat_template)
+        source = with_template(source, chat_template)
+        if source.step not in source.tokenizers:
+            raise OptionError("a chat template makes texts, and there is no tokenizer to read them: give one")
     return source
-
-
-def _check_template(source: Source, text: str) -> None:
-    if source.step is None or source.given != [source.step]:
-        raise OptionError(
-            "a chat template makes the prompt of a model that goes on with it, of which there is no other input"
-        )
-    try:
-        compiled(text, source.chat_tokens)
-    except InputError as error:
-        raise OptionError(str(error).replace("the file's", "the")) from error
 
 
 def _check_texts(source: Source) -> None:

@@ -138,6 +138,8 @@ def save_checkpoint(
 
     if isinstance(tokenizer, str):
         tokenizer = {EVERY_INPUT: tokenizer}
+    if not isinstance(chat_template, str | None):
+        raise OptionError(f"chat_template of a checkpoint must be Jinja text, not {type(chat_template).__name__}")
     content = {
         "format": FORMAT,
         "version": VERSION,

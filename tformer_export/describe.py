@@ -53,7 +53,7 @@ def describe(
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
         defaults=dict(source.defaults),
         chat_template=source.chat_template,
-        chat_tokens=dict(source.chat_tokens),
+        chat_tokens=dict(source.chat_tokens) if source.chat_template is not None else {},
         preparation={**source.preparation, **({series.input: series.preparation} if series is not None else {})},
         target=target,
         source_digest=source.digest(),

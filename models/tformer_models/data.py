@@ -18,7 +18,7 @@ class Dataset:
     """What a recipe's data factory returns.
 
     train, validation: pairs of source ids and target ids; the targets hold their start and end tokens. Of a language
-    model, whose `step` is "ids": pairs of ids and what is to be said after each of them, padding for nothing.
+    model, whose `step` is "ids" and not "tgt": pairs of ids and what is to be said after each, padding for nothing.
     model_arguments: what the data decides about the model, such as the sizes of its vocabularies.
     tokenizers: input name → text in tokenizers' JSON format. special: as in a checkpoint.
     step, chat_template: as in a checkpoint.

@@ -43,6 +43,7 @@ from tformer_models.windows import SeriesDataset, Windows
 logger = logging.getLogger(__name__)
 
 LAST, BEST, RECIPE, MODEL = "last", "best", "recipe.json", "model.pt"
+STEPS = {"tgt": Seq2SeqTask, "ids": LanguageTask}  # what pairs are for
 METRICS = {
     "pairs": ("loss", "token_accuracy", "sequence_accuracy"),
     "labels": ("loss", "accuracy"),
@@ -123,8 +124,7 @@ def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training)
     pairs, others = (Batches(side, tokens, seed, pad) for side in (dataset.train, dataset.validation))
     if dataset.labels:
         return ClassificationTask(model, options), Stream(pairs, others, options)
-    task = LanguageTask if dataset.step == "ids" else Seq2SeqTask
-    return task(model, options, pad), Stream(pairs, others, options)
+    return STEPS[dataset.step](model, options, pad), Stream(pairs, others, options)
 
 
 def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:
@@ -256,6 +256,11 @@ def _check(dataset: Any, recipe: Recipe) -> None:
         raise OptionError(
             f"the data factory {factory} must return a tformer_models.data.Dataset, or a "
             "tformer_models.windows.SeriesDataset"
+        )
+    if not dataset.labels and dataset.step not in STEPS:
+        raise OptionError(
+            f"{factory} gives pairs for a step input {dataset.step!r}: it is 'tgt', of a model that reads 'src' beside "
+            "it, or 'ids', of a language model"
         )
     told = METRICS["labels" if dataset.labels else "pairs"]
     if recipe.training.monitor not in told:

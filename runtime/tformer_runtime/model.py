@@ -130,7 +130,7 @@ class Model:
     def chat(self, system: str | None = None) -> Chat:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
-        template = self._template if self.manifest.chat_template else None
+        template = None if self.manifest.chat_template is None else self._template
         return Chat(self._generator, self._inputs, self._settings, self._stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:

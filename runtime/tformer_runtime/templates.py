@@ -47,6 +47,28 @@ def compiled(text: str, tokens: Mapping[str, str]) -> Template:
 
     tokens: the names of special tokens, such as bos_token, and their texts.
     """
+    environment = _environment()
+    given = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+    with _in_a_sentence("read"):
+        template = environment.from_string(text)
+
+    def made(messages: Sequence[Message]) -> str:
+        with _in_a_sentence("filled in"):
+            return str(template.render(messages=list(messages), **given))
+
+    return made
+
+
+def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
+    """The special tokens that a template names, such as bos_token, and that `tokens` lacks: they would be nothing."""
+    from jinja2.meta import find_undeclared_variables
+
+    named = find_undeclared_variables(_environment().parse(text))
+    return sorted(name for name in named if name.endswith("_token") and name not in tokens)
+
+
+def _environment() -> Any:
+    """Jinja as apply_chat_template has it. MissingExtraError without it."""
     try:
         from jinja2 import nodes
         from jinja2.ext import Extension, loopcontrols
@@ -75,15 +97,7 @@ def compiled(text: str, tokens: Mapping[str, str]) -> Template:
     )
     environment.filters["tojson"] = to_json  # without escapes for HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
-    given = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-    with _in_a_sentence("read"):
-        template = environment.from_string(text)
-
-    def made(messages: Sequence[Message]) -> str:
-        with _in_a_sentence("filled in"):
-            return template.render(messages=list(messages), **given)
-
-    return made
+    return environment
 
 
 @contextmanager
@@ -94,4 +108,4 @@ def _in_a_sentence(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # of the template, or of what it does with values
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"the file's chat template cannot be {what}: {reason}") from error
+        raise InputError(f"the chat template cannot be {what}: {reason}") from error

@@ -329,7 +329,7 @@ def test_a_chat_template_that_is_none(checkpoint, folder, refused):
     Path("chat.jinja").write_bytes(b"\xff")
     assert refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja").endswith("is not UTF-8")
     Path("chat.jinja").write_text("{{ messages[0].content }}")
-    assert "of which there is no other input" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
+    assert "and this one reads src beside tgt" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
 
 
 def test_a_model_that_cannot_be_stepped(folder, refused):

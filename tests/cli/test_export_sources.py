@@ -50,6 +50,13 @@ def averaged(width):
 
 def unknown_options():
     return Plain(4), {"ids": IDS}, {"beam": 4}
+
+
+def options_beside_transformers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes)), None, {"chat_template": "{{ messages }}"}
 '''
 
 
@@ -168,6 +175,8 @@ def test_a_config_without_a_factory(mine, refused):
 
 def test_options_that_no_factory_may_give(mine, refused):
     assert "mine:unknown_options returned the options beam: it may say" in refused("mine:unknown_options")
+    message = refused("mine:options_beside_transformers")
+    assert "returned options beside a transformers model: give them to the export itself" in message
 
 
 def test_a_file_that_holds_more_than_a_state_dict(mine, refused):

@@ -17,7 +17,7 @@ from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import read_manifest
 
 ENCODER_DECODERS = ["seq2seq", "hand-written", "marian-eager", "t5-eager"]
-DECODERS = ["gpt2-sdpa", "llama-sdpa"]
+DECODERS = ["gpt2-sdpa", "llama-sdpa", pytest.param("llama-eager", marks=pytest.mark.thorough)]
 PORTABLE = ["seq2seq-learned-pre-gelu", "llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)]
 
 
@@ -61,7 +61,16 @@ def test_both_stages_are_one_if_with_the_weights_outside(exported, name):
     assert all(np.prod(tensor.dims) <= 16 for tensor in inside)  # shapes and numbers
 
 
-@pytest.mark.parametrize("name", ["seq2seq", "hand-written", "marian-eager", "gpt2-sdpa"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seq2seq",
+        "hand-written",
+        "marian-eager",
+        "gpt2-sdpa",
+        pytest.param("seq2seq-learned-gelu-untied", marks=pytest.mark.thorough),
+    ],
+)
 def test_weights_are_held_once(exported, name):
     """Models whose tables are weights or buffers: what is held is what the source holds, each tensor once."""
     file = exported(name)
@@ -87,8 +96,9 @@ def test_caches_are_in_place_and_as_few_as_they_can_be(exported, name):
     assert all(cache.in_place for cache in manifest.decode.caches)
     assert len(manifest.decode.caches) == found["caches"] == 4
     assert found["fused"] == 2
-    assert found["attentions"] == {"gpt2-sdpa": 2, "llama-sdpa": 2, "t5-eager": 6}.get(name, 5)
-    width = {"llama-sdpa": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48}.get(name, 32)
+    encodes = {"t5-eager": 2}.get(name, 1)
+    assert found["attentions"] == (2 if file.family.decoder_only else encodes + 4)
+    width = {"llama-sdpa": 2 * 8, "llama-eager": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48}.get(name, 32)
     for cache in manifest.decode.caches:
         fixed = [size for size in cache.shape if isinstance(size, int)]
         assert np.prod(fixed) == width

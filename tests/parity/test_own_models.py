@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from tokenizers import Tokenizer
 from tformer_export import export
 from tformer_export.checkpoint import OptionError, save_checkpoint
 from tformer_export.cli import command as export_command
+from tformer_export.source.chat import with_template
+from tformer_export.source.factory import from_factory
+from tformer_export.source.module import from_module
 from tformer_models import languages, words
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
@@ -124,17 +128,52 @@ def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
     assert [chat.send(text, max_new_tokens=4).text for text in ("cat", "a rhyme")] == [first, second]
 
 
-def test_a_template_beside_a_module(tmp_path):
-    """In Python and on the command line; what cannot be one is refused before anything is traced."""
-    model, ids = random(LanguageModel, len(words.vocabulary())), torch.tensor([[3, 4, 5], [6, 7, 8]])
-    given = {"example": {"ids": ids}, "step": "ids", "tokenizer": words.tokenizer(), "max_length": 24}
-    given["special"] = {"start": [], "end": [words.END], "pad": words.PAD}
-    export(model, tmp_path / "m.onnx", **given, chat_template="{{ messages[0].content }}")
-    prompt = Model.load(tmp_path / "m.onnx", "cpu", threads=1).prompt("K AE")
+def language_model():
+    """A factory."""
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    special = {"start": [], "end": [words.END], "pad": words.PAD}
+    options = {"step": "ids", "tokenizer": words.tokenizer(), "special": special, "max_length": 24}
+    return random(LanguageModel, len(words.vocabulary())), {"ids": ids}, {**options, "chat_template": words.TEMPLATE}
+
+
+def test_a_template_beside_a_module(tmp_path, monkeypatch):
+    """What a factory says, and what the command says in its place."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert from_factory("test_own_models:language_model").chat_template == words.TEMPLATE
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    source, file = "test_own_models:language_model", tmp_path / "m.onnx"
+    done = CliRunner().invoke(
+        export_command, [source, "-o", str(file), "--chat-template", str(tmp_path / "chat.jinja")]
+    )
+    assert done.exit_code == 0, done.output
+    prompt = Model.load(file, "cpu", threads=1).prompt("K AE")
     assert prompt.tolist() == Tokenizer.from_str(words.tokenizer()).encode("K AE").ids
-    with pytest.raises(OptionError, match="the chat template cannot be read: "):
-        export(model, tmp_path / "n.onnx", **given, chat_template="{% for %}")
-    encoder = random(SentenceEncoder, 300)
-    with pytest.raises(OptionError, match="a chat template makes the prompt of a model that goes on with it"):
-        export(encoder, tmp_path / "n.onnx", {"ids": ids}, None, chat_template="{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for %}", "the chat template cannot be read: "),
+        ("", "the chat template is empty: "),
+        ({"default": "{{ messages }}"}, "the chat template is of type dict: "),
+        ("{{ bos_token }}{{ messages[0].content }}", "the chat template names bos_token, unknown here"),
+    ],
+)
+def test_what_is_no_template(tmp_path, template, sentence):
+    model, example, options = language_model()
+    with pytest.raises(OptionError, match=sentence):
+        export(model, tmp_path / "n.onnx", example, **{**options, "chat_template": template})
+    with pytest.raises(OptionError, match=sentence):
+        with_template(from_module(model, example, "ids"), template)
     assert not (tmp_path / "n.onnx").exists()
+
+
+def test_what_has_no_prompt_to_make(tmp_path):
+    model, example, options = language_model()
+    with pytest.raises(OptionError, match="there is no tokenizer to read them: give one"):
+        export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})
+    with pytest.raises(OptionError, match="goes on with a text alone, and this one is run once for an input"):
+        export(model, tmp_path / "n.onnx", example, **{**options, "step": None})
+    with pytest.raises(OptionError, match="chat_template of a checkpoint must be Jinja text, not dict"):
+        save_checkpoint(model, tmp_path / "m.pt", factory="a:b", arguments={}, chat_template={})
+    assert list(tmp_path.iterdir()) == []

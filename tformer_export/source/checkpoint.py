@@ -6,6 +6,7 @@ import os
 
 from tformer_export.checkpoint import EVERY_INPUT, load_checkpoint
 from tformer_export.source.base import Source, special_tokens
+from tformer_export.source.chat import with_template
 from tformer_export.source.module import from_module, has_one_length, ids_for, numbers_for
 from tformer_runtime.errors import SourceError
 from tformer_runtime.manifest import Outcome
@@ -35,5 +36,4 @@ def from_checkpoint(path: str | os.PathLike[str], step: str | None = None) -> So
     )
     source.name = os.path.basename(path)
     source.outcome = Outcome(tuple(checkpoint.labels))
-    source.chat_template = checkpoint.chat_template
-    return source
+    return source if checkpoint.chat_template is None else with_template(source, checkpoint.chat_template)

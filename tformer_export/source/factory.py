@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import nn
 
 from tformer_export.checkpoint import import_callable, load_weights
 from tformer_export.source.base import Source, special_tokens
+from tformer_export.source.chat import with_template
 from tformer_export.source.hugging_face import from_transformers, is_transformers_model
 from tformer_export.source.module import from_module, ids_for
 from tformer_runtime.errors import OptionError, SourceError
@@ -89,6 +89,8 @@ def _source(made: Any, spec: str, step: str | None) -> Source:
     parts = made if isinstance(made, tuple) else (made,)
     module, example, options = (*parts, None, None)[:3]
     if is_transformers_model(module) and example is None:
+        if options:
+            raise SourceError(f"{spec} returned options beside a transformers model: give them to the export itself")
         return from_transformers(module)
     if not isinstance(module, nn.Module) or len(parts) > 3 or not isinstance(options or {}, Mapping):
         raise SourceError(
@@ -108,7 +110,8 @@ def _source(made: Any, spec: str, step: str | None) -> Source:
     if tokenizer is not None:
         options["tokenizers"] = dict.fromkeys(example, tokenizer) if isinstance(tokenizer, str) else tokenizer
     template = options.pop("chat_template", None)
-    return replace(from_module(module, example, step, **options), chat_template=template)
+    source = from_module(module, example, step, **options)
+    return source if template is None else with_template(source, template)
 
 
 def _arguments(config: Path | None) -> dict[str, Any]:

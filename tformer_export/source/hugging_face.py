@@ -70,7 +70,7 @@ def from_folder(
             request = next((n for n in source.given if n != source.step), None)
             source.tokenizers = read_tokenizers(folder, request, source.step)
         source.chat_template = read_chat_template(folder)
-        if source.chat_template is not None and source.tokenizers:
+        if source.tokenizers or (source.chat_template is not None and has_tokenizer(folder)):
             source.chat_tokens = read_chat_tokens(folder)
     return source
 

@@ -26,12 +26,13 @@ def run_together(
     """
     try:
         run(rows)
+        return
     except TformerError as error:
         if len(rows) == 1:
             failed(rows[0], error)
             return
-        for row in rows:
-            run_together([row], run, failed)
+    for row in rows:  # behind `except`, which holds the arrays of all of them
+        run_together([row], run, failed)
 
 
 def in_windows(

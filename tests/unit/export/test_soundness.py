@@ -67,6 +67,7 @@ class RandomInPython(Mixer):
 
 
 def test_randomness_that_torch_does_not_see(tmp_path):
+    random.seed(1)
     message = refusal(RandomInPython, tmp_path)
     assert message.startswith("forward gives another output when it is called again with the same inputs: it draws ")
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tformer_export import export
 from tformer_export.source import load_source
+from tformer_export.source.chat import with_template
 from tformer_runtime import Model, SourceError
 from tformer_runtime.modelfile import read_manifest
 
@@ -196,6 +197,10 @@ def test_a_conversation_is_what_the_folders_own_tokenizer_makes_of_it(tmp_path):
     manifest = read_manifest(tmp_path / "model.onnx")
     assert manifest.chat_template == tokenizer.chat_template
     assert manifest.chat_tokens == named
+    (shutil.copytree(tmp_path / "chat", tmp_path / "mute") / "chat_template.jinja").unlink()
+    mute = load_source(tmp_path / "mute")
+    assert (mute.chat_template, mute.chat_tokens) == (None, named)
+    assert with_template(mute, tokenizer.chat_template).chat_template == tokenizer.chat_template
     model = Model.load(tmp_path / "model.onnx", "cpu")
     assert model.info()["chat_template"] == "yes"
     assert len(model.generate("w3 w4", max_new_tokens=3).token_ids) == 3

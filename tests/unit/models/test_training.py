@@ -161,6 +161,7 @@ def test_a_loss_that_explodes_is_an_error(tmp_path):
     ("recipe", "named"),
     [
         (replace(RECIPE, data=Part("tiny_task:nothing")), "no training pairs"),
+        (replace(RECIPE, data=Part("tiny_task:stepping_over_another")), "a step input 'input_ids': it is 'tgt'"),
         (replace(RECIPE, data=Part("builtins:dict")), "Dataset"),
         (replace(RECIPE, model=Part(RECIPE.model.factory, MODEL | {"heads": 5})), "16 cannot be shared by 5 heads"),
         (replace(RECIPE, data=Part("tiny_task:successors", {"digits": 0})), "tiny_task:successors failed"),

@@ -20,3 +20,7 @@ def successors(pairs: int = 200, longest: int = 6, digits: int = 5) -> Dataset:
 
 def nothing() -> Dataset:
     return Dataset(train=[], validation=[])
+
+
+def stepping_over_another() -> Dataset:
+    return Dataset(train=[([3], [3])], validation=[([3], [3])], step="input_ids")
