@@ -28,7 +28,7 @@ demo: $(READY)
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest come first
 
 thorough: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m thorough

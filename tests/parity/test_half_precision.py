@@ -22,7 +22,7 @@ TYPES = {  # of manifests, of onnx and of torch
     "fp16": ("float16", onnx.TensorProto.FLOAT16, torch.float16),
     "bf16": ("bfloat16", onnx.TensorProto.BFLOAT16, torch.bfloat16),
 }
-names = pytest.mark.parametrize("name", ["llama-sdpa", "t5-eager"])
+names = pytest.mark.parametrize("name", ["llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)])
 halves = pytest.mark.parametrize("precision", TYPES)
 
 

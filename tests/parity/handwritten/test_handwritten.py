@@ -68,7 +68,10 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 # To families, to others of these, or to what other tests export.
-ALIKE = ("annotated", "torch-pair-pre-gelu", "llama2.c-flash", "experts-index-add", "heads-in-front")
+ALIKE = (
+    "annotated", "torch-pair-pre-gelu", "yu-hsiang", "llama2.c-flash", "experts-index-add", "heads-in-front",
+    "rotary-slices-qk-norm",
+)  # fmt: skip
 
 
 def marked(cases: list[Case], raises: type[Exception] = TformerError) -> list:

@@ -147,13 +147,12 @@ def differences(module, path):
     [
         (Einsum, 2),
         (Baddbmm, 2),
-        (BaddbmmExpanded, 2),
-        (BaddbmmOfNothing, 2),
         (SoftCapped, 2),
         (Transposed, 2),
-        (SingleHead, 2),
-        (Linear, 2),
-        (HeadOfFive, 2),
+        *(
+            pytest.param(mixer, 2, marks=pytest.mark.thorough)
+            for mixer in (BaddbmmExpanded, BaddbmmOfNothing, SingleHead, Linear, HeadOfFive)
+        ),
     ],
 )
 def test_plain_attention(mixer, caches, tmp_path):
