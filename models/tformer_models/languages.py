@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from tformer_export.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
-from tformer_models.g2p import SPLITS, split_of
+from tformer_models.g2p import SIDE, split_of
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset
@@ -241,9 +241,6 @@ def report(label: str, predictions: Sequence[str], side: str) -> str:
     every = sum(map(sum, right.values())) / len(chosen)
     mean = sum(sum(of) / len(of) for of in right.values()) / len(right)
     return f"{label}: {side}, {len(chosen)} texts of {len(right)} languages, {every:.2%} right, {mean:.2%} by language"
-
-
-SIDE = click.option("--split", "side", type=click.Choice(SPLITS), default="test", show_default=True)
 
 
 @click.group()

@@ -122,9 +122,8 @@ def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training)
         return ForecastTask(model, options, dataset.context, dataset.horizon), Stream(train, validation, options)
     pad = int(dataset.special["pad"])
     pairs, others = (Batches(side, tokens, seed, pad) for side in (dataset.train, dataset.validation))
-    if dataset.labels:
-        return ClassificationTask(model, options), Stream(pairs, others, options)
-    return STEPS[dataset.step](model, options, pad), Stream(pairs, others, options)
+    task = ClassificationTask(model, options) if dataset.labels else STEPS[dataset.step](model, options, pad)
+    return task, Stream(pairs, others, options)
 
 
 def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:

