@@ -36,10 +36,13 @@ class Peer:
 
 
 OURS = Peer("tformer", "versus.engines.ours")
-FIXED = Peer("tformer, fixed scales", "versus.engines.fixed")
+VARIANTS = (
+    Peer("tformer, for latency", "versus.engines.latency"),
+    Peer("tformer, fixed scales", "versus.engines.fixed"),
+)
 PEERS = (
     OURS,
-    FIXED,
+    *VARIANTS,
     Peer("CTranslate2", "versus.engines.ctranslate"),
     Peer("onnxruntime-genai", "versus.engines.genai", ".venv-genai"),
     Peer("optimum-onnx", "versus.engines.optimum_onnx", ".venv-optimum"),

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from versus.client import BARE, FIXED, OURS, PEERS
+from versus.client import BARE, OURS, PEERS, VARIANTS
 from versus.floor import floors
 from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
 
 ORDER = [peer.name for peer in PEERS]
-OTHERS = [peer.name for peer in PEERS if peer not in (OURS, FIXED)]
+OTHERS = [peer.name for peer in PEERS if peer not in (OURS, *VARIANTS)]
 LEGEND = (
     "The median round, and by how much the fastest of them was faster; in parentheses how many times as long as "
     "tformer it took in the same round, the median, and the share of the floor's speed. Fixed scales were learnt from "
@@ -171,7 +171,8 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
 
 def _mixed(records: Sequence[Record]) -> Iterator[str]:
     """That figures of tformer are not all of the same program."""
-    codes = {record["code"] for record in records if record["peer"] in (OURS.name, FIXED.name) and "code" in record}
+    mine = {peer.name for peer in (OURS, *VARIANTS)}
+    codes = {record["code"] for record in records if record["peer"] in mine and "code" in record}
     if len(codes) > 1:
         yield f"tformer was measured in {len(codes)} states of its code: measure again for a table of one."
 

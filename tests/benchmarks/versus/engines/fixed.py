@@ -10,8 +10,8 @@ from versus.shapes import Shape
 
 def prepare(folder: Path, shape: Shape, precision: str) -> int:
     only(precision, "int8")
-    return ours.prepare(folder, shape, precision, "fixed")
+    return ours.prepare(folder, shape, precision, Engine.variant)
 
 
 class Engine(ours.Engine):
-    activations = "fixed"
+    variant = "fixed"

@@ -12,28 +12,28 @@ from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, code_of, made
 from versus.shapes import END, PAD, START, Case, Shape
 
 QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
+ASKED: dict[str, dict[str, str]] = {"fixed": {"activations": "fixed"}, "latency": {"optimize_for": "latency"}}
 
 
-def prepare(folder: Path, shape: Shape, precision: str, activations: str = "rows") -> int:
-    path = model_path(folder, precision, activations)
-    export = functools.partial(_export, folder, shape, precision, activations)
+def prepare(folder: Path, shape: Shape, precision: str, variant: str | None = None) -> int:
+    """variant: one of ASKED, or the defaults."""
+    path = model_path(folder, precision, variant)
+    export = functools.partial(_export, folder, shape, precision, ASKED[variant] if variant else {})
     return made(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
 
 
-def model_path(folder: Path, precision: str, activations: str = "rows") -> Path:
-    return folder / f"tformer-{precision}{'' if activations == 'rows' else f'-{activations}'}" / "model.onnx"
+def model_path(folder: Path, precision: str, variant: str | None = None) -> Path:
+    return folder / "-".join(filter(None, ["tformer", precision, variant])) / "model.onnx"
 
 
-def _export(folder: Path, shape: Shape, precision: str, activations: str, path: Path) -> None:
+def _export(folder: Path, shape: Shape, precision: str, asked: dict[str, str], path: Path) -> None:
     import torch
 
     from tformer_export import export
     from tformer_runtime import TformerError
 
     ids = torch.full((2, 6), 10)
-    options: dict[str, Any] = {
-        "quantize": QUANTIZE[precision], "activations": activations, "max_length": shape.max_length
-    }  # fmt: skip
+    options: dict[str, Any] = {"quantize": QUANTIZE[precision], "max_length": shape.max_length, **asked}
     try:
         if shape.kind == "translate":
             from versus.engines.source import encoder_decoder
@@ -54,12 +54,12 @@ def _export(folder: Path, shape: Shape, precision: str, activations: str, path: 
 
 
 class Engine:
-    activations = "rows"
+    variant: str | None = None
 
     def __init__(self, folder: Path, shape: Shape, precision: str, threads: int) -> None:
         from tformer_runtime import Model
 
-        path = model_path(folder, precision, self.activations)
+        path = model_path(folder, precision, self.variant)
         self.model = Model.load(path, device="cpu", threads=threads)
         self.kind = shape.kind
 

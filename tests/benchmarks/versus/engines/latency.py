@@ -1,0 +1,17 @@
+"""tformer with kernels of their own for few rows, which cost memory: what one request at a time wants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from versus.engines import only, ours
+from versus.shapes import Shape
+
+
+def prepare(folder: Path, shape: Shape, precision: str) -> int:
+    only(precision, "int8", "int4")
+    return ours.prepare(folder, shape, precision, Engine.variant)
+
+
+class Engine(ours.Engine):
+    variant = "latency"
