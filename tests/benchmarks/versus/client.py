@@ -36,10 +36,8 @@ class Peer:
 
 
 OURS = Peer("tformer", "versus.engines.ours")
-VARIANTS = (
-    Peer("tformer, for latency", "versus.engines.latency"),
-    Peer("tformer, fixed scales", "versus.engines.fixed"),
-)
+FIXED = Peer("tformer, fixed scales", "versus.engines.fixed")
+VARIANTS = (Peer("tformer, for latency", "versus.engines.latency"), FIXED)
 PEERS = (
     OURS,
     *VARIANTS,

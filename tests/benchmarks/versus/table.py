@@ -10,6 +10,7 @@ from versus.client import BARE, OURS, PEERS, VARIANTS
 from versus.floor import floors
 from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
+from versus.targets import COLUMNS, FLOOR, reached
 
 ORDER = [peer.name for peer in PEERS]
 OTHERS = [peer.name for peer in PEERS if peer not in (OURS, *VARIANTS)]
@@ -34,7 +35,7 @@ def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
         mine = [record for record in records if record["row"] == row.name]
         if mine:
             parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
-    return "\n\n".join([*parts, *_behind(records), LEGEND, *_mixed(records)]) + "\n"
+    return "\n\n".join([*parts, *_targets(records, rates), *_behind(records), LEGEND, *_mixed(records)]) + "\n"
 
 
 def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
@@ -167,6 +168,18 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
                 told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
                 found.append((ratio, told))
     return sorted(found)
+
+
+def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
+    """What is set out to be reached, and what was."""
+    lines = []
+    for one in reached(records, rates):
+        form = "{:.0%}" if one.peer == FLOOR else "{:.2f} ×"
+        cells = [form.format(one.times[name]) if name in one.times else "–" for name in COLUMNS]
+        named = [one.row, one.precision, f"{one.case.name}, {one.measure}"]
+        lines.append([*named, one.peer, form.format(one.asked), *cells])
+    if lines:
+        yield "### what was to be reached\n\n" + _table(["", "", "", "beside", "asked", *COLUMNS], lines)
 
 
 def _mixed(records: Sequence[Record]) -> Iterator[str]:
