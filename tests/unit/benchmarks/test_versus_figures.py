@@ -125,6 +125,9 @@ def test_engines_are_loaded_together_as_far_as_they_fit():
 # each; 32 steps with 38,404,096, and 4,718,592 bytes of sources; in the n-th of them, n × 196,608 bytes of the cache.
 READ = 22_020_096 + 32 * (38_404_096 + 4_718_592) + 196_608 * sum(range(1, 33))
 RATES = {"bandwidth": READ / 0.016, "fp32": 1e18, "int8": 1e18}
+# The same for one row.
+ONE = 22_020_096 + 32 * (38_404_096 + 4_718_592 // 8) + 196_608 // 8 * sum(range(1, 33))
+ONE_ROW = {**RATES, "bandwidth": ONE / 0.015}
 
 
 def records():
@@ -158,6 +161,16 @@ def test_where_another_engine_is_ahead_is_listed_and_the_bare_session_is_none():
     (found,) = table.behind(records())
     assert found[0] == 0.625
     assert found[1].startswith("encoder-decoder 60M, int8, batch 8, 24 tokens, request: CTranslate2 took 0.62 ×")
+
+
+def test_what_was_to_be_reached_stands_beside_what_was():
+    latency = {**records()[0], "peer": "tformer, for latency", "ratio": {"request": 0.5}}
+    text = table.markdown([*records(), latency], RATES)
+    assert (
+        "| encoder-decoder 60M | int8 | batch 8, 24 tokens, request | CTranslate2 | 3.00 × | 0.62 × | 1.25 × |" in text
+    )
+    case = {"case": Case(1, 24, 32).to_dict(), "seconds": {"request": [0.02]}}
+    assert "| the floor | 80% | 75% | – |" in table.markdown([{**records()[0], **case}], ONE_ROW)
 
 
 def test_figures_of_several_states_of_the_code_are_told():
