@@ -20,7 +20,7 @@ from tformer_runtime.record import cut_to
 from tformer_runtime.requests import every_size
 from tformer_runtime.rules import rules_of
 from tformer_runtime.sampling import Ints
-from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.scheduler import POSITIONS, Scheduler
 from tformer_runtime.search import Alternatives, FinishReason, Hypothesis, Task, Token
 from tformer_runtime.session import Array
 from tformer_runtime.speculate import Speculator, speculates
@@ -123,7 +123,8 @@ class Generator:
         share = self.budget.share(waits=waits)
         if settings is not None and speculates(settings, rows):
             return Scheduler(Speculator(self.engine, wanted, share), rows, memory=share)
-        return Scheduler(Starter(self.engine, wanted, share, joins), rows, memory=share)
+        positions = POSITIONS[self.engine.session.device]
+        return Scheduler(Starter(self.engine, wanted, share, joins), rows, positions, share)
 
     def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
         """OptionError if the settings do not fit the model."""
