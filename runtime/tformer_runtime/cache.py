@@ -9,7 +9,9 @@ Rows that move are copied from where they differ: every slot bears a number of w
 have most of their past in common, copy little.
 
 Buffers have room for more rows and slots than are in use, so that most changes move little: a row that leaves makes
-room for one that comes. They are made anew when the room is too small, or four times what is needed.
+room for one that comes. They are made anew when the room is too small, or four times what is needed; but no larger than
+the rows will need, where that is known, and then at once with some more than a prompt takes, whose copy would cost as
+much as several steps.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from tformer_runtime.session import Array, Session
 
 BLOCK = 32  # slots of the first buffers; they double from there
 SPARE = 4  # buffers of more than so many times the need are given back
+AHEAD = 8  # one slot more for every so many, where rows are known to go on
 
 
 def slots_for(need: int, most: int) -> int:
@@ -79,9 +82,18 @@ class KVCache:
     nbytes = 0
 
     def __init__(
-        self, session: Session, specs: Sequence[Cache], max_length: int, rows: int, budget: Share | None = None
+        self,
+        session: Session,
+        specs: Sequence[Cache],
+        max_length: int,
+        rows: int,
+        budget: Share | None = None,
+        most: int | None = None,
     ) -> None:
+        """most: slots that the rows come to use, as far as is known. CUDA graphs are captured for buffers of a size, so
+        that those of a GPU have few sizes instead."""
         self._session, self._specs, self._max_length = session, specs, max_length
+        self._most = most if session.device == "cpu" else None
         self._budget = budget or Budget().share()
         self.rows = rows
         self.room = 0  # rows that the buffers have, on the host
@@ -168,6 +180,7 @@ class KVCache:
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
         before, rows = self.rows, self.rows + other.rows
+        self._most = None if self._most is None or other._most is None else max(self._most, other._most)
         fitting = self._fitting(rows, max(used, others))
         self._budget.give(other.nbytes)  # what moves over is counted once
         other.nbytes = 0
@@ -185,7 +198,7 @@ class KVCache:
 
     def fit(self, used: int) -> bool:
         """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
-        slots = slots_for(used, self._max_length)
+        slots = self._slots(used)
         if not self.capacity or (self.room == self.rows and self.capacity <= slots):
             return False
         self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
@@ -194,7 +207,7 @@ class KVCache:
 
     def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
         """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget)
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, self._most)
         lives = [self._live(slab) for slab in self._slabs] if used else []
         other._remake(rows, other._fitting(len(rows), used), used, lives)
         if used:
@@ -226,7 +239,13 @@ class KVCache:
         if not slots and not self.capacity:  # nothing has been read yet
             return room, 0
         fits = slots <= self.capacity <= SPARE * max(slots, BLOCK)
-        return room, self.capacity if fits else slots_for(slots, self._max_length)
+        return room, self.capacity if fits else self._slots(slots)
+
+    def _slots(self, need: int) -> int:
+        """That buffers are made with: never more than what `slots_for` gives for the most that the rows come to use."""
+        if self._most is None or need > self._most:
+            return slots_for(need, self._max_length)
+        return slots_for(min(need + need // AHEAD, self._most), self._most)
 
     def _live(self, slab: _Slab) -> Array:
         """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""

@@ -130,15 +130,17 @@ class Engine:
         budget: Share | None = None,
         joins: bool = False,
         candidates: Sequence[Ints | None] | None = None,
+        most: int | None = None,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
 
         extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
         taken from. joins: the state may be joined with others. candidates: of each request, the ids that may come, in
-        order, None for all; for a file with a shortlist.
+        order, None for all; for a file with a shortlist. most: tokens that a row will come to, if that is known: its
+        buffers are no larger. A row may come to more, for some copying.
         """
         budget = budget or Budget().share()
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget)
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget, most)
         arrays: dict[str, Array] = {}
         context: list[Array] = []
         lengths: dict[str, Ints] = {}

@@ -85,6 +85,7 @@ class Starter:
             budget=self._budget,
             joins=self._joins,
             candidates=candidates_of(self._engine, tasks),
+            most=max(len(task.prompt) + task.most for task in tasks),
         )
         for i, task in enumerate(tasks):
             task.encoded = {name: values[i].copy() for name, values in state.encoded.items()}

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, UnsupportedCallError
-from tformer_runtime.cache import BLOCK, SPARE, KVCache
+from tformer_runtime.cache import BLOCK, SPARE, KVCache, bytes_of, slots_for
 from tformer_runtime.engine import Engine
 from tformer_runtime.memory import Budget
 
@@ -406,6 +406,28 @@ def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
             state = engine.start(request, 1, joins=True)
             assert state.context[2][0, 0, 0, -1] == np.float32(-1e9)  # masked
             assert state.context[2][0, 0, 0, (length - 1) // stride] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "at_first", "in_the_end"),
+    [
+        (40, 44, 44, 44),  # with room for all that comes
+        (60, 100, 100, 100),  # where 64 would be too small in a moment
+        (40, 100, 64, 100),
+        (40, None, 64, 128),
+    ],
+)
+def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_first, in_the_end):
+    engine = Engine(Toy(max_length=128).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
+    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, most=most)
+    engine.step(state, np.ones((2, prompt), np.int64))
+    assert state.cache.capacity == at_first
+    for _ in range((most or 100) - prompt):
+        engine.step(state, np.ones((2, 1), np.int64))
+    assert state.cache.capacity == in_the_end
+    assert state.cache.nbytes == bytes_of(engine.decode.caches, 2, in_the_end)
+    engine.step(state, np.ones((2, 1), np.int64))  # more than was said
+    assert state.cache.capacity == slots_for(in_the_end + (most is not None), 128)
 
 
 class Device:
