@@ -1,6 +1,10 @@
 """Turns, and what is kept of them: each round gives every engine one turn, after a pause in which the last one's
 threads stop spinning. What is told is the median of an engine's rounds, how far its fastest is below that, and the
-median of how many times as long as tformer it took in the same round. All rounds are kept."""
+median of how many times as long as tformer it took in the same round. All rounds are kept.
+
+On a virtual machine others may take the processors' time, for seconds at once and up to half of it. Linux tells how
+much that was: a short turn in which it was more than STOLEN is taken again, TRIES times at most, and what is kept is
+told."""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +24,9 @@ QUIET = 0.3  # seconds before each turn
 TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
 STARTS = 3  # rounds of starts, at most
 FEWEST = 3  # rounds, however long they take
+STOLEN = 0.02  # of the processors' time
+TRIES = 4  # of a turn
+SHORT = 5.0  # seconds of a turn that is taken again
 
 Record = dict[str, Any]
 Tell = Callable[[str], None]
@@ -28,40 +36,81 @@ class Asked(Protocol):
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]: ...
 
 
+@dataclass
+class Rounds:
+    """Of each case: engine → its measures in each round, the share of the processors' time that others took meanwhile,
+    and why it has none."""
+
+    found: dict[Case, dict[str, list[dict[str, float]]]]
+    stolen: dict[Case, dict[str, list[float]]]
+    failed: dict[Case, dict[str, str]]
+
+
 def rounds(
     workers: Mapping[str, Asked],
     inputs: Mapping[Case, list[list[int]]],
     repeats: int,
     budget: float,
     quiet: float = QUIET,
-) -> tuple[Mapping[Case, dict[str, list[dict[str, float]]]], Mapping[Case, dict[str, str]]]:
-    """Of each case, engine → its measures in each round, and engine → why it has none.
+    ticks: Callable[[], tuple[int, int]] | None = None,
+) -> Rounds:
+    """A round goes through all cases, so that what disturbs the machine for a while is felt in a round of each and not
+    in all of one; in every second round the engines take turns the other way round. The first warms up and is left out.
 
-    A round goes through all cases, so that what disturbs the machine for a while is felt in a round of each and not in
-    all of one; in every second round the engines take turns the other way round. The first warms up and is left out.
-
-    budget: seconds after which a case has no further round, once it had FEWEST.
+    budget: seconds after which a case has no further round, once it had FEWEST. ticks: as `processor_ticks`.
     """
-    found: dict[Case, dict[str, list[dict[str, float]]]] = {case: {name: [] for name in workers} for case in inputs}
-    failed: dict[Case, dict[str, str]] = {case: {} for case in inputs}
+    ticks = ticks or processor_ticks
+    made = Rounds(
+        {case: {name: [] for name in workers} for case in inputs},
+        {case: {name: [] for name in workers} for case in inputs},
+        {case: {} for case in inputs},
+    )
     spent = dict.fromkeys(inputs, 0.0)
     for turn in range(repeats + 1):
         for case, given in inputs.items():
             if turn > FEWEST and spent[case] > budget:
                 continue
             begun = time.monotonic()
-            for name in list(found[case])[:: 1 if turn % 2 else -1]:
-                time.sleep(quiet)
+            for name in list(made.found[case])[:: 1 if turn % 2 else -1]:
+                asked = {"case": case.to_dict(), "inputs": given, "least": TURN if turn else 0.0}
                 try:
-                    reply = workers[name].ask("run", case=case.to_dict(), inputs=given, least=TURN if turn else 0.0)
+                    share, reply = _turn(workers[name], asked, quiet, ticks, TRIES if turn else 1)
                 except PeerError as error:
-                    failed[case][name] = str(error)
-                    del found[case][name]
+                    made.failed[case][name] = str(error)
+                    del made.found[case][name]
                     continue
                 if turn:
-                    found[case][name].append(measures(reply, case))
+                    made.found[case][name].append(measures(reply, case))
+                    made.stolen[case][name].append(share)
             spent[case] += time.monotonic() - begun if turn else 0.0
-    return found, failed
+    return made
+
+
+def _turn(
+    worker: Asked, asked: Mapping[str, Any], quiet: float, ticks: Callable[[], tuple[int, int]], tries: int
+) -> tuple[float, dict[str, Any]]:
+    """The reply of the try that was disturbed the least, and the share of the processors' time that others took."""
+    held: list[tuple[float, dict[str, Any]]] = []
+    for _ in range(tries):
+        time.sleep(quiet)
+        before, begun = ticks(), time.monotonic()
+        reply = worker.ask("run", **asked)
+        (stolen, every), seconds = (b - a for a, b in zip(before, ticks(), strict=True)), time.monotonic() - begun
+        held.append((stolen / max(every, 1), reply))
+        if held[-1][0] <= STOLEN or seconds > SHORT:
+            break
+    return min(held, key=lambda one: one[0])
+
+
+def processor_ticks() -> tuple[int, int]:
+    """Of all processors so far: when Linux wanted to run something and another machine ran, and all. Zeros where it is
+    not told."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+        numbers = list(map(int, first.split()[1:9]))  # what follows is counted in these
+    except (OSError, IndexError, ValueError):
+        return 0, 0
+    return numbers[7], sum(numbers)
 
 
 def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
@@ -185,9 +234,9 @@ class Bench:
                     found[peer.name]["error"] = str(error)
                     self.tell(f"  {peer.name}: {error}")
             inputs = {case: inputs_of(row.shape, case) for case in cases}
-            every, why = rounds(workers, inputs, self.repeats, self.budget)
+            made = rounds(workers, inputs, self.repeats, self.budget)
             for case in cases:
-                turns, failed = every[case], why[case]
+                turns, failed = made.found[case], made.failed[case]
                 ours = turns.get(OURS.name, [])
                 floor = floors(row.shape, case, precision, rates)
                 key = {"row": row.name, "precision": precision, "case": case.to_dict()}
@@ -196,6 +245,7 @@ class Bench:
                     before.extend(values)
                     taken = {measure: [value[measure] for value in before] for measure in before[0]}
                     record = {**key, "peer": name, "seconds": taken, "ratio": ratios(values, ours)}
+                    record["stolen"] = made.stolen[case][name]
                     records[:] = [r for r in records if not same(r, record)]
                     records.append(record)
                     self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")

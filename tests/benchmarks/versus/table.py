@@ -8,7 +8,7 @@ from typing import Any
 
 from versus.client import BARE, OURS, PEERS, VARIANTS
 from versus.floor import floors
-from versus.measure import Record
+from versus.measure import STOLEN, Record
 from versus.shapes import ROWS, Case, Row
 from versus.targets import COLUMNS, FLOOR, reached
 
@@ -35,7 +35,12 @@ def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
         mine = [record for record in records if record["row"] == row.name]
         if mine:
             parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
-    return "\n\n".join([*parts, *_targets(records, rates), *_behind(records), LEGEND, *_mixed(records)]) + "\n"
+    return (
+        "\n\n".join(
+            [*parts, *_targets(records, rates), *_behind(records), LEGEND, *_disturbed(records), *_mixed(records)]
+        )
+        + "\n"
+    )
 
 
 def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
@@ -180,6 +185,15 @@ def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[
         lines.append([*named, one.peer, form.format(one.asked), *cells])
     if lines:
         yield "### what was to be reached\n\n" + _table(["", "", "", "beside", "asked", *COLUMNS], lines)
+
+
+def _disturbed(records: Sequence[Record]) -> Iterator[str]:
+    """That others took the processors' time meanwhile."""
+    shares = [share for record in records for share in record.get("stolen", ())]
+    if shares:
+        many = sum(share > STOLEN for share in shares) / len(shares)
+        most = f"more than {STOLEN:.0%} of the processors' time, {max(shares):.0%} at most"
+        yield f"In {many:.0%} of the turns others took {most}."
 
 
 def _mixed(records: Sequence[Record]) -> Iterator[str]:

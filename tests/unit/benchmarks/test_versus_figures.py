@@ -83,28 +83,44 @@ class Fake:
         return {"seconds": self.seconds[self.calls - 1], "first": None}
 
 
+def undisturbed():
+    return 0, 0
+
+
 def test_the_first_round_warms_up_and_ratios_are_of_the_same_round():
     case = Case(1, 2, 3)
     workers = {"tformer": Fake(99, 1, 2, 4), "other": Fake(99, 3, 4, 20), "weak": Fake(1, 1, 1, fails_at=2)}
-    found, failed = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0)
-    assert [value["request"] for value in found[case]["tformer"]] == [1, 2, 4]
-    assert ratios(found[case]["other"], found[case]["tformer"]) == {"request": 3}  # of 3, 2 and 5
-    assert failed[case] == {"weak": "it fell over"}
-    assert "weak" not in found[case]
+    made = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0, ticks=undisturbed)
+    assert [value["request"] for value in made.found[case]["tformer"]] == [1, 2, 4]
+    assert ratios(made.found[case]["other"], made.found[case]["tformer"]) == {"request": 3}  # of 3, 2 and 5
+    assert made.failed[case] == {"weak": "it fell over"}
+    assert "weak" not in made.found[case]
 
 
 def test_a_round_goes_through_all_cases_and_the_turns_alternate():
     turns = []
     workers = {name: Fake(*[1.0] * 9, name=name, turns=turns) for name in ("a", "b")}
-    rounds(workers, {Case(1, 2, 3): [[4]], Case(8, 2, 3): [[4]]}, repeats=2, budget=60, quiet=0)
+    rounds(workers, {Case(1, 2, 3): [[4]], Case(8, 2, 3): [[4]]}, repeats=2, budget=60, quiet=0, ticks=undisturbed)
     forth, back = [("a", 1), ("b", 1), ("a", 8), ("b", 8)], [("b", 1), ("a", 1), ("b", 8), ("a", 8)]
     assert turns == [*back, *forth, *back]
 
 
 def test_no_round_begins_when_the_time_is_spent():
+    case, worker = Case(1, 2, 3), Fake(*[1.0] * 9)
+    made = rounds({"tformer": worker}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0, ticks=undisturbed)
+    assert len(made.found[case]["tformer"]) == 3
+
+
+def test_a_turn_of_which_others_took_much_is_taken_again():
     case = Case(1, 2, 3)
-    found, _ = rounds({"tformer": Fake(*[1.0] * 9)}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0)
-    assert len(found[case]["tformer"]) == 3
+    taken = [0, 5, 0, 9, 8, 7, 9]  # of the 100 ticks of each turn, the one that warms up included
+    clock = iter([tick for i, own in enumerate(taken) for tick in ((0, 100 * i), (own, 100 * i + 100))])
+    made = rounds(
+        {"tformer": Fake(99, 1, 2, 11, 12, 13, 14)}, {case: [[4]]}, 2, budget=60, quiet=0, ticks=lambda: next(clock)
+    )
+    # The first was disturbed and its second try was not; of the four of the next round the third was the least.
+    assert [value["request"] for value in made.found[case]["tformer"]] == [2, 13]
+    assert made.stolen[case]["tformer"] == [0, 0.07]
 
 
 def test_agreement_counts_steps_that_began_alike():
@@ -171,6 +187,13 @@ def test_what_was_to_be_reached_stands_beside_what_was():
     )
     case = {"case": Case(1, 24, 32).to_dict(), "seconds": {"request": [0.02]}}
     assert "| the floor | 80% | 75% | – |" in table.markdown([{**records()[0], **case}], ONE_ROW)
+
+
+def test_how_much_others_took_is_told():
+    shares = [{**record, "stolen": [0.0, 0.5, 0.01, 0.0]} for record in records()[:1]]
+    assert "In 25% of the turns others took more than 2% of the processors' time, 50% at most." in table.markdown(
+        shares, RATES
+    )
 
 
 def test_figures_of_several_states_of_the_code_are_told():
