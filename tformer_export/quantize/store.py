@@ -135,7 +135,7 @@ class Store:
             first = self._derive(home, "Mul", [factor, self.constant("unpack.bytes", np.int32(256))], f"{name}.first")
             begin = self._derive(home, "Unsqueeze", [first, self._shape(-1)], f"{name}.begin")
             place = self._derive(home, "Add", [byte, begin], f"{name}.place")
-            pairs = self._derive(home, "Gather", [self._pairs(), place], f"{name}.pairs", axis=0)
+            pairs = self._derive(home, "Gather", [self._pairs(home), place], f"{name}.pairs", axis=0)
             signed = self._derive(home, "Reshape", [pairs, self._shape(columns, -1)], f"{name}.signed")
             return self._columns(home, name, signed, inner, block)
 
@@ -188,12 +188,19 @@ class Store:
         by_column = self.constant(f"{name}.of_column", scale[:, None])
         return self._derive(home, "Expand", [by_column, self._shape(1, -(-inner // block))], f"{name}.scales")
 
-    def _pairs(self) -> ir.Value:
-        """int8 (16 · 256, 2): at 256 · m + byte, the two numbers of the byte times m."""
-        byte = np.arange(256)
-        numbers = np.stack([byte & 15, byte >> 4], -1) + weights.LOWEST
-        made = np.arange(weights.MOST + 1)[:, None, None] * numbers
-        return self.constant("unpack.pairs", made.astype(np.int8).reshape(-1, 2))
+    def _pairs(self, home: ir.Graph) -> ir.Value:
+        """int8 (16 · 256, 2): at 256 · m + byte, the two numbers of the byte times m. It is made of 16 numbers, for a
+        small file is hardly larger than the table."""
+        numbers = self.constant("unpack.numbers", np.arange(weights.LOWEST, weights.HIGHEST + 1, dtype=np.int32))
+        factors = self.constant("unpack.factors", np.arange(weights.MOST + 1, dtype=np.int32)[:, None, None, None])
+        sides = []
+        for side, axes in (("lower", (0, 2)), ("upper", (1, 2))):  # (upper half, lower half, 1)
+            apart = self._derive(home, "Unsqueeze", [numbers, self._shape(*axes)], f"unpack.{side}.apart")
+            sides.append(self._derive(home, "Expand", [apart, self._shape(16, 16, 1)], f"unpack.{side}"))
+        both = self._derive(home, "Concat", sides, "unpack.both", axis=-1)
+        times = self._derive(home, "Mul", [factors, both], "unpack.times")
+        flat = self._derive(home, "Reshape", [times, self._shape(-1, 2)], "unpack.flat")
+        return self._derive(home, "Cast", [flat], "unpack.pairs", to=ir.DataType.INT8)
 
     def _half(self) -> ir.Value:
         return self.constant("unpack.half", np.uint8(128))
