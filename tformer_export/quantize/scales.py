@@ -66,9 +66,7 @@ def _of_parts(weight: np.ndarray, made: Callable[[np.ndarray], T]) -> list[T]:
     """What is made of columns together, as many as are looked at at once. On threads: numpy lets others run."""
     count = min(max(1, weight.size // AT_ONCE), max(1, weight.shape[1]))
     parts = np.array_split(weight, count, axis=1)
-    if count == 1:
-        return [made(weight)]
-    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
         return list(pool.map(made, parts))
 
 

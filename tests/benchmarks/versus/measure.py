@@ -36,6 +36,17 @@ class Asked(Protocol):
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]: ...
 
 
+def processor_ticks() -> tuple[int, int]:
+    """Of all processors so far: when Linux wanted to run something and another machine ran, and all. Zeros where it is
+    not told."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+        numbers = list(map(int, first.split()[1:9]))  # what follows is counted in these
+    except (OSError, IndexError, ValueError):
+        return 0, 0
+    return numbers[7], sum(numbers)
+
+
 @dataclass
 class Rounds:
     """Of each case: engine → its measures in each round, the share of the processors' time that others took meanwhile,
@@ -52,14 +63,13 @@ def rounds(
     repeats: int,
     budget: float,
     quiet: float = QUIET,
-    ticks: Callable[[], tuple[int, int]] | None = None,
+    ticks: Callable[[], tuple[int, int]] = processor_ticks,
 ) -> Rounds:
     """A round goes through all cases, so that what disturbs the machine for a while is felt in a round of each and not
     in all of one; in every second round the engines take turns the other way round. The first warms up and is left out.
 
     budget: seconds after which a case has no further round, once it had FEWEST. ticks: as `processor_ticks`.
     """
-    ticks = ticks or processor_ticks
     made = Rounds(
         {case: {name: [] for name in workers} for case in inputs},
         {case: {name: [] for name in workers} for case in inputs},
@@ -100,17 +110,6 @@ def _turn(
         if held[-1][0] <= STOLEN or seconds > SHORT:
             break
     return min(held, key=lambda one: one[0])
-
-
-def processor_ticks() -> tuple[int, int]:
-    """Of all processors so far: when Linux wanted to run something and another machine ran, and all. Zeros where it is
-    not told."""
-    try:
-        first = Path("/proc/stat").read_text().splitlines()[0]
-        numbers = list(map(int, first.split()[1:9]))  # what follows is counted in these
-    except (OSError, IndexError, ValueError):
-        return 0, 0
-    return numbers[7], sum(numbers)
 
 
 def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
@@ -214,15 +213,13 @@ class Bench:
             except PeerError as error:
                 records.append({**key, "error": str(error)})
                 self.tell(f"  {peer.name}: {error}")
-        samples: dict[tuple[Case, str], list[dict[str, float]]] = {}
         for group in groups(sizes, OURS.name, 0.8 * available()):
-            self._group(row, cases, group, model, reference, found, samples, records, rates)
+            self._group(row, cases, group, model, reference, found, records, rates)
         return [*records, *found.values()]
 
     def _group(
         self, row: Row, cases: Sequence[Case], group: Sequence[str], model: Any, reference: Any,
-        found: dict[str, Record], samples: dict[tuple[Case, str], list[dict[str, float]]], records: list[Record],
-        rates: Any,
+        found: dict[str, Record], records: list[Record], rates: Any,
     ) -> None:  # fmt: skip
         workers: dict[str, Worker] = {}
         precision = model["precision"]
@@ -241,12 +238,14 @@ class Bench:
                 floor = floors(row.shape, case, precision, rates)
                 key = {"row": row.name, "precision": precision, "case": case.to_dict()}
                 for name, values in turns.items():
-                    before = samples.setdefault((case, name), [])
-                    before.extend(values)
-                    taken = {measure: [value[measure] for value in before] for measure in before[0]}
-                    record = {**key, "peer": name, "seconds": taken, "ratio": ratios(values, ours)}
-                    record["stolen"] = made.stolen[case][name]
-                    records[:] = [r for r in records if not same(r, record)]
+                    record = {**key, "peer": name, "ratio": ratios(values, ours)}
+                    before = next((r for r in records if same(r, record)), None)  # of another group
+                    taken = {measure: [value[measure] for value in values] for measure in values[0]}
+                    record |= {"seconds": taken, "stolen": made.stolen[case][name]}
+                    if before is not None:
+                        taken |= {measure: before["seconds"][measure] + own for measure, own in taken.items()}
+                        record["stolen"] = before["stolen"] + record["stolen"]
+                        records.remove(before)
                     records.append(record)
                     self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")
                 for name, reason in failed.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from versus.client import FIXED, OURS, VARIANTS
 from versus.floor import floors
@@ -55,7 +55,7 @@ class Reached:
     measure: str
     peer: str
     asked: float
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float]
 
 
 def reached(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[Reached]:
