@@ -1,4 +1,4 @@
-"""Give back memory that a mapped file takes although it can be read again."""
+"""Give back memory that nobody needs: what a mapped file takes although it can be read again, and what was freed."""
 
 from __future__ import annotations
 
@@ -28,3 +28,16 @@ def forget(path: Path) -> None:
         if mapping and mapping[3] == name:
             start, end = int(mapping[1], 16), int(mapping[2], 16)
             advise(start, end - start, _PAGEOUT)
+
+
+def trim() -> None:
+    """Give the system what the C library keeps of memory that was freed. Does nothing where that is not glibc.
+
+    While onnxruntime derives kernels' forms of weights it frees several bytes a weight, most of which glibc kept: a
+    file of 134 M weights of 4 bits for latency held 737 MB when it was loaded, and holds 205 so.
+    """
+    try:
+        give_back = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
+        return
+    give_back(ctypes.c_size_t(0))

@@ -205,6 +205,7 @@ class Session:
             loaded["head"] = self._open(heads(int(self.manifest.decode.logits.shape[-1])), folder)
         for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
             pages.forget(file)
+        pages.trim()
         return loaded
 
     @property

@@ -1,9 +1,11 @@
-"""Mapped files that need not stay resident."""
+"""Mapped files that need not stay resident, and memory that was freed."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -48,3 +50,25 @@ def test_pages_of_a_file_are_dropped_and_read_again(tmp_path):
 
 def test_a_file_that_is_not_mapped(tmp_path):
     pages.forget(tmp_path / "none")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_was_freed_is_given_back():
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    size, count = 1 << 15, 2000  # small enough for the heap, which the last keeps from shrinking
+    blocks = [library.malloc(size) for _ in range(count + 1)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        library.free(block)
+    kept = held()
+    pages.trim()
+    assert held() < kept - size * count / 2
+    library.free(blocks[-1])
+
+
+def held():
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
