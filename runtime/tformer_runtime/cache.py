@@ -124,10 +124,9 @@ class KVCache:
 
     def wrote(self, lengths: Ints, new: int) -> None:
         """Note that each row has read so many new tokens behind those that it had. lengths: (rows,) of the latter."""
-        rows = len(lengths)
-        numbers = np.arange(self._writes + 1, self._writes + rows + 1)
-        self._written[np.arange(rows)[:, None], lengths[:, None] + np.arange(new)] = numbers[:, None]
-        self._writes += rows
+        for row, first in enumerate(lengths.tolist()):  # a microsecond for four rows; indexing by arrays, ten for any
+            self._writes += 1
+            self._written[row, first : first + new] = self._writes
 
     def reserve(self, slots: int, used: int) -> bool:
         """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
@@ -198,7 +197,7 @@ class KVCache:
 
     def fit(self, used: int) -> bool:
         """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
-        slots = self._slots(used)
+        slots = slots_for(used, self._max_length)
         if not self.capacity or (self.room == self.rows and self.capacity <= slots):
             return False
         self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
@@ -242,9 +241,14 @@ class KVCache:
         return room, self.capacity if fits else self._slots(slots)
 
     def _slots(self, need: int) -> int:
-        """That buffers are made with: never more than what `slots_for` gives for the most that the rows come to use."""
+        """That buffers are made with: never more than what `slots_for` gives for the most that the rows come to use.
+
+        Where the rows come to few, all of them are there at once: to grow thrice took 3 ms of 230, of a prompt of 16
+        tokens and 64 steps (134 M weights)."""
         if self._most is None or need > self._most:
             return slots_for(need, self._max_length)
+        if self._most <= SPARE * max(need, BLOCK) and self.turns == 1:  # others are copied at each step
+            return self._most
         return slots_for(min(need + need // AHEAD, self._most), self._most)
 
     def _live(self, slab: _Slab) -> Array:

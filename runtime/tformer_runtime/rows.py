@@ -71,14 +71,23 @@ class _OnHost:
 
     def __init__(self, logits: Floats, rows: Sequence[_Row], at: Sequence[int]) -> None:
         """at: the row of logits of each row."""
-        self._logits, self._norms = logits, log_normalizer(logits)
-        found = [(i, row, row.forbidden()) for row, i in zip(rows, at, strict=True)]
-        plain = [(i, row, tokens) for i, row, tokens in found if tokens is not None]
-        self._plain = {row for _, row, _ in plain}
-        with without(logits, [i for i, _, _ in plain], [tokens for _, _, tokens in plain]):
-            tokens = logits.argmax(-1)
-            possible = logits[np.arange(len(logits)), tokens] != -np.inf
-        self._tokens, self._possible = tokens.tolist(), possible.tolist()
+        tokens = logits.argmax(-1)
+        top = logits[np.arange(len(logits)), tokens]
+        self._logits, self._norms = logits, log_normalizer(logits, top)
+        self._tokens, self._possible = tokens.tolist(), (top != -np.inf).tolist()
+        self._plain: set[_Row] = set()
+        barred: dict[int, Ints] = {}  # of the rows whose likeliest may not come
+        for row, i in zip(rows, at, strict=True):
+            forbidden = row.forbidden()
+            if forbidden is None:
+                continue
+            self._plain.add(row)
+            if len(forbidden) and self._tokens[i] in forbidden:
+                barred[i] = forbidden
+        with without(logits, list(barred), list(barred.values())):
+            for i in barred:
+                self._tokens[i] = int(logits[i].argmax())
+                self._possible[i] = bool(logits[i, self._tokens[i]] != -np.inf)
 
     def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
         """A row's next token and its log-probability. at: its row of logits."""

@@ -343,6 +343,9 @@ class Scheduler:
             task.first = task.first or now
             if task.over:
                 task.ended = now
+        if len(tokens) == 1 and in_place(parents[0], len(self._logits)):  # as at most steps: all rows go on as they are
+            self._logits, self._tokens = None, tokens[0][:, None]
+            return
         every = np.concatenate(parents)
         if not len(every):
             self.release()

@@ -412,13 +412,14 @@ def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
     ("prompt", "most", "at_first", "in_the_end"),
     [
         (40, 44, 44, 44),  # with room for all that comes
-        (60, 100, 100, 100),  # where 64 would be too small in a moment
-        (40, 100, 64, 100),
+        (40, 160, 160, 160),
+        (40, 300, 64, 300),  # where the rows may come to far more than they have
+        (60, 300, 128, 300),  # where 64 would be too small in a moment
         (40, None, 64, 128),
     ],
 )
 def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_first, in_the_end):
-    engine = Engine(Toy(max_length=128).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
+    engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
     state = engine.start({"src": [np.full(3, 5)] * 2}, 2, most=most)
     engine.step(state, np.ones((2, prompt), np.int64))
     assert state.cache.capacity == at_first
@@ -427,7 +428,7 @@ def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_f
     assert state.cache.capacity == in_the_end
     assert state.cache.nbytes == bytes_of(engine.decode.caches, 2, in_the_end)
     engine.step(state, np.ones((2, 1), np.int64))  # more than was said
-    assert state.cache.capacity == slots_for(in_the_end + (most is not None), 128)
+    assert state.cache.capacity == slots_for(in_the_end + (most is not None), 512)
 
 
 class Device:
