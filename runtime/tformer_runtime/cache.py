@@ -88,12 +88,12 @@ class KVCache:
         max_length: int,
         rows: int,
         budget: Share | None = None,
-        most: int | None = None,
+        most: Sequence[int] | None = None,
     ) -> None:
-        """most: slots that the rows come to use, as far as is known. CUDA graphs are captured for buffers of a size, so
+        """most: slots that each row comes to use, if that is known. CUDA graphs are captured for buffers of a size, so
         that those of a GPU have few sizes instead."""
         self._session, self._specs, self._max_length = session, specs, max_length
-        self._most = most if session.device == "cpu" else None
+        self._mosts: Ints | None = np.array(most, np.int64) if most is not None and self._on_host else None
         self._budget = budget or Budget().share()
         self.rows = rows
         self.room = 0  # rows that the buffers have, on the host
@@ -144,6 +144,8 @@ class KVCache:
         the buffers have no room for as many, or far too much.
         """
         used = int(lengths[rows].max(initial=0))
+        if self._mosts is not None:
+            self._mosts = self._mosts[rows]
         before, fitting = self.rows, self._fitting(len(rows), used)
         if fitting != (self.room, self.capacity) or not self._on_host:
             self._remake(rows, fitting, used)
@@ -179,7 +181,8 @@ class KVCache:
         Copies the other's rows, and its own where the buffers are too small, or far too large.
         """
         before, rows = self.rows, self.rows + other.rows
-        self._most = None if self._most is None or other._most is None else max(self._most, other._most)
+        known = self._mosts is not None and other._mosts is not None
+        self._mosts = np.concatenate([self._mosts, other._mosts]) if known else None
         fitting = self._fitting(rows, max(used, others))
         self._budget.give(other.nbytes)  # what moves over is counted once
         other.nbytes = 0
@@ -204,9 +207,9 @@ class KVCache:
         self._bind()
         return True
 
-    def copy(self, rows: Array, used: int, budget: Share | None = None) -> KVCache:
-        """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, self._most)
+    def copy(self, rows: Array, used: int, budget: Share | None = None, most: Sequence[int] | None = None) -> KVCache:
+        """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots. most: as at first."""
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, most)
         lives = [self._live(slab) for slab in self._slabs] if used else []
         other._remake(rows, other._fitting(len(rows), used), used, lives)
         if used:
@@ -245,11 +248,12 @@ class KVCache:
 
         Where the rows come to few, all of them are there at once: to grow thrice took 3 ms of 230, of a prompt of 16
         tokens and 64 steps (134 M weights)."""
-        if self._most is None or need > self._most:
+        most = 0 if self._mosts is None else int(self._mosts.max(initial=0))
+        if need > most:
             return slots_for(need, self._max_length)
-        if self._most <= SPARE * max(need, BLOCK) and self.turns == 1:  # others are copied at each step
-            return self._most
-        return slots_for(min(need + need // AHEAD, self._most), self._most)
+        if most <= SPARE * max(need, BLOCK) and self.turns == 1:  # others are copied at each step
+            return most
+        return slots_for(min(need + need // AHEAD, most), most)
 
     def _live(self, slab: _Slab) -> Array:
         """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""

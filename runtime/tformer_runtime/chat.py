@@ -38,7 +38,7 @@ class Prefix:
     def __init__(self, engine: Engine, ids: Ints, budget: Budget) -> None:
         self.engine, self.ids = engine, ids
         share = budget.share(kept=True)
-        self._state = engine.start(None, 1, budget=share)
+        self._state = engine.start(None, 1, budget=share, most=[len(ids)])
         share.ask(engine.sizing.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
         try:
             read(engine, self._state, ids)

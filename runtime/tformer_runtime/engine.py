@@ -59,7 +59,7 @@ class Engine:
     @functools.cached_property
     def sizing(self) -> Sizing:
         """What requests will take."""
-        return Sizing(self.manifest, self.decode)
+        return Sizing(self.manifest, self.decode, exact=self.session.device == "cpu")
 
     @functools.cached_property
     def slack(self) -> int:
@@ -130,14 +130,14 @@ class Engine:
         budget: Share | None = None,
         joins: bool = False,
         candidates: Sequence[Ints | None] | None = None,
-        most: int | None = None,
+        most: Sequence[int] | None = None,
     ) -> State:
         """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
 
         extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
         taken from. joins: the state may be joined with others. candidates: of each request, the ids that may come, in
-        order, None for all; for a file with a shortlist. most: tokens that a row will come to, if that is known: its
-        buffers are no larger. A row may come to more, for some copying.
+        order, None for all; for a file with a shortlist. most: tokens that each request's rows will come to, if that is
+        known: buffers are no larger. A row may come to more, for some copying.
         """
         budget = budget or Budget().share()
         cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget, most)
@@ -261,10 +261,15 @@ class Engine:
         state.call = None
 
     def copy(
-        self, state: State, rows: Array, budget: Share | None = None, extras: Sequence[str] | None = None
+        self,
+        state: State,
+        rows: Array,
+        budget: Share | None = None,
+        extras: Sequence[str] | None = None,
+        most: Sequence[int] | None = None,
     ) -> State:
         """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
-        `start`; None: the state's own."""
+        `start`; None: the state's own. most: as of `start`, of each row."""
         state.check()
         budget = budget or Budget().share()
         lengths = state.lengths[rows]
@@ -272,7 +277,7 @@ class Engine:
         wanted = state.wanted if extras is None else self._of_steps(extras)
         context = state.held.copy(rows, budget)
         try:
-            cache = state.cache.copy(rows, longest, budget)
+            cache = state.cache.copy(rows, longest, budget, most)
         except BaseException:
             context.release()
             raise

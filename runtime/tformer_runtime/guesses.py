@@ -239,8 +239,7 @@ class Drafter:
     @staticmethod
     def need(engine: Engine, model: Engine, task: Task) -> int:
         """The most bytes that it may come to hold."""
-        slots = min(len(task.prompt) + task.most, engine.manifest.max_length)
-        return engine.sizing.need(slots, engine.sizing.sizes(_sources(engine, model, task)))
+        return engine.sizing.need(_longest(engine, task), engine.sizing.sizes(_sources(engine, model, task)))
 
     def take(self, token: int) -> None:
         self._ids.append(token)
@@ -293,7 +292,8 @@ class Drafter:
         """The logits after ids, of which few are new."""
         if self._state is None:
             rows = {name: [value] for name, value in self._sources.items()}
-            self._state = self._engine.start(rows or None, 1, budget=self._budget)
+            most = [_longest(self._engine, self._task)]
+            self._state = self._engine.start(rows or None, 1, budget=self._budget, most=most)
         alike = min(len(self._read), len(ids) - 1)
         while self._read[:alike] != ids[:alike]:
             alike -= 1
@@ -304,6 +304,11 @@ class Drafter:
             logits = self._engine.step(self._state, np.array([ids[at : at + READ]]))
         after: Floats = logits[0]
         return after
+
+
+def _longest(engine: Engine, task: Task) -> int:
+    """How many of a task's ids its draft may come to read."""
+    return min(task.longest, engine.manifest.max_length)
 
 
 def _sources(engine: Engine, model: Engine, task: Task) -> dict[str, Array]:

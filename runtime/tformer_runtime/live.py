@@ -85,7 +85,7 @@ class Starter:
             budget=self._budget,
             joins=self._joins,
             candidates=candidates_of(self._engine, tasks),
-            most=max(len(task.prompt) + task.most for task in tasks),
+            most=[task.longest for task in tasks],
         )
         for i, task in enumerate(tasks):
             task.encoded = {name: values[i].copy() for name, values in state.encoded.items()}
@@ -96,7 +96,7 @@ class Starter:
         slots, width = 0, sum(task.width for task in running)
         sizes: dict[str, int] = {}
         for task in (*running, *coming):
-            slots = max(slots, len(task.prompt) + task.most)
+            slots = max(slots, task.longest)
             for axis, size in sizing.sizes(task.sources).items():
                 sizes[axis] = max(sizes.get(axis, 0), size + self._engine.slack)  # the padding that joining wants
         width = max(width, beside.room if beside else 0) + sum(task.width for task in coming)
@@ -114,7 +114,7 @@ class Starter:
                 if task.base is None:
                     mine, after = self.begin([task])
                 else:
-                    copy = self._engine.copy(task.base, _FIRST, self._budget, self._wanted)
+                    copy = self._engine.copy(task.base, _FIRST, self._budget, self._wanted, [task.longest])
                     mine, after = self._read(copy, [task])
                 logits.append(after.copy())
                 if rows is None:

@@ -573,7 +573,7 @@ class Model:
         share.ask(self._engine.sizing.need(length, self._engine.sizing.sizes(sources)))
         state: State | None = None
         try:
-            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share)
+            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share, most=[length])
             yield state
         finally:
             if state is not None:

@@ -259,7 +259,7 @@ class Scheduler:
             task = self._waiting[0]
             longest = max(longest, task.size)
             first = not batch and not used
-            if not first and (free < task.width or (len(batch) + 1) * longest > self._positions):
+            if (not first and free < task.width) or (batch and (len(batch) + 1) * longest > self._positions):
                 break
             try:
                 if not self._promised([*batch, task], idle=first):
@@ -344,6 +344,7 @@ class Scheduler:
             if task.over:
                 task.ended = now
         if len(tokens) == 1 and in_place(parents[0], len(self._logits)):  # as at most steps: all rows go on as they are
+            self._places = dict.fromkeys(self._searches, parents[0])
             self._logits, self._tokens = None, tokens[0][:, None]
             return
         every = np.concatenate(parents)

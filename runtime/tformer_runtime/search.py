@@ -118,6 +118,11 @@ class Task:
         return self.settings.width
 
     @property
+    def longest(self) -> int:
+        """How many of the decoder's ids a row comes to."""
+        return len(self.prompt) + self.most
+
+    @property
     def over(self) -> bool:
         return self.found is not None or self.error is not None
 

@@ -22,9 +22,9 @@ _LIMIT = 256  # positions of an input that has no maximum, at which its strides 
 class Sizing:
     """Of one file's requests."""
 
-    def __init__(self, manifest: Manifest, decode: Decode) -> None:
-        """decode: the manifest's."""
-        self.manifest, self.decode = manifest, decode
+    def __init__(self, manifest: Manifest, decode: Decode, exact: bool) -> None:
+        """decode: the manifest's. exact: buffers are no larger than rows are known to come to (`KVCache`)."""
+        self.manifest, self.decode, self._exact = manifest, decode, exact
 
     def sizes(self, sources: Mapping[str, Array]) -> Sizes:
         """Free axis of the request inputs → how long one request is there."""
@@ -33,8 +33,8 @@ class Sizing:
     def need(
         self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None, named: int | None = None
     ) -> int:
-        """Bytes of caches, context and gathered columns for `rows` rows of so many slots, in buffers of no fewer slots
-        than `beside` has.
+        """Bytes of caches, context and gathered columns for `rows` rows, of which it was said that they come to so many
+        slots, in buffers of no fewer slots than `beside` has.
 
         sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
         they read) is taken to be as long as the longest. Rows that share a context may come to have one each.
@@ -48,7 +48,7 @@ class Sizing:
             if beside is not None:
                 shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
             context += math.prod(shape) * held_as(spec.dtype).itemsize
-        slots = slots_for(slots, self.manifest.max_length)
+        slots = slots if self._exact else slots_for(slots, self.manifest.max_length)
         if named is not None:  # while rows join, theirs are held beside those of the rows that they join
             held = beside.candidates.nbytes if beside and beside.candidates else 0
             context += held + self._most_gathered(rows * longest, named)

@@ -100,7 +100,7 @@ class _Row:
         self._logits = self._engine.step(state, fed, want="all")[0]
 
     def _made(self) -> list[Guess]:
-        left = len(self._task.prompt) + self._task.most - self._read - 1  # tokens that are still to be chosen
+        left = self._task.longest - self._read - 1  # tokens that are still to be chosen
         kind = self._guesser.kind() if left > 1 else None
         if kind is None:
             return []

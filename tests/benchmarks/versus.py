@@ -52,6 +52,11 @@ def main(
     rows: tuple[str, ...], only: tuple[str, ...], precision: tuple[str, ...], quick: bool, repeats: int, budget: float,
     timeout: float, threads: int, models: Path, out: Path, report: bool,
 ) -> None:  # fmt: skip
+    for name in rows:
+        if not any(name in row.name for row in ROWS):
+            raise click.BadParameter(
+                f"{name!r} is in none of {', '.join(row.name for row in ROWS)}", param_hint="--rows"
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(out.read_text()) if out.exists() else {"records": []}
     if not report:

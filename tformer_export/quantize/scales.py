@@ -25,7 +25,7 @@ from tformer_export.quantize import weights
 T = TypeVar("T")
 
 AT_ONCE = 1 << 17  # numbers of a matrix that are looked at together: what is made of them stays near the processor
-CLIPPED = np.linspace(1.0, 0.5, 21)  # shares of the largest weight that a block's steps may reach
+CLIPPED = np.linspace(1.0, 0.5, 21).tolist()  # shares of the largest weight that a block's steps may reach
 COARSEST = 5  # of what the widest block may be multiplied by: less leaves the others little to choose from
 ROUNDS = 3  # of least squares for a column's scale and rounding to it
 

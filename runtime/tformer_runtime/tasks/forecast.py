@@ -162,8 +162,9 @@ class Forecaster:
         share = self._budget.share()
         sizes = [engine.sizing.sizes({} if sources is None else {self.series.input: own}) for own in values]
         most = {axis: max(own[axis] for own in sizes) for axis in sizes[0]}
+        read = longest + steps - 1
         try:
-            share.ask(engine.sizing.need(longest + steps - 1, most, rows))
+            share.ask(engine.sizing.need(read, most, rows))
         except MemoryBudgetError:
             share.end()
             if rows == 1:
@@ -172,7 +173,7 @@ class Forecaster:
             return np.concatenate([self._by_steps(half, steps) for half in halves])
         state = None
         try:
-            state = engine.start(sources, rows, budget=share)
+            state = engine.start(sources, rows, budget=share, most=[read] * rows)
             tokens: Array = np.zeros((rows, longest, len(feedback)), np.float32)
             for row, own in zip(tokens, fed, strict=True):
                 row[: len(own)] = own

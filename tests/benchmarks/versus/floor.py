@@ -78,6 +78,15 @@ def step(shape: Shape, case: Case, position: int) -> Work:
     return Work(weights, rows, cached, attended)
 
 
+def room(shape: Shape, case: Case) -> int:
+    """Bytes that a case takes beside the weights, about: keys and values, twice while they grow, and the scores of one
+    layer's attention before and after the softmax."""
+    rows, longest = case.batch * case.beams, case.prompt + case.new
+    cached = 2 * shape.layers * (shape.keys if case.new else 0) * longest * rows
+    scores = shape.heads * case.prompt * case.prompt * case.batch
+    return FLOAT * 2 * (cached + scores)
+
+
 def floors(shape: Shape, case: Case, precision: str, rates: Mapping[str, float]) -> dict[str, float]:
     """Measure → seconds: of a "request", the "first" token, a "step"; those that the case has."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from versus.client import BARE, OURS, Peer, PeerError, Worker, loaded
-from versus.floor import floors
+from versus.floor import floors, room
 from versus.shapes import Case, Row, Shape, inputs_of
 
 QUIET = 0.3  # seconds before each turn
@@ -203,13 +203,14 @@ class Bench:
         """All engines on all cases in one precision."""
         model, records = self.model(row.shape, precision), []
         sizes, found = {}, {}
+        largest = max(room(row.shape, case) for case in cases)
         for peer in self.peers:
             key = {"row": row.name, "precision": precision, "peer": peer.name}
             if row.peers and peer.name not in row.peers:
                 continue
             try:
                 found[peer.name] = {**key, "bytes": self.once(peer, "prepare", **model)["bytes"]}
-                sizes[peer.name] = 2.0 * found[peer.name]["bytes"] + 0.6e9
+                sizes[peer.name] = 2.0 * found[peer.name]["bytes"] + 0.6e9 + largest
             except PeerError as error:
                 records.append({**key, "error": str(error)})
                 self.tell(f"  {peer.name}: {error}")
@@ -239,17 +240,12 @@ class Bench:
                 key = {"row": row.name, "precision": precision, "case": case.to_dict()}
                 for name, values in turns.items():
                     record = {**key, "peer": name, "ratio": ratios(values, ours)}
-                    before = next((r for r in records if same(r, record)), None)  # of another group
                     taken = {measure: [value[measure] for value in values] for measure in values[0]}
                     record |= {"seconds": taken, "stolen": made.stolen[case][name]}
-                    if before is not None:
-                        taken |= {measure: before["seconds"][measure] + own for measure, own in taken.items()}
-                        record["stolen"] = before["stolen"] + record["stolen"]
-                        records.remove(before)
-                    records.append(record)
+                    add(records, record)
                     self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")
                 for name, reason in failed.items():
-                    records.append({**key, "peer": name, "error": reason})
+                    add(records, {**key, "peer": name, "error": reason})
                     self.tell(f"  {precision} {case.name}: {name}: {reason}")
             for name, worker in workers.items():
                 try:
@@ -292,6 +288,20 @@ class Bench:
              "ratio": ratios([{"start": value} for value in values], ours)}
             for name, values in seconds.items()
         ]  # fmt: skip
+
+
+def add(records: list[Record], record: Record) -> None:
+    """Put a record to the others. What an engine took in two groups is one record; where it failed in one, that is told
+    alone."""
+    before = next((other for other in records if same(other, record)), None)
+    if before is not None:
+        records.remove(before)
+        if "error" in before:
+            record = before
+        elif "error" not in record:
+            taken = {measure: before["seconds"][measure] + own for measure, own in record["seconds"].items()}
+            record = {**record, "seconds": taken, "stolen": before["stolen"] + record["stolen"]}
+    records.append(record)
 
 
 def same(one: Record, other: Record) -> bool:

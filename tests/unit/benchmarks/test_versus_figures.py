@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from versus import chart, engines, table
 from versus.client import PeerError
-from versus.floor import encode, floors, prompt, step
-from versus.measure import agreement, cosine, groups, ratios, rounds
+from versus.floor import encode, floors, prompt, room, step
+from versus.measure import add, agreement, cosine, groups, ratios, rounds
 from versus.shapes import ROWS, Case, Shape, inputs_of
 
 GATED = Shape(
@@ -56,6 +56,12 @@ def test_a_prompt_attends_to_what_is_before_it():
     work = prompt(GATED, Case(batch=1, prompt=3))
     assert work.rows == 3
     assert work.attended == 2 * 4 * (1 + 2 + 3) * 2
+
+
+def test_the_room_of_a_case_counted_by_hand():
+    # 2 layers × 2 numbers of a key and 2 of a value × 7 positions × 3 rows, and 2 heads × 5 × 5 scores × 3 rows: twice
+    assert room(GATED, Case(batch=3, prompt=5, new=2)) == 4 * 2 * (2 * 4 * 7 * 3 + 2 * 25 * 3)
+    assert room(GATED, Case(batch=3, prompt=5)) == 4 * 2 * 2 * 25 * 3  # nothing is cached
 
 
 def test_the_floor_is_the_slower_of_reading_and_multiplying():
@@ -187,6 +193,20 @@ def test_what_was_to_be_reached_stands_beside_what_was():
     )
     case = {"case": Case(1, 24, 32).to_dict(), "seconds": {"request": [0.02]}}
     assert "| the floor | 80% | 75% | – |" in table.markdown([{**records()[0], **case}], ONE_ROW)
+
+
+def test_what_an_engine_took_in_two_groups_is_one_record():
+    key = {"row": "a", "precision": "int8", "peer": "ours", "case": {}}
+    one = {**key, "seconds": {"step": [1.0]}, "stolen": [0.0]}
+    two = {**key, "seconds": {"step": [2.0, 3.0]}, "stolen": [0.1, 0.2]}
+    other, failed = {**one, "peer": "other"}, {**key, "error": "no memory"}
+    both = {**key, "seconds": {"step": [1.0, 2.0, 3.0]}, "stolen": [0.0, 0.1, 0.2]}
+    for given, kept in (((one, two), both), ((failed, two), failed), ((one, failed), failed)):
+        records = [other]
+        for record in given:
+            add(records, record)
+        assert records == [other, kept]
+    assert one["seconds"] == {"step": [1.0]}
 
 
 def test_how_much_others_took_is_told():

@@ -163,9 +163,13 @@ def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
 
 
 def test_a_request_that_never_fits_says_what_it_needs(files):
-    model = loaded(files, limit=5_000)
-    with pytest.raises(MemoryBudgetError, match=r"may need 8,192 bytes of cache and max_memory allows 5,000"):
-        model.generate("hello", beam_size=2, max_new_tokens=5)
+    options = {"beam_size": 2, "max_new_tokens": 5}
+    need = cost(loaded(files), ["hello"], **options)
+    model = loaded(files, limit=need - 1)
+    said = rf"may need {need:,} bytes of cache and max_memory allows {need - 1:,}"
+    with pytest.raises(MemoryBudgetError, match=said):
+        model.generate("hello", **options)
+    assert loaded(files, limit=need).generate("hello", **options).token_ids
     assert model.generate("hello", max_new_tokens=5).token_ids
 
 
@@ -174,7 +178,7 @@ def test_what_is_kept_is_not_waited_for(files):
     model = loaded(files, limit=cost(loaded(files), ["hello"]))
     prefix = model.prefix("ab")
     for word in ("hello", "a"):
-        with pytest.raises(MemoryBudgetError, match=r"4,096 of max_memory=8,192 are held by what does not end before"):
+        with pytest.raises(MemoryBudgetError, match=r"384 of max_memory=8,192 are held by what does not end before"):
             model.generate(word)
     assert len(model.generate("hello", max_new_tokens=3).token_ids) <= 3
     prefix.release()
@@ -193,7 +197,7 @@ def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
     prefix = model.prefix("hello")
     chat = model.chat()
     chat.send("hello", max_new_tokens=3)
-    assert model.memory()["held"] == 2 * 4096
+    assert model.memory()["held"] == 6 * 128 + 4096  # a prefix grows no more, and a conversation does
     assert_alike(model.generate("a", after=prefix), model.generate("helloa"))
     del prefix
     assert model.memory()["held"] == 4096

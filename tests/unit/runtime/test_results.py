@@ -433,7 +433,7 @@ def test_what_does_not_fit_yet_waits(made):
     assert 30_000 < limited.memory()["peak"] <= 60_000 < model.memory()["peak"]
     assert limited.memory()["held"] == 0
     if toy.encoder:
-        narrow = Model(model._engine, max_memory=13_000)
+        narrow = Model(model._engine, max_memory=9_000)
         found = narrow.generate_batch(["a", "b", "a" * 40, "c"], max_new_tokens=40)
         assert [next(found).token_ids for _ in "ab"] == [
             r.token_ids for r in model.generate_batch("ab", max_new_tokens=40)

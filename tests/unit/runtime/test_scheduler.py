@@ -141,6 +141,39 @@ def test_what_is_cancelled_or_late_gives_its_rows_away(options):
         assert found(tasks[i]) == found(alone)
 
 
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_beams_keep_to_their_rows_when_others_have_left(steps):
+    model = hf.gpt2(0)
+    options = {"max_new_tokens": 10, "beam_size": 2, "suppress": [hf.END]}
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
+    scheduler = Scheduler(hf.HfStarter(model))
+    for t in tasks:
+        scheduler.submit(t)
+    for _ in range(steps):
+        scheduler.step()
+    scheduler.cancel(tasks[0], KeyError("cancelled"))
+    run(scheduler, [])
+    for i in (1, 2):
+        ((alone,), _) = tasks_for("gpt2", [i], **options)
+        decoded(model, [alone])
+        assert found(tasks[i]) == found(alone)
+
+
+def test_a_long_prompt_is_begun_beside_what_runs():
+    starter = hf.HfStarter(hf.gpt2(4))
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], max_new_tokens=6, suppress=[hf.END])
+    scheduler = Scheduler(starter, positions=1)
+    scheduler.submit(tasks[0])
+    scheduler.step()
+    for t in tasks[1:]:
+        scheduler.submit(t)
+    scheduler.step()
+    assert scheduler.running == tasks[:2]  # alone: the next has to wait for a step
+    scheduler.step()
+    assert scheduler.running == tasks
+    assert starter.begun == [1, 1, 1]
+
+
 def test_a_budget_of_memory():
     """HfStarter says that a task needs as many bytes as it has rows."""
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=Budget(5).share())

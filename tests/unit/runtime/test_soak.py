@@ -22,9 +22,9 @@ def path(request, tmp_path_factory):
     return TOYS[request.param].write(tmp_path_factory.mktemp("soak") / "toy.onnx")
 
 
-@pytest.mark.parametrize("tightness", [None, 3.0])
+@pytest.mark.parametrize("tightness", [None, 2.0])
 def test_all_kinds_of_requests_at_once(path, tightness):
-    """tightness: as much memory as so many of the largest requests take, who are promised up to twice that."""
+    """tightness: as much memory as so many of the largest requests need."""
     free = Model.load(path, "cpu", threads=1)
     requests = soak.pool(free, 36, seed=1)
     kinds = {request.kind for request in requests}

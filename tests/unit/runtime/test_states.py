@@ -65,10 +65,10 @@ class World:
         self.share = self.budget.share(waits=False)
         self.groups: list[Group] = []
 
-    def start(self, sources):
-        """sources: a list of ids for each row."""
+    def start(self, sources, most=None):
+        """sources: a list of ids for each row. most: how many tokens each will come to."""
         requests = {"src": [np.array(s) for s in sources]} if self.toy.encoder else None
-        state = self.engine.start(requests, len(sources), budget=self.share, joins=True)
+        state = self.engine.start(requests, len(sources), budget=self.share, joins=True, most=most)
         self.groups.append(Group(state, [Row(s) for s in sources]))
         return self.groups[-1]
 
@@ -384,7 +384,7 @@ def test_what_is_needed_is_no_less_than_what_is_held(made):
     world = World(*made)
     toy, engine = made
     for length, slots, rows in ((1, 1, 1), (7, 33, 2), (30, 64, 3)):
-        group = world.start([[5] * length])
+        group = world.start([[5] * length], most=[slots])
         world.feed(group, [[4]])
         world.reorder(group, [0] * rows)
         for _ in range(slots - 1):
@@ -420,7 +420,7 @@ def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
 )
 def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_first, in_the_end):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, most=most)
+    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, most=most and [most, 1])
     engine.step(state, np.ones((2, prompt), np.int64))
     assert state.cache.capacity == at_first
     for _ in range((most or 100) - prompt):
@@ -429,6 +429,21 @@ def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_f
     assert state.cache.nbytes == bytes_of(engine.decode.caches, 2, in_the_end)
     engine.step(state, np.ones((2, 1), np.int64))  # more than was said
     assert state.cache.capacity == slots_for(in_the_end + (most is not None), 512)
+
+
+def test_buffers_are_no_larger_than_what_the_rows_that_are_left_come_to(tmp_path):
+    engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
+    request = {"src": [np.full(3, 5)]}
+    state = engine.start(request, 1, joins=True, most=[300])
+    engine.step(state, np.ones((1, 40), np.int64))
+    assert state.cache.capacity == 64
+    engine.join(state, engine.start(request, 1, joins=True, most=[90]))
+    engine.reorder(state, np.array([1]))
+    engine.step(state, np.ones((1, 70), np.int64))
+    assert state.cache.capacity == 90
+    other = engine.copy(state, np.array([0, 0]), most=[80, 100])
+    engine.step(other, np.ones((2, 1), np.int64))
+    assert other.cache.capacity == 100
 
 
 class Device:
