@@ -9,9 +9,9 @@ Rows that move are copied from where they differ: every slot bears a number of w
 have most of their past in common, copy little.
 
 Buffers have room for more rows and slots than are in use, so that most changes move little: a row that leaves makes
-room for one that comes. They are made anew when the room is too small, or four times what is needed; but no larger than
-the rows will need, where that is known, and then at once with some more than a prompt takes, whose copy would cost as
-much as several steps.
+room for one that comes. They are made anew when the room is too small, or four times what is needed. Where it is known
+what rows come to, buffers are no larger, and have room for all of it at once if that is not far more than a prompt
+takes, whose copy would cost as much as several steps.
 """
 
 from __future__ import annotations
@@ -144,11 +144,15 @@ class KVCache:
         the buffers have no room for as many, or far too much.
         """
         used = int(lengths[rows].max(initial=0))
-        if self._mosts is not None:
-            self._mosts = self._mosts[rows]
-        before, fitting = self.rows, self._fitting(len(rows), used)
+        before, mosts = self.rows, self._mosts
+        self._mosts = None if mosts is None else mosts[rows]
+        fitting = self._fitting(len(rows), used)
         if fitting != (self.room, self.capacity) or not self._on_host:
-            self._remake(rows, fitting, used)
+            try:
+                self._remake(rows, fitting, used)
+            except BaseException:  # nothing has changed
+                self._mosts = mosts
+                raise
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
             if moved.size:
@@ -244,7 +248,7 @@ class KVCache:
         return room, self.capacity if fits else self._slots(slots)
 
     def _slots(self, need: int) -> int:
-        """That buffers are made with: never more than what `slots_for` gives for the most that the rows come to use.
+        """That buffers are made with: never more than the rows come to use, if they do not come to more than was said.
 
         Where the rows come to few, all of them are there at once: to grow thrice took 3 ms of 230, of a prompt of 16
         tokens and 64 steps (134 M weights)."""
