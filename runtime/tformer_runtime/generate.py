@@ -122,9 +122,10 @@ class Generator:
         wanted = tuple(name for name, extra in self._extras.items() if asked.get(extra.kind))
         share = self.budget.share(waits=waits)
         if settings is not None and speculates(settings, rows):
-            return Scheduler(Speculator(self.engine, wanted, share), rows, memory=share)
-        positions = POSITIONS[self.engine.session.device]
-        return Scheduler(Starter(self.engine, wanted, share, joins), rows, positions, share)
+            starter: Speculator | Starter = Speculator(self.engine, wanted, share)
+        else:
+            starter = Starter(self.engine, wanted, share, joins)
+        return Scheduler(starter, rows, POSITIONS[self.engine.session.device], share)
 
     def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
         """OptionError if the settings do not fit the model."""

@@ -107,7 +107,8 @@ def measure(folder: Path, quantize: str, repeats: int, threads: int) -> list[dic
         others = {"draft": but_for(becomes, 0.1, 3), "stranger": but_for(becomes, 1.0, 4)}
         paths = {task: made(folder, task, quantize, becomes, *large)}
         paths |= {name: made(folder, f"{task}-{name}", quantize, other, *small) for name, other in others.items()}
-        models = {name: Model.load(path, device="cpu", threads=threads) for name, path in paths.items()}
+        # A draft's own threads would wait for the model's (`GenerationOptions.draft`).
+        models = {name: Model.load(path, "cpu", threads if name == task else 1) for name, path in paths.items()}
         model = models.pop(task)
         ways: dict[str, Any] = {"plain": None, "prompt": "prompt", **models}
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -140,7 +141,7 @@ def measure(folder: Path, quantize: str, repeats: int, threads: int) -> list[dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the model; drafts have one")
     parser.add_argument("--quantize", choices=["none", "int8"], default="none")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

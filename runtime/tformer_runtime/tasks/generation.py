@@ -114,7 +114,8 @@ class _Generating(Job):
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
         self._prompt = model.prompt
         if self.draft:
-            self.options = self.options.with_({"draft": Model.load(self.draft, device, threads)})
+            # Threads of its own would wait for the model's, which spin: `GenerationOptions.draft`.
+            self.options = self.options.with_({"draft": Model.load(self.draft, device, threads=1)})
 
     def run(
         self, model: Model, values: Iterable[Input], how: Batches, write: Write, advance: Callable[[], None]
