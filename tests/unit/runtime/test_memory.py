@@ -150,7 +150,7 @@ def test_rows_that_left_make_room_for_others(files, strict):
 
 
 def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
-    """A row of 50 slots leaves one of 30 and buffers of 64 slots, which another row joins."""
+    """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
     scheduler = model._generator.scheduler(None, 32)
     tasks = [of_length(model, length) for length in (50, 30, 30)]
