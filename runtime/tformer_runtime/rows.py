@@ -19,7 +19,7 @@ class _Row:
 
     def __init__(self, task: Task, copy: int, seed: int) -> None:
         self.task, self.copy = task, copy
-        self._ids: Ints = np.empty(len(task.prompt) + task.most, np.int64)
+        self._ids: Ints = np.empty(task.longest, np.int64)
         self._ids[: len(task.prompt)] = task.prompt
         self.logprobs: list[float] = []
         self.alternatives: list[Alternatives] = []

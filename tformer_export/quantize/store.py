@@ -4,7 +4,7 @@ What is derived is a few standard operators at the top of a graph, over constant
 it loads the file, and prepacks what comes out like any weight. Measured on four matrices of 512 × 32000, of which
 kernels read both forms (onnxruntime 1.31): stored twice, a file of 133 MB, loaded in 0.46 s; stored packed, 68 MB and
 0.57 s, with the same 141 MB resident. What lies between is given back when all is computed: while a file of int8 with
-two forms is loaded it takes 3 bytes a weight more, of int4 7. Few operators are fast over bytes: of 4 bits, looking
+two forms is loaded it takes 3 bytes a weight more, of int4 6. Few operators are fast over bytes: of 4 bits, looking
 both of a byte up took 8.5 ns a weight, and shifting, masking, casting and QuantizeLinear 25 (BitShift alone 9).
 """
 
