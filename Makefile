@@ -1,5 +1,6 @@
 # make demo   export the g2p checkpoint to int8 and pronounce some words
 # make test   the test suite; make thorough, the models that it leaves out for their minutes
+# make test-avx2  the suite with the kernels of processors without AVX-512, on one that has it
 # make check  lint and types
 # make evaluate   the model card's error rates, from exported files
 # make bench      against other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
@@ -13,22 +14,38 @@ WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/same.txt
 
-.PHONY: demo test thorough check evaluate bench clean
+.PHONY: demo test test-avx2 thorough check evaluate bench clean
 
+# What is installed is told as it comes: it is a gigabyte and takes minutes.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "Setting up .venv, once. 1 of 3: a Python environment"
+	@$(PYTHON) -m venv .venv
+	@echo "Setting up .venv, once. 2 of 3: PyTorch"
+	@$(PIP) install --constraint constraints.txt torch
+	@echo "Setting up .venv, once. 3 of 3: tformer with onnxruntime, transformers and the tools of its tests"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
 
 EXPORT = mkdir -p build && $(BIN)/tformer-export models/g2p/model.pt --force
 
 demo: $(READY)
+	@echo "Exporting models/g2p/model.pt, a Transformer that says how words are pronounced, to one ONNX file in int8:"
 	$(EXPORT) --output build/g2p-int8.onnx --quantize int8 --report build/g2p-int8.json
+	@echo "Running the file with onnxruntime, without PyTorch:"
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
+	@printf '%s\n' "Try next:" \
+	  "  $(BIN)/tformer-run build/g2p-int8.onnx hello --beam-size 4 --num-return 3 --json" \
+	  "  $(BIN)/tformer-run build/g2p-int8.onnx --info" \
+	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
+	  "README.md goes on from here; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
+
+TESTS = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest come first
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest come first
+	$(TESTS)
+
+test-avx2: $(READY)
+	$(BIN)/python tests/benchmarks/stand_in/avx2.py $(TESTS)
 
 thorough: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m thorough

@@ -163,7 +163,7 @@ def _rewritten(
         compiled.found |= {"fixed": made.fixed, "by_row": made.by_row}
         compiled.found["quantised"], products = made.count, made.products
         decode = manifest.decode and replace(manifest.decode, few_tokens=made.few_tokens)
-        manifest = replace(manifest, narrow=made.narrow, decode=decode)
+        manifest = replace(manifest, decode=decode)
     if columns:
         manifest = with_columns(compiled.model, manifest)
     return manifest, products

@@ -95,7 +95,7 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
             bits_of = {name: m.at_least(bits) for m in find_matrices(made.model) for name in m.products}
             any_scale = Fixed.between(-1, 1)  # as fast as any other
             scales = dict.fromkeys(bits_of, any_scale) if asked.activations == FIXED else {}
-            quantised = quantize(
+            quantize(
                 made.model,
                 bits_of,
                 asked.optimize_for,
@@ -104,7 +104,6 @@ def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder:
                 on_cpu=True,
                 fixed=scales,
             )
-            manifest = replace(manifest, narrow=quantised.narrow)
         with removed(folder / "candidate.onnx") as path:  # a session has it mapped
             return requests(gate, Engine(save(made.model, manifest, path), device="cpu"))
 

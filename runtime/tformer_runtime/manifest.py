@@ -48,7 +48,7 @@ from typing import Any
 from tformer_runtime.errors import ModelFileError
 
 KEY = "tformer.manifest"
-VERSION = 2
+VERSION = 3
 
 STAGE = "stage.decode"
 POSITIONS = "decode.positions"
@@ -267,8 +267,6 @@ class Manifest:
     `outcome` says what the results of a model that is run once stand for, `preparation` how an input of that name is
     made of what a user has.
     `precision` is what products and caches are in: "fp32", "fp16" or "bf16".
-    `narrow` tells what constants of the graph become, by name, as (numpy's type, number), on machines whose products of
-    uint8 and int8 saturate.
     `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were
     measured to be the fastest, by what they compute; empty in a file that has the exporter's defaults.
     `parity`, `quantization`, `optimized_for`, `forms` and `producer` are for people: they are shown, not interpreted.
@@ -286,7 +284,6 @@ class Manifest:
     precision: str = "fp32"
     quantization: str = "none"
     optimized_for: str = ""
-    narrow: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     session: SessionSettings = SessionSettings()
     forms: Mapping[str, str] = field(default_factory=dict)
     source_digest: str = ""
@@ -318,7 +315,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read a manifest; ModelFileError if it is damaged or of a newer version than this runtime knows."""
+        """Read a manifest. ModelFileError if it is damaged or of another version than this runtime's."""
         try:
             data = json.loads(text)
             version = int(data["version"])
@@ -326,7 +323,12 @@ class Manifest:
             raise ModelFileError("the file's tformer manifest is damaged: export the model again") from error
         if version > VERSION:
             raise ModelFileError(
-                f"the file's manifest has version {version} and this runtime reads up to {VERSION}: upgrade tformer"
+                f"the file's manifest has version {version} and this runtime reads version {VERSION}: upgrade tformer"
+            )
+        if version < VERSION:
+            raise ModelFileError(
+                f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
+                f"version {VERSION}): export the model again"
             )
         try:
             return cls._from_dict(data)
@@ -344,8 +346,8 @@ class Manifest:
                     tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
                     tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
                     _extras(encode),
-                    bool(encode.get("ragged", False)),
-                    {name: Follows(**how) for name, how in encode.get("follows", {}).items()},
+                    bool(encode["ragged"]),
+                    {name: Follows(**how) for name, how in encode["follows"].items()},
                 ),
                 "decode": decode
                 and Decode(
@@ -357,32 +359,24 @@ class Manifest:
                     decode["vocabulary"],
                     decode["ragged_chunks"],
                     _extras(decode),
-                    decode.get("shares_context", False),
-                    Shortlist(**decode["shortlist"]) if decode.get("shortlist") else None,
-                    _few_tokens(data),
+                    decode["shares_context"],
+                    Shortlist(**decode["shortlist"]) if decode["shortlist"] else None,
+                    decode["few_tokens"],
                 ),
                 "special": SpecialTokens(
                     tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
-                "session": _session(data.get("session", {})),
-                "outcome": _outcome(data.get("outcome", {})),
-                "preparation": {name: Preparation(**how) for name, how in data.get("preparation", {}).items()},
+                "session": _session(data["session"]),
+                "outcome": _outcome(data["outcome"]),
+                "preparation": {name: Preparation(**how) for name, how in data["preparation"].items()},
                 "version": VERSION,
             }
         )
 
 
-def _few_tokens(data: dict[str, Any]) -> int | None:
-    """Of files from before it was told, 1 where there may be such kernels."""
-    quantised, goal = data.get("quantization", "none") != "none", data.get("optimized_for", "")
-    before = 1 if quantised and goal not in ("", "throughput") else None
-    held = data["decode"].get("few_tokens", before)
-    return None if held is None else int(held)
-
-
 def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
-    return tuple(Extra(**_shaped(extra)) for extra in stage.get("extras", ()))
+    return tuple(Extra(**_shaped(extra)) for extra in stage["extras"])
 
 
 def _outcome(data: dict[str, Any]) -> Outcome:

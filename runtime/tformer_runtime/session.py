@@ -33,7 +33,6 @@ from tformer_runtime.errors import (
 from tformer_runtime.graphs import Pool
 from tformer_runtime.manifest import Manifest
 from tformer_runtime.modelfile import mapped, read_manifest
-from tformer_runtime.saturation import saturates
 from tformer_runtime.stagefile import Stage, cut
 
 logger = logging.getLogger("tformer")
@@ -79,7 +78,6 @@ class Session:
         self.threads = threads
         self._ort = _onnxruntime()
         self.device = self._choose(device)
-        self._narrowed: list[Any] = []
         self._options: dict[int, Any] = {}  # of a run, by its graph
         self.captures = False
         try:
@@ -231,7 +229,6 @@ class Session:
         options.intra_op_num_threads = self.threads or asked.threads or 0
         if not asked.spinning:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._narrowed += self._keep_from_saturating(options)
         options.log_severity_level = 4  # what goes wrong is raised, so there is nothing to log besides
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
         providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
@@ -260,20 +257,6 @@ class Session:
         if self.device == "cuda" and _CUDA not in session.get_providers():
             raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
         return session
-
-    def _keep_from_saturating(self, options: Any) -> list[Any]:
-        """A file must compute the same where products of uint8 and int8 saturate, but for the last bit of activations.
-
-        Returns what has to live as long as the session."""
-        if self.device != "cpu" or self.manifest.quantization == "none" or not saturates():
-            return []
-        if not self.manifest.narrow:  # of an earlier version
-            options.add_session_config_entry("session.x64quantprecision", "1")
-        numbers = {name: np.array(number, dtype) for name, (dtype, number) in self.manifest.narrow.items()}
-        held = {name: self._ort.OrtValue.ortvalue_from_numpy(number) for name, number in numbers.items()}
-        for name, value in held.items():
-            options.add_initializer(name, value)
-        return [numbers, held]
 
     def _translated(self, error: Exception) -> TformerError:
         """onnxruntime's errors have no common base (its own kinds, ValueError, RuntimeError): make them ours."""

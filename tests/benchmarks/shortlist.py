@@ -83,7 +83,8 @@ def prepared(folder: Path, precision: str) -> Path:
     manifest = Manifest.from_json(model.metadata_props[KEY])
     set_apart(model)
     if precision == "int8":
-        manifest = replace(manifest, quantization="int8", narrow=quantize(model).narrow)
+        quantize(model)
+        manifest = replace(manifest, quantization="int8")
     manifest = with_columns(model, manifest)
     return save(model, replace(manifest, special=replace(manifest.special, end=())), made)
 

@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on(path, tmp_path, expected, options):
 def test_an_interrupted_run_goes_on(path, tmp_path, expected):
     command = started(path, tmp_path / "out", LINES[:100])
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate()
     assert command.returncode == 128 + signal.SIGINT
     done = recorded(tmp_path / "out.part.json")
     assert errors.splitlines()[-1] == f"tformer-run: interrupted; --resume goes on after input {done}"

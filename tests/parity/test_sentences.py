@@ -59,7 +59,7 @@ def _compiled_once():
         yield
 
 
-@pytest.mark.parametrize(("quantize", "least", "empty"), [("none", 0.99999, 0.99999), ("int8", 0.995, 0.98)])
+@pytest.mark.parametrize(("quantize", "least", "empty"), [("none", 0.99999, 0.99999), ("int8", 0.994, 0.98)])
 def test_the_vectors_of_real_weights(mini, tmp_path, quantize, least, empty):
     """empty: of the empty text, of which the model reads two special tokens alone."""
     folder, expected = mini

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tformer_export.quantize import scales, weights
+from tformer_export.quantize import pair_sums, scales, weights
 
 DAMPING = 0.01  # of the mean diagonal, added to it: few samples do not tell all of H (the paper's value)
 TOGETHER = 128  # rows between two updates of all that follow, which bounds memory traffic and changes nothing
@@ -59,7 +59,8 @@ def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.nda
     Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
     """
     _, scale = scales.per_column(weight, hessian.importance)
-    q = feed_back(weight, hessian, np.broadcast_to(scale, weight.shape), -weights.LEVELS, weights.LEVELS)
+    limits = -pair_sums.WEIGHT_MAX, pair_sums.WEIGHT_MAX
+    q = feed_back(weight, hessian, np.broadcast_to(scale, weight.shape), *limits, pair_sums.PAIR_MAX)
     return q, _fitted(weight, q, scale, hessian)
 
 
@@ -71,17 +72,27 @@ def in_blocks(weight: np.ndarray, hessian: Hessian, block: int) -> tuple[np.ndar
     return q, multipliers, _fitted(weight, weights.expanded(q, multipliers, block), scale, hessian)
 
 
-def feed_back(weight: np.ndarray, hessian: Hessian, steps: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Integers (K, N) in low … high for weights (K, N), row by row with error feedback. steps: (K, N)."""
+def feed_back(
+    weight: np.ndarray, hessian: Hessian, steps: np.ndarray, low: int, high: int, pair_max: int | None = None
+) -> np.ndarray:
+    """Integers (K, N) in low … high for weights (K, N), row by row with error feedback. steps: (K, N).
+
+    pair_max: what rows 2i and 2i + 1 may add up to, as a size (`pair_sums.py`): the second of them to be rounded keeps
+    to it, and its error is fed back too.
+    """
     order, upper = hessian.order, hessian.factor
     rest = weight[order].astype(np.float64)
-    q = np.empty(weight.shape, np.int8)
+    q = np.zeros(weight.shape, np.int8)  # a row that is not rounded yet limits none
     for begin in range(0, len(rest), TOGETHER):
         end = min(begin + TOGETHER, len(rest))
         errors = np.empty((end - begin, rest.shape[1]))
         for k in range(begin, end):
             row, step = order[k], steps[order[k]]
-            q[row] = np.rint(rest[k] / step).clip(low, high)
+            lowest, highest = np.full(rest.shape[1], low), np.full(rest.shape[1], high)
+            if pair_max is not None and row ^ 1 < len(q):
+                other = q[row ^ 1].astype(int)
+                lowest, highest = np.maximum(low, -pair_max - other), np.minimum(high, pair_max - other)
+            q[row] = np.rint(rest[k] / step).clip(lowest, highest)
             errors[k - begin] = (rest[k] - q[row] * step) / upper[k, k]
             rest[k + 1 : end] -= np.outer(upper[k, k + 1 : end], errors[k - begin])
         rest[end:] -= upper[begin:end, end:].T @ errors

@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.quantize import weights
 from tformer_export.quantize.store import Store
 
 CENTRE = 128  # of uint8 rows
+LEVELS = 127  # steps of a row's largest number, to either side of it
 GELU = 0.1701  # x Φ(x) is above its negative, and so is the form with tanh
 POSITIVE = 255  # steps of activations that are not negative
 STEPS = 255  # of those that are fixed
-NARROW = 126  # the same where products saturate: with both ends rounded, numbers are 127 at most
 WITHIN_ROWS = {
     "MatMul",
     "Add",
@@ -35,8 +33,6 @@ WITHIN_ROWS = {
     "Clip",
 }
 
-Narrow = MutableMapping[str, tuple[str, float]]
-
 
 @dataclass(frozen=True)
 class Fixed:
@@ -51,15 +47,6 @@ class Fixed:
         scale = np.float32((most - least) / STEPS) or np.float32(1)
         return cls(float(scale), int(np.rint(-least / scale)))
 
-    @property
-    def narrow(self) -> Fixed:
-        """The same range in half of the steps, for machines where the sum of two products saturates at int16.
-
-        What is beyond its end is clipped at twice the range only; a sum that saturates then lies between what clipping
-        at the range would give and what is right, for with 127 at most no sum saturates.
-        """
-        return Fixed(float(np.float32(self.scale * STEPS / NARROW)), int(np.rint(self.zero * NARROW / STEPS)))
-
     def rounded(self, x: np.ndarray) -> np.ndarray:
         """float32: what the integers of x stand for."""
         scale, zero = np.float32(self.scale), np.float32(self.zero)
@@ -72,9 +59,9 @@ def row_by_row(value: ir.Value, rows: np.ndarray) -> np.ndarray:
     if is_positive(value):
         most, steps = rows.max(1, keepdims=True), POSITIVE
     elif is_gelu(value):
-        most, steps = np.maximum(rows.max(1, keepdims=True), np.float32(GELU)), weights.LEVELS
+        most, steps = np.maximum(rows.max(1, keepdims=True), np.float32(GELU)), LEVELS
     else:
-        most, steps = np.abs(rows).max(1, keepdims=True), weights.LEVELS
+        most, steps = np.abs(rows).max(1, keepdims=True), LEVELS
     scale = np.where(most > 0, most, 1) / np.float32(steps)
     return np.rint(rows / scale) * scale
 
@@ -82,12 +69,11 @@ def row_by_row(value: ir.Value, rows: np.ndarray) -> np.ndarray:
 class Operands:
     """Makes the integers of each operand, once in a graph for all who read it.
 
-    narrow: what constants become where products saturate, to which ours are added. on_cpu: onnxruntime's own operators
-    may be used. fixed, by_row: how many operands have steps of either kind.
+    on_cpu: onnxruntime's own operators may be used. fixed, by_row: how many operands have steps of either kind.
     """
 
-    def __init__(self, store: Store, narrow: Narrow, on_cpu: bool) -> None:
-        self.store, self.narrow, self.on_cpu = store, narrow, on_cpu
+    def __init__(self, store: Store, on_cpu: bool) -> None:
+        self.store, self.on_cpu = store, on_cpu
         self._rows: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
         self._steps: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
 
@@ -110,8 +96,6 @@ class Operands:
             name = f"{value.name}.steps"
             scale = self.store.constant(f"{name}.scale", np.float32(fixed.scale))
             zero = self.store.constant(f"{name}.zero", np.uint8(fixed.zero))
-            self.narrow[str(scale.name)] = "float32", fixed.narrow.scale
-            self.narrow[str(zero.name)] = "uint8", fixed.narrow.zero
             made = ir.node("QuantizeLinear", [source, scale, zero], name=f"{name}.uint8")
             name_outputs([made])
             graph.insert_before(node, made)
@@ -138,12 +122,12 @@ class Operands:
                 made.append(ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest"))
                 made.append(ir.node("Relu", [made[-1].outputs[0]], name=f"{name}.most"))
             elif is_gelu(value):
-                source, steps, centre = value, weights.LEVELS, CENTRE
+                source, steps, centre = value, LEVELS, CENTRE
                 least = self.store.constant("quantise.gelu", np.float32(GELU))
                 made.append(ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest"))
                 made.append(ir.node("Max", [made[-1].outputs[0], least], name=f"{name}.most"))
             else:
-                source, steps, centre = value, weights.LEVELS, CENTRE
+                source, steps, centre = value, LEVELS, CENTRE
                 made.append(ir.node("Abs", [source], name=f"{name}.size"))
                 made.append(ir.node("ReduceMax", [made[-1].outputs[0], axis], {"keepdims": 1}, name=f"{name}.most"))
             empty = may_be_empty(value)
@@ -152,8 +136,6 @@ class Operands:
                 made.append(ir.node("Slice", [made[-1].outputs[0], *bounds, axis], name=f"{name}.single"))
             step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
             zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
-            self.narrow[str(step.name)] = "float32", 1 / (steps // 2)
-            self.narrow[str(zero.name)] = "uint8", centre // 2
             most = made[-1].outputs[0]
             scale = ir.node("Mul", [most, step], name=f"{name}.scale")
             made += [scale, *self._divided(name, source, most, scale.outputs[0], zero, 0 if empty else inner)]

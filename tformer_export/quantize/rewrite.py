@@ -115,14 +115,11 @@ class Product:
 
 @dataclass
 class Quantised:
-    """What holds integers now. products: name in the graph → what it is. tables: embeddings. narrow: what constants
-    become, by name, as (numpy's type, number), where products of uint8 and int8 saturate at int16: half of the steps of
-    activations, for sums of two products of 127 · 127 do not. fixed, by_row: how many of the values that products read
-    have a fixed scale, and how many one for each row. few_tokens: as `Decode` has it."""
+    """What holds integers now. products: name in the graph → what it is. tables: embeddings. fixed, by_row: how many of
+    the values that products read have a fixed scale, and how many one for each row. few_tokens: as `Decode` has it."""
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
-    narrow: dict[str, tuple[str, float]] = field(default_factory=dict)
     fixed: int = 0
     by_row: int = 0
     few_tokens: int | None = None
@@ -222,7 +219,7 @@ class _Rewriter:
         self.few = branches and branches.few
         self.made = Quantised()
         self.store = Store(model, ready)
-        self.operands = Operands(self.store, self.made.narrow, on_cpu)
+        self.operands = Operands(self.store, on_cpu)
         graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {
             digest(held.numpy()) for graph in graphs for node in graph if (held := _table_of(node)) is not None

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tformer_export.quantize import weights
+from tformer_export.quantize import pair_sums, weights
 
 T = TypeVar("T")
 
@@ -75,12 +75,12 @@ def _columns(weight: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.nda
     least = error(weight, best * scale, shares[:, 0])
 
     def keep(candidate: np.ndarray) -> None:
-        q = np.rint(weight / candidate).clip(-weights.LEVELS, weights.LEVELS)
+        q = pair_sums.round_columns(weight / candidate)
         found = (shares * (weight - q * candidate) ** 2).sum(0)
         better = found < least
         np.copyto(least, found, where=better)
         np.copyto(scale, candidate, where=better)
-        np.copyto(best, q.astype(np.int8), where=better)
+        np.copyto(best, q, where=better)
 
     widest = scale.copy()
     for share in CLIPPED:

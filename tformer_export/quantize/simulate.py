@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from tformer_export.constants import constant
 from tformer_export.quantize import weights
-from tformer_export.quantize.operands import GELU, POSITIVE, Fixed, is_gelu, is_positive
+from tformer_export.quantize.operands import GELU, LEVELS, POSITIVE, Fixed, is_gelu, is_positive
 from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
 from tformer_export.write import save
 from tformer_runtime.engine import Engine
@@ -139,7 +139,7 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str], fixe
 
 def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
     """Each row to 127 steps of its largest number, or 255 behind a Relu, as `rewrite` rounds it."""
-    steps = POSITIVE if is_positive(value) else weights.LEVELS
+    steps = POSITIVE if is_positive(value) else LEVELS
     axis = constant(model, "simulate.axis", np.array([-1], np.int64))
     least = constant(model, "simulate.least", np.float32(1e-12))
     step = constant(model, f"simulate.step.{steps}", np.float32(1 / steps))

@@ -14,6 +14,7 @@ from versus.client import Peer, PeerError, Worker, loaded
 from versus.shapes import ROWS, Case
 
 FAKE = Peer("fake", "fake_engine")
+LONG = 3600.0  # seconds that no worker needs to start, on a busy machine either
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def model(monkeypatch, tmp_path):
 
 def test_answers_are_whole_whatever_libraries_print(model, tmp_path):
     case = Case(2, 3, 4)
-    with loaded(FAKE, model, 1, tmp_path / "log", 60) as worker:
+    with loaded(FAKE, model, 1, tmp_path / "log", LONG) as worker:
         assert worker.ask("prepare", **model) == {"bytes": 12}
         reply = worker.ask("run", case=case.to_dict(), inputs=[[7, 8, 9], [4, 5, 6]], keep=True)
         assert reply["result"] == [[9] * 4, [6] * 4]
@@ -37,7 +38,7 @@ def test_answers_are_whole_whatever_libraries_print(model, tmp_path):
 
 
 def test_what_an_engine_cannot_do_is_its_own_sentence_and_the_worker_goes_on(model, tmp_path):
-    with loaded(FAKE, model, 1, tmp_path / "log", 60) as worker:
+    with loaded(FAKE, model, 1, tmp_path / "log", LONG) as worker:
         with pytest.raises(PeerError, match=r"^no int8 on CPU$"):
             worker.ask("prepare", **{**model, "precision": "int8"})
         wrong = Case(1, fake_engine.FAILS, 2).to_dict()
@@ -47,7 +48,7 @@ def test_what_an_engine_cannot_do_is_its_own_sentence_and_the_worker_goes_on(mod
 
 
 def test_a_wrong_number_of_tokens_is_no_measurement(model, tmp_path):
-    with loaded(FAKE, model, 1, tmp_path / "log", 60) as worker:
+    with loaded(FAKE, model, 1, tmp_path / "log", LONG) as worker:
         short = Case(1, fake_engine.FALLS_SHORT, 3).to_dict()
         with pytest.raises(PeerError, match=r"it generated \[2\] tokens, not 3"):
             worker.ask("run", case=short, inputs=[[1]])
@@ -57,8 +58,8 @@ def test_a_wrong_number_of_tokens_is_no_measurement(model, tmp_path):
     ("prompt", "said"), [(fake_engine.DIES, "ended with 3"), (fake_engine.HANGS, "no answer within")]
 )
 def test_a_worker_that_dies_or_hangs_is_told_of_now_and_later(model, tmp_path, prompt, said):
-    with loaded(FAKE, model, 1, tmp_path / "log", 5) as worker:
-        worker.timeout = 1 if prompt == fake_engine.HANGS else 60
+    with loaded(FAKE, model, 1, tmp_path / "log", LONG) as worker:
+        worker.timeout = 1 if prompt == fake_engine.HANGS else LONG
         with pytest.raises(PeerError, match=said):
             worker.ask("run", case=Case(1, prompt, 1).to_dict(), inputs=[[1]])
         with pytest.raises(PeerError, match="its process"):

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
@@ -20,7 +20,6 @@ floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 
 
 @given(arrays.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=floats))
-@settings(deadline=None, derandomize=True)
 def test_a_weight_moves_by_half_a_step_at_most(weight):
     quantised, scale = per_column(weight)
     assert quantised.dtype == np.int8
@@ -35,8 +34,8 @@ def test_a_weight_moves_by_half_a_step_at_most(weight):
 
 def test_each_column_has_a_scale_of_its_own():
     quantised, scale = per_column(np.array([[1.0, 100.0], [-0.5, 25.0]], np.float32))
-    np.testing.assert_allclose(scale, [1 / 127, 100 / 127], rtol=1e-6)
-    assert quantised.tolist() == [[127, 127], [-64, 32]]  # halves go to the even neighbour
+    np.testing.assert_allclose(scale, [1 / 127, 125 / 128], rtol=1e-6)  # a pair is 128 steps at most
+    assert quantised.tolist() == [[127, 102], [-64, 26]]  # halves go to the even neighbour
 
 
 VOCABULARY, WIDTH = 60, 32
@@ -94,7 +93,6 @@ matrices = arrays.arrays(np.float32, st.tuples(st.integers(1, 70), st.integers(1
 
 
 @given(matrices, st.sampled_from([16, 32]))
-@settings(deadline=None, derandomize=True)
 def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_the_rounding_of_the_step(weight, block):
     q, m, scale = in_blocks(weight, block)
     assert (q.dtype, m.dtype, scale.dtype) == (np.int8, np.uint8, np.float32)
@@ -113,7 +111,6 @@ def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_th
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.sampled_from([16, 32]), st.sampled_from([4, 8]))
-@settings(deadline=None, derandomize=True)
 def test_packed_numbers_are_read_back(inner, columns, block, bits):
     half = 1 << bits - 1
     q = np.random.default_rng(inner).integers(-half + (bits == 8), half, (inner, columns)).astype(np.int8)
@@ -273,7 +270,10 @@ def test_behind_a_relu_activations_have_twice_the_steps():
 @pytest.mark.parametrize("between", ["Gelu", "Relu", "Tanh"])
 @pytest.mark.parametrize(("on_cpu", "name"), [(False, "graph"), (True, "graph"), (True, "encode")])
 def test_the_forms_for_the_cpu_give_the_same(between, on_cpu, name):
-    """Behind a Gelu steps are those of its maximum, or of the 0.17 that it may be below zero."""
+    """Behind a Gelu steps are those of its maximum, or of the 0.17 that it may be below zero.
+
+    Table and weights err by half a step of 1/128 of the largest pair, activations of 1/127: some 0.4 % (rms) each, of
+    five in a row 0.9 %; the largest of 3,600 errors is below four times that."""
     proto = projection(64, between=between, name=name)
     model = ir.from_proto(proto)
     quantize(model, on_cpu=on_cpu)
@@ -284,7 +284,7 @@ def test_the_forms_for_the_cpu_give_the_same(between, on_cpu, name):
     assert kinds.count("Abs") == {"Gelu": 1, "Relu": 1, "Tanh": 2}[between]
     ids = np.arange(VOCABULARY)[:, None]
     expected, found = run(proto, ids), run(after, ids)
-    assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
+    assert 0 < np.abs(found - expected).max() < 0.036 * np.ptp(expected)
     assert all(np.array_equal(run(after, ids[i : i + 1])[0], found[i]) for i in range(5))
 
 
@@ -326,26 +326,6 @@ def test_a_tied_table_stays_of_8_bits_and_is_held_once_with_two_forms(turned):
     many, alone = run(after, ids), np.concatenate([run(after, ids[:, i : i + 1]) for i in range(3)])
     for found, right in ((many, expected), (alone, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1))):
         assert np.abs(found - right).max() < 0.02 * np.ptp(expected)
-
-
-def test_constants_for_machines_that_saturate_halve_the_steps_of_activations():
-    model = ir.from_proto(projection(64, relu=True))
-    narrow = quantize(model).narrow
-    proto = ir.to_proto(model)
-    ids = np.arange(VOCABULARY)[:, None]
-    before = run(proto, ids)
-    options = onnxruntime.SessionOptions()
-    held = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy(np.array(number, dtype))
-        for name, (dtype, number) in narrow.items()
-    }
-    for name, value in held.items():
-        options.add_initializer(name, value)
-    (found,) = onnxruntime.InferenceSession(proto.SerializeToString(), options).run(None, {"ids": ids})
-    expected = run(projection(64, relu=True), ids)
-    assert np.abs(found - expected).max() < 0.04 * np.ptp(expected)
-    assert not np.array_equal(found, before)
-    assert sorted(narrow.values()) == sorted([("float32", 1 / 63), ("uint8", 64), ("float32", 1 / 127), ("uint8", 0)])
 
 
 def test_a_group_without_rows():

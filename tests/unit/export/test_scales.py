@@ -30,7 +30,7 @@ def loss(weight, found, block, importance):
 
 
 @given(matrices, blocks, st.booleans())
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=60)
 def test_the_search_is_never_worse_than_rounding_to_nearest(weight, block, weighted):
     importance = np.linspace(0.2, 3, len(weight)) if weighted else np.ones(len(weight))
     own = importance / importance.mean() + 1e-3 if weighted else importance
@@ -48,7 +48,7 @@ def test_the_search_is_never_worse_than_rounding_to_nearest(weight, block, weigh
 
 
 @given(matrices, blocks)
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 def test_four_bits_and_their_multiplier_make_an_int8(weight, block):
     moments = gptq.Hessian(np.eye(len(weight)) + 0.5)
     for q, m, scale in (scales.in_blocks(weight, block), gptq.in_blocks(weight, moments, block)):

@@ -187,7 +187,7 @@ MESSAGES = st.one_of(st.text("abcxyz", min_size=1, max_size=8), st.lists(st.inte
 ACTS = st.lists(st.one_of(MESSAGES, st.integers(0, 2)), min_size=1, max_size=7)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(acts=ACTS, way=st.sampled_from(list(WAYS)))
 def test_a_turn_is_what_the_whole_conversation_gives(model, acts, way):
     """Messages, and numbers of turns that are taken back."""

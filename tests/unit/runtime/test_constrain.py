@@ -226,7 +226,7 @@ REGEXES = [
 
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(regex=st.sampled_from(REGEXES), seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_regex(make, regex, seed):
     m = model(make)
     ids = m.walk(m.grammar("regex", regex).start(), seed)
@@ -237,7 +237,7 @@ def test_regex(make, regex, seed):
     regex=st.sampled_from([r"T( R)*( [A-Z]{2}\d?)+", r"(T|TH|DH|S|SH)( .*)?", r"(\w+ )*\w+", r".*", r"(T R)?"]),
     seed=seeds,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_regex_of_words(regex, seed):
     m = model(phonemes)
     assert re.fullmatch(regex, m.decode(m.walk(m.grammar("regex", regex).start(), seed)))
@@ -245,7 +245,7 @@ def test_regex_of_words(regex, seed):
 
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_end_is_possible_exactly_where_the_text_is_complete(make, seed):
     m = model(make)
     regex = r"(the|cat|a|t)( (the|cat|at|a))*"
@@ -298,7 +298,7 @@ def test_copies_go_their_own_ways(make):
 
 
 @given(seed=seeds, width=st.integers(2, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_beams(seed, width):
     """Rows copied and dropped as a beam search does: each one's text is one of the choices in the end."""
     m, rng = model(unigram), np.random.default_rng(seed)
@@ -347,7 +347,7 @@ def check(value: object) -> None:
 
 @pytest.mark.parametrize("make", [make for make in SUBWORDS if make is not word_piece])
 @given(seed=seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_json_schema(make, seed):
     m = model(make)
     check(json.loads(m.decode(m.walk(m.grammar("json_schema", SCHEMA).start(), seed))))
@@ -366,7 +366,7 @@ NUMBER: /[1-9][0-9]{0,3}/
 
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(seed=seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_grammar(make, seed):
     m = model(make)
     text = m.decode(m.walk(m.grammar("grammar", SUMS).start(), seed))

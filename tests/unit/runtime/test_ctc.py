@@ -66,7 +66,7 @@ def test_a_narrow_beam_never_says_more_than_is_true():
         assert all(labelling.score <= expected[labelling.ids] + 1e-9 for labelling in found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(2, 4))
 def test_the_likeliest_path_of_a_labelling(seed, frames, tokens):
     logprobs = drawn(frames, tokens, seed)

@@ -58,7 +58,7 @@ def of_length(model: Model, length: int) -> Task:
 
 def until_waiting(budget: Budget, count: int) -> None:
     with budget.changed:
-        assert budget.changed.wait_for(lambda: len(budget._queue) == count, timeout=30)
+        assert budget.changed.wait_for(lambda: len(budget._queue) == count)
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_threads_that_could_only_wait_for_each_other_do_not():
     ready = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         over = threads.submit(other)
-        assert ready.wait(30)
+        assert ready.wait()
         until_waiting(budget, 1)
         with pytest.raises(MemoryBudgetError):
             more.ask(5)

@@ -77,7 +77,7 @@ def test_a_batch_is_its_inputs_alone_in_their_order(both, options):
         np.testing.assert_allclose([r.score for r in results], [r.score for r in alone], atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     words=st.lists(st.text("abcxyz", min_size=1, max_size=20), min_size=1, max_size=12),
     batch_size=st.integers(1, 5),

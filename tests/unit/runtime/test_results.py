@@ -370,7 +370,7 @@ def company(request, tmp_path_factory):
     return Model.load(COMPANY[request.param].write(tmp_path_factory.mktemp("company") / "toy.onnx"), "cpu", threads=1)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     words=st.lists(st.text("abcxyz", min_size=1, max_size=24), min_size=1, max_size=10),
     batch_size=st.integers(1, 4),

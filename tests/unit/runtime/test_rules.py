@@ -98,14 +98,14 @@ def possible(options, row):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_each_is_that_of_transformers(name, data):
     options, *row = possible(options_like(data.draw, [name]), data.draw(rows()))
     np.testing.assert_array_equal(ruled(options, *row), processed(options, *row))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_all_together_are_in_the_order_of_transformers(data):
     class Own(LogitsProcessor):
@@ -120,7 +120,7 @@ def test_all_together_are_in_the_order_of_transformers(data):
     np.testing.assert_array_equal(ruled({**options, **processor}, *row), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(-2, 2), st.floats(-2, 2), rows())
 def test_presence_and_frequency_are_what_openai_documents(presence, frequency, row):
     ids, prompt, scores = row

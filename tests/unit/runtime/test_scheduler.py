@@ -40,7 +40,7 @@ def found(task):
     st.lists(st.tuples(st.integers(0, len(WAYS) - 1), st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=9),
     st.sampled_from([4, 7, 32]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_task_yields_the_same_in_any_company(plan, rows):
     """Greedy, sampling and beams of all kinds, some of them submitted while others decode."""
     model = hf.gpt2(4)

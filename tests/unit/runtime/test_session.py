@@ -14,7 +14,7 @@ from toy_models import Toy, with_manifest
 
 from tformer_runtime import DeviceError, MissingExtraError, ModelFileError
 from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, Manifest, SessionSettings
+from tformer_runtime.manifest import KEY, VERSION, Manifest, SessionSettings
 from tformer_runtime.modelfile import read_manifest, read_metadata
 from tformer_runtime.session import Session
 
@@ -81,12 +81,6 @@ def test_a_session_is_opened_as_the_manifest_says(path, tmp_path, monkeypatch):
     assert read_manifest(tuned).session == settings
 
 
-def test_a_manifest_without_session_settings_has_the_defaults(path):
-    data = json.loads(read_manifest(path).to_json())
-    del data["session"], data["forms"]
-    assert Manifest.from_json(json.dumps(data)).session == SessionSettings()
-
-
 def test_no_file_and_a_folder(tmp_path):
     with pytest.raises(ModelFileError, match="does not exist"):
         Session(tmp_path / "none.onnx", "cpu")
@@ -107,7 +101,7 @@ def test_a_newer_or_damaged_manifest(path, tmp_path):
     with pytest.raises(ModelFileError, match=r"newer\.onnx: .*version 99 .*upgrade tformer"):
         Session(newer, "cpu")
     model = onnx.load(path)
-    helper.set_model_props(model, {KEY: json.dumps({"version": 1, "task": 3})})
+    helper.set_model_props(model, {KEY: json.dumps({"version": VERSION, "task": 3})})
     onnx.save(model, tmp_path / "damaged.onnx")
     with pytest.raises(ModelFileError, match="damaged"):
         Session(tmp_path / "damaged.onnx", "cpu")

@@ -146,7 +146,7 @@ class Scripted:
     st.lists(st.lists(st.booleans(), max_size=7), max_size=20),
     st.sampled_from([{}, {"no_repeat_ngram": 2}, {"regex": "[a-z]{3,19}"}, {"temperature": 1.1, "seed": 2}]),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[*HealthCheck])
 def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
     model = models["model"]
     engine = model._engine

@@ -216,7 +216,7 @@ def _stops(draw, text: str) -> list[str]:
     return [string for string in stop if string]
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=600)
 @given(data=st.data())
 def test_any_ids_of_any_tokenizer_stream_to_their_text(data):
     codec = CODECS[data.draw(st.sampled_from(sorted(CODECS)))]
@@ -224,7 +224,7 @@ def test_any_ids_of_any_tokenizer_stream_to_their_text(data):
     _is_exact(codec, ids, data.draw(_stops(codec.decode(ids))))
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1500)
 @given(data=st.data())
 def test_any_chain_of_decoders(data):
     codec = chained(data.draw(st.lists(st.sampled_from(sorted(STEPS)), max_size=4)))
@@ -238,7 +238,7 @@ def test_any_chain_of_decoders(data):
     _is_exact(codec, ids, data.draw(_stops(text)))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=12), parts=st.sampled_from(["byte_level", "byte_fallback", "unigram_with_bytes"]))
 def test_any_bytes(data, parts):
     codec = CODECS[parts]
@@ -284,7 +284,7 @@ def test_a_cluster_comes_whole_and_as_soon_as_the_next_one_begins(case):
 JOINERS = "e\u0301\u0323\u200d\ufe0f👩👍🏽🇩🇪ก\u0e33क\u094dष\u1112\u1161\u11ab\r\n \u0600a日"
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(
     data=st.data(),
     text=st.text(JOINERS, max_size=60) | st.text(st.characters(exclude_categories=["Cs"]), max_size=80),
@@ -302,7 +302,7 @@ def test_no_piece_ends_in_a_character_or_a_cluster(data, text, which):
     assert set(accumulate(map(len, pieces))) <= places
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     text=st.text("abc é日", max_size=40),
     stop=st.lists(st.text("abc é日", min_size=1, max_size=4), max_size=3),
