@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tformer_export.api import export
-    from tformer_export.checkpoint import load_checkpoint, save_checkpoint
+    from tformer_export.common.checkpoint import load_checkpoint, save_checkpoint
     from tformer_export.report import ExportReport
-    from tformer_export.source import causal, lengths, padding, positions
-    from tformer_export.source.images import image
+    from tformer_export.sources import causal, lengths, padding, positions
+    from tformer_export.sources.hf_images import image
 
 __all__ = [
     "ExportReport",

@@ -1,4 +1,5 @@
-"""`export`: the one call. What is asked is checked (`asked.py`), the source is read, and the file made (`make.py`)."""
+"""`export`: the one call. What is asked is checked (`options.py`), the source is read, and the file made
+(`build.py`)."""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from tformer_export.alignments import Wanted
-from tformer_export.asked import Asked
-from tformer_export.budget import Budget
-from tformer_export.make import make
-from tformer_export.place import check_writable
+from tformer_export.analysis.attention_weights import Wanted
+from tformer_export.build import make
+from tformer_export.common.atomic_output import check_writable
+from tformer_export.common.degradation_budget import Budget
+from tformer_export.options import Asked
 from tformer_export.quantize import ROWS, THROUGHPUT
 from tformer_export.report import Clock, ExportReport, peak_memory
-from tformer_export.source import Mask, Source
-from tformer_export.source.base import special_tokens
-from tformer_export.source.chat import with_template
-from tformer_export.source.hugging_face import from_folder, from_transformers, is_transformers_model
-from tformer_export.source.images import with_preparation
-from tformer_export.source.module import from_module
-from tformer_export.source.once import with_tokenizer
-from tformer_export.source.program import from_program
-from tformer_export.source.results import for_its_task
-from tformer_export.source.sentence_encoder import from_sentence_encoder, is_sentence_encoder
-from tformer_runtime.errors import OptionError, SourceError
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.options import GenerationOptions, Settings
+from tformer_export.sources import Mask, Source
+from tformer_export.sources.base import special_tokens
+from tformer_export.sources.chat_template import with_template
+from tformer_export.sources.exported_program import from_program
+from tformer_export.sources.hf_images import with_preparation
+from tformer_export.sources.hf_single_pass import with_tokenizer
+from tformer_export.sources.hugging_face import from_folder, from_transformers, is_transformers_model
+from tformer_export.sources.outcome import for_its_task
+from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
+from tformer_export.sources.torch_module import from_module
+from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.format.manifest import SpecialTokens
 
 
 def export(
@@ -134,7 +135,8 @@ def export(
         step computes the logits of those alone. For a model with an encoder that reads ids. ParityError if fewer than
         99.5 % of the lines decode greedily as with all ids.
     tune: measure on this machine which forms of attention, norms, projections and kernels are the fastest, for batches
-        of 32, of one with optimize_for="latency", or of 1, 8 and 32 with "balanced", and keep these; see `tune.py`.
+        of 32, of one with optimize_for="latency", or of 1, 8 and 32 with "balanced", and keep these; see
+        `tune/tune.py`.
 
     Raises a TformerError whose text says what is wrong; then nothing is written. Takes seconds to minutes, by the
     number of operations, and memory of about four times the weights.

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tformer_export.budget import Budget
-from tformer_runtime.errors import MissingExtraError, OptionError, TformerError
+from tformer_export.common.degradation_budget import Budget
+from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
 
 _ID = click.IntRange(min=0)
 NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
@@ -141,7 +141,7 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
     if report is not None:
-        from tformer_export.place import check_writable
+        from tformer_export.common.atomic_output import check_writable
 
         check_writable(report, options["force"])
         if options["quantize"] == "mixed":
@@ -169,7 +169,7 @@ def command(source: str, output: Path | None, report: Path | None, **options: An
 
 def _draw(mixture: Any, path: Path) -> str:
     """The frontier beside the report; says where it is, or what is missing for it."""
-    from tformer_export.quantize.frontier import draw
+    from tformer_export.quantize.frontier_plot import draw
 
     try:
         draw(mixture, path)
@@ -218,8 +218,8 @@ def _export(
     **options: Any,
 ) -> Any:
     from tformer_export.api import export
-    from tformer_export.place import check_writable
-    from tformer_export.source import load_source
+    from tformer_export.common.atomic_output import check_writable
+    from tformer_export.sources import load_source
 
     check_writable(output, options["force"])
     options["alignments"] = _layers(alignments) if alignments is not None else None

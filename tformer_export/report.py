@@ -14,8 +14,8 @@ from typing import Any
 
 from tformer_export.quantize import THROUGHPUT, Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import Measured
-from tformer_export.tune import Tuning
-from tformer_export.verify import ParityReport
+from tformer_export.tune.tune import Tuning
+from tformer_export.verify.parity import ParityReport
 
 
 def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from tformer_export.checkpoint import MissingExtraError, TformerError
+from tformer_export.common.checkpoint import MissingExtraError, TformerError
 
 
 @click.command()

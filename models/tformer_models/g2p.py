@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
+from tformer_export.common.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
+from tformer_export.common.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
 from tformer_models.g2p import SIDE, split_of
 
 if TYPE_CHECKING:

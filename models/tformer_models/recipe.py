@@ -19,7 +19,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tformer_export.checkpoint import OptionError, SourceError
+from tformer_export.common.checkpoint import OptionError, SourceError
 
 CHOICES = {
     "optimizer": ("adam", "adamw"),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import numpy as np
 
-from tformer_export.checkpoint import InputError, MissingExtraError, OptionError, TformerError, load_checkpoint
+from tformer_export.common.checkpoint import InputError, MissingExtraError, OptionError, TformerError, load_checkpoint
 
 if TYPE_CHECKING:
     from tformer_models.windows import SeriesDataset

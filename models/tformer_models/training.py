@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, WeightAveraging
 from torch import Tensor, nn
 
-from tformer_export.checkpoint import (
+from tformer_export.common.checkpoint import (
     OptionError,
     OutputError,
     TformerError,

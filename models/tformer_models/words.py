@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.checkpoint import InputError, TformerError
+from tformer_export.common.checkpoint import InputError, TformerError
 from tformer_models.g2p import LETTERS, PHONEMES, SIDE, entries, error_rates, lexicon, split
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tformer_runtime.errors import (
+from tformer_runtime.base.errors import (
     DeadlineError,
     DeviceError,
     InputError,
@@ -25,13 +25,13 @@ from tformer_runtime.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from tformer_runtime.generate import Result, Speculation, Timing
+from tformer_runtime.decoding.options import GenerationOptions
+from tformer_runtime.decoding.request import Result, Speculation, Timing
 from tformer_runtime.model import Model
-from tformer_runtime.options import GenerationOptions
 from tformer_runtime.tasks import Answer, Candidate, Classification, Segment, Span, Transcription
 
 if TYPE_CHECKING:
-    from tformer_runtime.aio import AsyncModel
+    from tformer_runtime.async_model import AsyncModel
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if (
         name == "AsyncModel"
     ):  # only whoever asks for it waits for asyncio to load, a tenth of the time to a first result
-        from tformer_runtime.aio import AsyncModel
+        from tformer_runtime.async_model import AsyncModel
 
         return AsyncModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
-from tformer_runtime.inputs import Inputs
-from tformer_runtime.memory import Budget
-from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.sampling import Ints
-from tformer_runtime.state import State
-from tformer_runtime.templates import Message, Template, conversation
+from tformer_runtime.base.arrays import Ints
+from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
+from tformer_runtime.decoding.generator import Generator, generate_all, generate_stream
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.request import Base, Request, Result, make_request
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.state import State
+from tformer_runtime.preprocess.chat_template import Message, Template, conversation
+from tformer_runtime.preprocess.inputs import Inputs
 
 CHUNK = 256  # positions that are read at once
 
@@ -127,7 +128,9 @@ class Chat:
         self._read = ids[:common]
         read(self._engine, self._state, ids[common:-1])
         self._read = ids[:-1]
-        return self._inputs.request(ids[-1:], 0, settings, Base(self._state, self._read)), ids
+        return make_request(
+            self._engine.manifest, self._inputs, ids[-1:], 0, settings, Base(self._state, self._read)
+        ), ids
 
     def _take(self, message: Any, ids: Ints, result: Result) -> None:
         self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))

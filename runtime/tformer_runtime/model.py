@@ -11,22 +11,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.batching import in_order
+from tformer_runtime.backend.session import Session
+from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError, numbered
+from tformer_runtime.base.validation import whole
 from tformer_runtime.chat import Chat, Prefix
-from tformer_runtime.checks import whole
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import InputError, OptionError, UnsupportedCallError, numbered
-from tformer_runtime.generate import Base, Generator, Request, Result, generate_all, generate_stream
-from tformer_runtime.guesses import check_draft
-from tformer_runtime.info import file_info
-from tformer_runtime.inputs import Input, Inputs, Value
-from tformer_runtime.manifest import ALIGNMENTS, ATTENTION, HIDDEN, Extra, Manifest
-from tformer_runtime.memory import Budget
-from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.sampling import Ints, log_normalizer
-from tformer_runtime.series import Series
-from tformer_runtime.session import Array, Session
-from tformer_runtime.state import State
+from tformer_runtime.decoding.drafting import check_draft
+from tformer_runtime.decoding.generator import Generator, generate_all, generate_stream
+from tformer_runtime.decoding.options import GenerationOptions, HasEngine, Settings
+from tformer_runtime.decoding.ordered import in_order
+from tformer_runtime.decoding.request import Base, Request, Result, make_request
+from tformer_runtime.decoding.sampling import log_normalizer
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.state import State
+from tformer_runtime.format.info import file_info
+from tformer_runtime.format.manifest import ALIGNMENTS, ATTENTION, HIDDEN, Extra, Manifest
+from tformer_runtime.preprocess.chat_template import Message, Template, conversation, template_of
+from tformer_runtime.preprocess.inputs import Input, Inputs, Value
+from tformer_runtime.preprocess.series import Series
 from tformer_runtime.tasks import (
     Answer,
     Answers,
@@ -44,10 +47,9 @@ from tformer_runtime.tasks import (
     generates,
     task_of,
 )
-from tformer_runtime.tasks.dictation import Dictation, Dictator
-from tformer_runtime.tasks.forecast import Forecaster
-from tformer_runtime.tasks.once import run_once
-from tformer_runtime.templates import Message, Template, conversation, template_of
+from tformer_runtime.tasks.forecasting import Forecaster
+from tformer_runtime.tasks.single_pass import run_once
+from tformer_runtime.tasks.speech_to_text import Dictation, Dictator
 
 _CHUNK = 128  # positions that score() computes at once
 
@@ -61,11 +63,11 @@ class Model:
 
     def __init__(self, engine: Engine, max_memory: int | None = None) -> None:
         """Use `Model.load`."""
-        self._engine = engine
+        self.engine = engine
         self.manifest: Manifest = engine.manifest
-        self._inputs = Inputs(engine.manifest)
-        self._budget = Budget(max_memory)
-        self._generator = Generator(engine, self._inputs.output_codec, self._inputs.output_tokenizer, self._budget)
+        self.inputs = Inputs(engine.manifest)
+        self.budget = Budget(max_memory)
+        self.generator = Generator(engine, self.inputs.output_codec, self.inputs.output_tokenizer, self.budget)
 
     @classmethod
     def load(
@@ -88,7 +90,7 @@ class Model:
     @property
     def device(self) -> str:
         """Where the model runs: "cpu" or "cuda"."""
-        return self._engine.session.device
+        return self.engine.session.device
 
     def generate(
         self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
@@ -98,9 +100,9 @@ class Model:
         after: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
         UnsupportedCallError for a model that does not generate.
         """
-        settings = self._settings(options, overrides)
-        request = self._inputs.request(input, 0, settings, self._base(after))
-        return generate_all(self._generator, [request], settings)[0]
+        settings = self.settings(options, overrides)
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(after))
+        return generate_all(self.generator, [request], settings)[0]
 
     def prefix(self, input: Input) -> Prefix:
         """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
@@ -110,7 +112,7 @@ class Model:
         encoder, where all that a request reads follows from its source.
         """
         self._must_go_on("prefix")
-        return Prefix(self._engine, self._inputs.parts(input, last=False)[1], self._budget)
+        return Prefix(self.engine, self.inputs.parts(input, last=False)[1], self.budget)
 
     def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Ints:
         """The ids of a conversation in the file's chat template, up to the answer: an input of `generate` and its like.
@@ -121,7 +123,7 @@ class Model:
         """
         self._must_go_on("chat")
         text = self._template(conversation(messages, system))
-        return self._inputs.ids(self._engine.decode.step.name, text, special=False)
+        return self.inputs.ids(self.engine.decode.step.name, text, special=False)
 
     @cached_property
     def _template(self) -> Template:
@@ -131,11 +133,11 @@ class Model:
         """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
         self._must_go_on("chat")
         template = None if self.manifest.chat_template is None else self._template
-        return Chat(self._generator, self._inputs, self._settings, self._stream_settings, template, system)
+        return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
-        return {"held": self._budget.held, "peak": self._budget.peak, "limit": self._budget.limit}
+        return {"held": self.budget.held, "peak": self.budget.peak, "limit": self.budget.limit}
 
     def generate_batch(
         self,
@@ -158,8 +160,8 @@ class Model:
         """
         whole("batch_size", batch_size)
         whole("workers", workers)
-        settings = self._settings(options, overrides)
-        generator = self._generator
+        settings = self.settings(options, overrides)
+        generator = self.generator
         base = self._base(after)
         requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         rows = batch_size * settings.width
@@ -170,13 +172,13 @@ class Model:
         self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
     ) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
-        settings = self._stream_settings(options, overrides)
-        request = self._inputs.request(input, 0, settings, self._base(after))
-        return generate_stream(self._generator, request, settings)
+        settings = self.stream_settings(options, overrides)
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(after))
+        return generate_stream(self.generator, request, settings)
 
-    def _stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
-        settings = self._settings(options, overrides)
-        if self._inputs.output_codec is None:
+    def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+        settings = self.settings(options, overrides)
+        if self.inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return > 1:
             raise OptionError("num_return must be 1 for a stream")
@@ -193,10 +195,10 @@ class Model:
         self._must_generate("score")
         if self.manifest.encode is not None and target is None:
             raise InputError("score needs a target beside the source for a model with an encoder")
-        sources, prompt, start = self._inputs.parts(source)
+        sources, prompt, start = self.inputs.parts(source)
         if target is None:
             return self._scores(sources, prompt)[max(start, 1) - 1 :]
-        ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+        ids = np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
         return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
 
     def forecast(
@@ -233,16 +235,16 @@ class Model:
         Raises UnsupportedCallError for a file that was exported without alignments.
         """
         self._extras(ALIGNMENTS)
-        sources, prompt, _ = self._inputs.parts(source)
-        ids = np.concatenate([prompt, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+        sources, prompt, _ = self.inputs.parts(source)
+        ids = np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
         weights: Array = self._besides(sources, ids[:-1], (ALIGNMENTS,))[ALIGNMENTS]
         return weights[max(len(prompt), 1) - 1 :]
 
     def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
         """What the columns and the rows of a result's alignments stand for: the tokens of its source, and its own."""
-        step = self._engine.decode.step.name
+        step = self.engine.decode.step.name
         length = 0 if result.alignments is None else result.alignments.shape[1]
-        return self._inputs.source_labels(source, length), self._inputs.labels(step, result.token_ids)
+        return self.inputs.source_labels(source, length), self.inputs.labels(step, result.token_ids)
 
     def hidden(self, source: Input, target: Value | None = None) -> dict[str, Array]:
         """The outputs of the submodules that the file was exported with, by their names in the source model.
@@ -252,10 +254,10 @@ class Model:
         Raises UnsupportedCallError for a file that was exported without hidden states.
         """
         extras = self._extras(HIDDEN)
-        sources, ids, _ = self._inputs.parts(source)
+        sources, ids, _ = self.inputs.parts(source)
         if target is not None:
             self._must_decode("read a target")
-            ids = np.concatenate([ids, self._inputs.ids(self._engine.decode.step.name, target, special=False)])
+            ids = np.concatenate([ids, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
         elif sources:
             ids = ids[:0]
         values = self._besides(sources, ids, tuple(extras))
@@ -292,8 +294,8 @@ class Model:
         task = self._task("predict")
         settings = task.settings(settings)
         truncate = task.cutting(truncate, settings)
-        readings = (partial(task.reading, input, self._inputs, truncate, settings) for input in inputs)
-        found = run_once(self._engine, readings, batch_size, workers, first, task.keep)
+        readings = (partial(task.reading, input, self.inputs, truncate, settings) for input in inputs)
+        found = run_once(self.engine, readings, batch_size, workers, first, task.keep)
         return (task.made(reading, outputs, settings) for reading, outputs in found)
 
     def embed(
@@ -403,16 +405,16 @@ class Model:
         that is an InputError, as is what the task reads in windows. settings: of the task, such as the window of a
         question's context. Raises UnsupportedCallError for a file that was exported without attention.
         """
-        sources = self._at_once(input, truncate, settings)
+        sources = self.at_once(input, truncate, settings)
         weights: Array = self._besides(sources, np.zeros(0, np.int64), (ATTENTION,))[ATTENTION]
-        return weights, self._inputs.places(sources, weights.shape[-1])
+        return weights, self.inputs.places(sources, weights.shape[-1])
 
-    def _at_once(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
+    def at_once(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         """What `attention` is of; its errors."""
         task = self._task("give attention")
         self._extras(ATTENTION)
         settings = task.settings(settings)
-        return task.at_once(input, self._inputs, task.cutting(truncate, settings), settings)
+        return task.at_once(input, self.inputs, task.cutting(truncate, settings), settings)
 
     def transcribe(self, sound: Any, **settings: Any) -> Transcription:
         """What is said in a sound: the name of its file or its bytes, samples, or a pair of samples and their rate (see
@@ -439,20 +441,20 @@ class Model:
 
     def info(self) -> dict[str, Any]:
         """What the file is and where it runs, as plain values."""
-        return {**file_info(self._engine.session.path, self.manifest), "device": self.device}
+        return {**file_info(self.engine.session.path, self.manifest), "device": self.device}
 
-    def _settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+    def settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         self._must_generate("generate")
         options = (options or GenerationOptions()).with_(overrides)
         settings = Settings.of(options, self.manifest.defaults)
-        if settings.stop and not self._inputs.output_codec:
+        if settings.stop and not self.inputs.output_codec:
             raise OptionError("stop needs text and the file has no tokenizer")
-        if options.shortlist and self._engine.decode.shortlist is None:
+        if options.shortlist and self.engine.decode.shortlist is None:
             raise UnsupportedCallError(
-                f"{self._engine.session.path} holds no shortlist: export the model with --shortlist FILE"
+                f"{self.engine.session.path} holds no shortlist: export the model with --shortlist FILE"
             )
-        if isinstance(settings.draft, Model):
-            check_draft(self._engine, settings.draft._engine)
+        if isinstance(settings.draft, HasEngine):
+            check_draft(self.engine, settings.draft.engine)
         for kind in (ALIGNMENTS, HIDDEN):
             if getattr(settings, kind):
                 self._extras(kind)
@@ -468,17 +470,17 @@ class Model:
                 ATTENTION: "attention: export the model with --attention (attention=True)",
                 HIDDEN: "hidden states: export the model with --hidden NAME (hidden=[NAME, …])",
             }
-            raise UnsupportedCallError(f"{self._engine.session.path} holds no {what[kind]}")
+            raise UnsupportedCallError(f"{self.engine.session.path} holds no {what[kind]}")
         return found
 
     def _base(self, after: Prefix | None) -> Base | None:
-        if after is not None and after.engine is not self._engine:
+        if after is not None and after.engine is not self.engine:
             raise InputError("the prefix was read by another model: read it with this one's prefix()")
         return after.base if after is not None else None
 
     def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
         try:
-            return self._inputs.request(input, index, settings, base)
+            return make_request(self.manifest, self.inputs, input, index, settings, base)
         except InputError as error:
             raise numbered(error, index + 1) from error
 
@@ -489,7 +491,7 @@ class Model:
 
     @cached_property
     def _forecaster(self) -> Forecaster:
-        return Forecaster(self._engine, self._budget)
+        return Forecaster(self.engine, self.budget)
 
     @cached_property
     def _only_task(self) -> Task:
@@ -498,7 +500,7 @@ class Model:
 
     @cached_property
     def _dictator(self) -> Dictator:
-        return Dictator(self._generator, self.manifest)
+        return Dictator(self.generator, self.manifest)
 
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)
@@ -546,21 +548,21 @@ class Model:
         with self._state(sources, len(ids)) as state:
             for at in range(0, len(scores), _CHUNK):
                 fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
-                logits = self._engine.step(state, fed[None], want="all")[0]
+                logits = self.engine.step(state, fed[None], want="all")[0]
                 scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
         return scores
 
     def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
         """The file's extras for one input: of encode, and at each of the ids if there are any."""
         if not len(ids):
-            outputs = self._engine.encode(_one_row(sources) or {}, 1, extras)
+            outputs = self.engine.encode(_one_row(sources) or {}, 1, extras)
             return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
         if len(ids) > self.manifest.max_length:
             raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
         with self._state(sources, len(ids), extras) as state:
             parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
             for at in range(0, len(ids), _CHUNK):
-                self._engine.step(state, ids[at : at + _CHUNK][None], want="all")
+                self.engine.step(state, ids[at : at + _CHUNK][None], want="all")
                 for name, values in state.extras.items():
                     parts[name].append(values[0].copy())
             encoded = {name: values[0] for name, values in state.encoded.items()}
@@ -569,11 +571,11 @@ class Model:
     @contextmanager
     def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
         """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
-        share = self._budget.share()
-        share.ask(self._engine.sizing.need(length, self._engine.sizing.sizes(sources)))
+        share = self.budget.share()
+        share.ask(self.engine.sizing.need(length, self.engine.sizing.sizes(sources)))
         state: State | None = None
         try:
-            state = self._engine.start(_one_row(sources), rows=1, extras=extras, budget=share, most=[length])
+            state = self.engine.start(_one_row(sources), rows=1, extras=extras, budget=share, most=[length])
             yield state
         finally:
             if state is not None:

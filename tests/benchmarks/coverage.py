@@ -252,7 +252,7 @@ def prove(model: Any) -> dict[str, Any]:
 
     from tformer_export import export
     from tformer_runtime import GenerationOptions, Model
-    from tformer_runtime.errors import TformerError
+    from tformer_runtime.base.errors import TformerError
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -25,12 +25,12 @@ from rich.table import Table
 
 from tformer_export import export
 from tformer_export.report import peak_memory
-from tformer_export.source import Source
-from tformer_export.source.hugging_face import from_transformers
-from tformer_export.source.module import from_module
+from tformer_export.sources import Source
+from tformer_export.sources.hugging_face import from_transformers
+from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model
-from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.format.manifest import SpecialTokens
 
 USED_BY_AN_EXPORT = ("torch._dynamo", "onnxscript", "torch.onnx._internal.exporter._core")
 

@@ -32,8 +32,8 @@ from onnx import TensorProto, helper
 
 from tformer_export import export
 from tformer_runtime import Model
-from tformer_runtime.sampling import Sampler
-from tformer_runtime.session import cuda_missing
+from tformer_runtime.backend.session import cuda_missing
+from tformer_runtime.decoding.sampling import Sampler
 
 SIZES: dict[str, dict[str, int]] = {
     "1.1B": {
@@ -115,7 +115,7 @@ def per_token(run: Callable[[int], object], repeats: int) -> float:
 
 def ours(path: Path, repeats: int) -> dict[str, Any]:
     model, prompt = Model.load(path, device="cuda"), np.arange(5, 5 + PROMPT)
-    engine = model._engine
+    engine = model.engine
 
     def steps(count: int) -> None:
         state = engine.start(None, 1)

@@ -25,13 +25,13 @@ from batches import VOCABULARY, module
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tformer_export import export
+from tformer_export.common.onnx_writer import save
 from tformer_export.quantize import quantize
 from tformer_export.shortlist import SHARE, set_apart, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
-from tformer_export.write import save
 from tformer_runtime import Model
-from tformer_runtime.manifest import KEY, Manifest
-from tformer_runtime.shortlist import Shortlist, together
+from tformer_runtime.engine.shortlist import Shortlist, together
+from tformer_runtime.format.manifest import KEY, Manifest
 
 BYTE_PAIRS = 16000
 STEPS, ROUNDS, BATCHES = 32, 3, 4
@@ -127,7 +127,7 @@ def main() -> None:
         for precision in args.precision:
             model = Model.load(prepared(args.models or Path(scratch), precision), threads=args.threads)
             for common in args.common:
-                model._engine.shortlist = table = shortlist(learned, common, args.each)
+                model.engine.shortlist = table = shortlist(learned, common, args.each)
                 for rows in args.rows:
                     for beams in args.beams:
                         print(f"{precision}, {rows} × {beams}:", speed(model, table, sources, rows, beams), flush=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 import numpy as np
 
-from tformer_runtime.cache import bytes_of
-from tformer_runtime.engine import Engine
-from tformer_runtime.state import State
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.kv_cache import bytes_of
+from tformer_runtime.engine.state import State
 
 ROUNDS, STEPS, SOURCE = 9, 4, 24
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from tformer_runtime.engine import Engine
-from tformer_runtime.state import State
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.state import State
 
 STEPS, ROUNDS, SOURCE = 24, 60, 12
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
 
-from tformer_runtime.cli import main
+from tformer_runtime.cli.main import main
 
-PROGRAM = [sys.executable, "-m", "tformer_runtime.cli"]
+PROGRAM = [sys.executable, "-m", "tformer_runtime.cli.main"]
 
 
 def run(*arguments, stdin=""):

@@ -13,7 +13,7 @@ from toy_models import Toy
 
 import tformer_export.cli
 from tformer_runtime import Model, OptionError
-from tformer_runtime.plot import heat_map
+from tformer_runtime.cli.heatmaps import heat_map
 
 SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
 

@@ -17,8 +17,8 @@ from tformer_export import save_checkpoint
 from tformer_export.quantize import Degradation
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.format.manifest import SpecialTokens
+from tformer_runtime.format.model_file import read_manifest
 
 ARGUMENTS = {
     "source_vocabulary": 12, "target_vocabulary": 12, "width": 16, "heads": 2, "encoder_layers": 1,
@@ -364,7 +364,7 @@ def test_a_goal_that_nothing_serves(plain, refused):
 def test_quantisation_beyond_its_budget(plain, refused, monkeypatch):
     """That one token in ten changes is made up here: how many do is the weights' business."""
     changed = Degradation(token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0)
-    monkeypatch.setattr("tformer_export.fewer_bits.measure", lambda *_, **__: changed)
+    monkeypatch.setattr("tformer_export.quantize.apply.measure", lambda *_, **__: changed)
     message = refused(plain, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", "0.09")
     assert "quantisation changes 10.0% of the tokens and 9.0% is allowed" in message
 

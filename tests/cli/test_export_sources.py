@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.checkpoint import load_weights
+from tformer_export.common.checkpoint import load_weights
 from tformer_runtime import Model, SourceError
 
 MODULE = '''

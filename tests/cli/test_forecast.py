@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner
 from running import failed, misused, run
 
-from tformer_export.checkpoint import save_checkpoint
 from tformer_export.cli import command
+from tformer_export.common.checkpoint import save_checkpoint
 from tformer_models.forecaster import DecoderForecaster
 from tformer_runtime import Model
-from tformer_runtime.cli import main
+from tformer_runtime.cli.main import main
 
 ARGUMENTS = {"features": 2, "width": 16, "heads": 2, "layers": 1, "feedforward": 32, "max_length": 32}
 SERIES = {"columns": ["load", "wind"], "normalize": {"mean": [50, -1], "scale": [5, 0.1]}, "horizon": 4, "longest": 20}

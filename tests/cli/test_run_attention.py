@@ -14,7 +14,7 @@ from toy_tasks import write
 
 from tformer_export import export, padding
 from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
-from tformer_runtime.plot import attention_maps
+from tformer_runtime.cli.heatmaps import attention_maps
 
 WORDS = {word: i for i, word in enumerate(["[PAD]", "a", "good", "bad", "day", "$b", "night"])}
 

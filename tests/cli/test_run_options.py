@@ -9,9 +9,10 @@ import pytest
 from running import failed, run
 from toy_models import LETTERS, START_ID, Toy
 
-from tformer_runtime import GenerationOptions, Model, OptionError, guesses
-from tformer_runtime.cli_options import OPTIONS, as_written, generation_options
-from tformer_runtime.tasks.flags import bytes_of
+from tformer_runtime import GenerationOptions, Model, OptionError
+from tformer_runtime.cli.options import OPTIONS, as_written, generation_options
+from tformer_runtime.decoding import drafting
+from tformer_runtime.tasks.settings import bytes_of
 
 SHORT = ["--max-new-tokens", "6"]
 
@@ -96,7 +97,7 @@ def test_constraints(path, model, tmp_path, way):
 
 
 def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(guesses, "relative_cost", lambda *_: 0.1)  # of a file of the same size, it would be 1
+    monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)  # of a file of the same size, it would be 1
     words = ["hello", "ab", "transformer"]
     plain = run(path, *words, "--json", "--max-new-tokens", 12)
     for more in ([], ["--batch-size", 3], ["--batch-size", 1, "--workers", 2]):

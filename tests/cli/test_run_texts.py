@@ -10,7 +10,7 @@ import pytest
 from running import failed, run
 from toy_tasks import HEAD, WIDTH, WORDS, states, write
 
-from tformer_runtime import manifest as m
+from tformer_runtime.format import manifest as m
 
 TEXTS = ["a good day", "bad film the old night", "good"]
 TAGS = ("O", "B-A", "I-A", "B-B", "I-B", "I-C")

@@ -16,12 +16,12 @@ import torch
 from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 from filelock import FileLock
 
-import tformer_export.make as make
+import tformer_export.build as make
 from tformer_export import ExportReport, export
-from tformer_export.pipeline import Understood
-from tformer_export.source import Source
+from tformer_export.compile import Understood
+from tformer_export.sources import Source
 from tformer_runtime import Model
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 
 @dataclass

@@ -22,10 +22,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from tformer_export import export
-from tformer_export.hearing import check_sounds
-from tformer_export.source import load_source
-from tformer_export.source.dictation import opening_of
-from tformer_export.source.hugging_face import from_transformers
+from tformer_export.sources import load_source
+from tformer_export.sources.hf_speech_to_text import opening_of
+from tformer_export.sources.hugging_face import from_transformers
+from tformer_export.verify.speech import check_sounds
 from tformer_runtime import (
     AsyncModel,
     InputError,
@@ -37,8 +37,8 @@ from tformer_runtime import (
     SourceError,
     UnsupportedCallError,
 )
-from tformer_runtime.engine import Engine
-from tformer_runtime.tasks.dictation import Dictation, Dictator, Opening, Times
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.tasks.speech_to_text import Dictation, Dictator, Opening, Times
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_named_and_the_others_are_read(made):
 
 def test_long_sounds_wait_for_each_other(made, monkeypatch):
     """Of spectrograms there are no more at once than have HELD numbers."""
-    monkeypatch.setattr("tformer_runtime.tasks.dictation.HELD", 1)
+    monkeypatch.setattr("tformer_runtime.tasks.speech_to_text.HELD", 1)
     read = []
     model = Model.load(made[1])
     results = model.transcribe_batch((read.append(i) or sound for i, sound in enumerate(SHORT)), batch_size=3)
@@ -300,7 +300,7 @@ def test_what_the_generation_config_asks_is_asked_of_the_file(made, name, times)
         expected = theirs(made, SHORT[1], return_timestamps=times)
     finally:
         model.generation_config = before
-    (result,) = Dictator(loaded._generator, replace(loaded.manifest, defaults=source.defaults)).every(
+    (result,) = Dictator(loaded.generator, replace(loaded.manifest, defaults=source.defaults)).every(
         [SHORT[1]], 1, 1, 0, {"timestamps": times}
     )
     same(result, expected, times)

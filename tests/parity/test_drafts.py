@@ -9,7 +9,8 @@ import pytest
 import torch
 from families import BY_NAME, END, VOCABULARY
 
-from tformer_runtime import Model, guesses
+from tformer_runtime import Model
+from tformer_runtime.decoding import drafting
 
 LENGTHS = (6, 11, 3, 1)
 MOST = 16
@@ -18,7 +19,7 @@ MOST = 16
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
     """Drafts of the size of the model would never pay."""
-    monkeypatch.setattr(guesses, "relative_cost", lambda *_: 0.1)
+    monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +53,13 @@ def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, q
     digits, but where an activation on the edge of two integers is rounded to the other one."""
     file, random = exported("wide-llama", quantize=quantize, optimize_for="latency"), np.random.default_rng(5)
     twin = Model.load(file.path, device="cpu", threads=1)
-    step, sizes = file.model._engine.step, []
+    step, sizes = file.model.engine.step, []
 
     def counted(state, tokens, *args, **kwargs):
         sizes.append(tokens.size)
         return step(state, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(file.model._engine, "step", counted)
+    monkeypatch.setattr(file.model.engine, "step", counted)
     moved, equal, steps = [], [], set()
     for length in range(4, 12):
         row = np.concatenate([random.integers(END + 1, VOCABULARY, length)] * 2)

@@ -18,11 +18,11 @@ from transformers import BertTokenizer, DebertaTokenizer, DebertaV2Tokenizer, Di
 
 from tformer_export import export
 from tformer_export.cli import main
-from tformer_export.source import load_source
-from tformer_export.source.once import run_once
-from tformer_export.source.purpose import CLASSIFIES, purpose_of
+from tformer_export.sources import load_source
+from tformer_export.sources.hf_single_pass import run_once
+from tformer_export.sources.task_names import CLASSIFIES, purpose_of
 from tformer_runtime import Model, SourceError
-from tformer_runtime import manifest as m
+from tformer_runtime.format import manifest as m
 from tformer_runtime.tasks import Classifier
 
 SHAPE = dict(**SIZES, id2label={0: "bad", 1: "so so", 2: "good"}, label2id={"bad": 0, "so so": 1, "good": 2})
@@ -120,7 +120,7 @@ def test_classes_of_texts_and_pairs(made, name):
 def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch, capsys):
     """By the command line, without its head, with pooling and in 8 bits: against the states of transformers' model."""
     module, tokenizer, model, _ = made("bert")
-    folder, out = model._engine.session.path.parent, tmp_path / "x.onnx"
+    folder, out = model.engine.session.path.parent, tmp_path / "x.onnx"
     options = ["--pool", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
     main()

@@ -7,6 +7,8 @@ import onnx
 import pytest
 from families import END, FAMILIES, PAD, VOCABULARY
 
+from tformer_runtime.decoding.request import make_request
+
 PROMPTS = (4, 9, 1, 6)
 SOURCES = (7, 2, 12, 5)
 STEPS = 5
@@ -84,11 +86,11 @@ def check_greedy(exported):
 
 def joining(model, rows, most):
     """The tokens of rows that are decoded two at a time, each up to a length of its own."""
-    generator, tasks = model._generator, []
+    generator, tasks = model.generator, []
     scheduler = generator.scheduler(None, 2)
     for row, length in zip(rows, most, strict=True):
-        settings = model._settings(None, {"max_new_tokens": length})
-        tasks.append(generator.task(model._inputs.request(row, 0, settings), settings))
+        settings = model.settings(None, {"max_new_tokens": length})
+        tasks.append(generator.task(make_request(model.manifest, model.inputs, row, 0, settings), settings))
         scheduler.submit(tasks[-1])
     while not scheduler.idle:
         scheduler.step()

@@ -13,8 +13,8 @@ import pytest
 from families import END, MAX_LENGTH, PAD, START
 
 import tformer_export
-from tformer_runtime.manifest import Manifest
-from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.model_file import read_manifest
 
 # In another order than the families, which are exported at the same time, so that nobody waits for another's file.
 ENCODER_DECODERS = ["t5-eager", "marian-eager", "hand-written", "seq2seq"]

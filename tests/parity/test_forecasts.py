@@ -11,10 +11,10 @@ import torch
 from series_models import AtOnce, DecoderOnly, EncoderDecoder, looped
 
 from tformer_export import export, padding
-from tformer_export.forecasts import check_forecasts
-from tformer_export.inputs import About
-from tformer_export.source.module import from_module
-from tformer_export.verify import Gate, ParityReport
+from tformer_export.analysis.input_facts import About
+from tformer_export.sources.torch_module import from_module
+from tformer_export.verify.forecasts import check_forecasts
+from tformer_export.verify.parity import Gate, ParityReport
 from tformer_runtime import InputError, Model, OptionError, ParityError, UnsupportedCallError
 
 MEAN, SCALE = np.array([100.0, -3.0, 0.5]), np.array([20.0, 0.1, 4.0])
@@ -122,7 +122,7 @@ def test_a_model_gives_its_whole_horizon_at_once(at_once):
 
 
 def test_what_is_beyond_a_rows_own_steps_does_not_matter(by_itself):
-    engine = by_itself.model._engine
+    engine = by_itself.model.engine
     drawn = RNG.standard_normal((3, 7, 2)).astype(np.float32)
     counts, given = np.array([7, 2, 4]), []
     for filler in (0.0, np.nan, 1e30):
@@ -153,7 +153,7 @@ def test_other_calls_say_what_the_file_can_do(by_itself, at_once):
 
 @pytest.mark.parametrize("said", [{"normalize": "none"}, {"feedback": (1, 0)}], ids=["units", "feedback"])
 def test_a_file_that_says_otherwise_of_its_series_is_refused(by_itself, monkeypatch, said):
-    series, engine = by_itself.model._forecaster.series, by_itself.model._engine
+    series, engine = by_itself.model._forecaster.series, by_itself.model.engine
     source = from_module(by_itself.module, {"x": torch.zeros(2, 3, 2)}, "x")
     gate = Gate(source, {"x": About(None, None, 0, False, None)}, series=series, tolerance=0.05)
     check_forecasts(gate, engine, ParityReport())

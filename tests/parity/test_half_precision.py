@@ -1,7 +1,7 @@
 """Files for CUDA in half precision, on the CPU: as near to the float32 source as PyTorch that computes it in half.
 
 The CPU runs float16 as it is, and bfloat16 with casts around each operator, as the gate does with both
-(`passes/widened.py`).
+(`passes/emulate_half_on_cpu.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from test_families import draw, stepped
 
 from tformer_runtime import DeviceError, Model
-from tformer_runtime.engine import Engine
-from tformer_runtime.session import Session, cuda_missing
+from tformer_runtime.backend.session import Session, cuda_missing
+from tformer_runtime.engine.engine import Engine
 
 TYPES = {  # of manifests, of onnx and of torch
     "fp16": ("float16", onnx.TensorProto.FLOAT16, torch.float16),

@@ -22,10 +22,10 @@ from torch import nn
 from transformers.image_utils import load_image
 
 from tformer_export import export, image
-from tformer_export.quantize.samples import read_samples
-from tformer_export.source import load_source
+from tformer_export.calibration.samples import read_samples
+from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, UnsupportedCallError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 

@@ -14,7 +14,7 @@ from support.older_processor import integer_products, spelt_out
 from torch import nn
 
 from tformer_export import export
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 both = pytest.mark.parametrize("name", [family.name for family in QUANTISED])
 STEPS, NEAR = 6, 0.08

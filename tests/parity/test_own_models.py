@@ -12,16 +12,16 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer
 
 from tformer_export import export
-from tformer_export.checkpoint import OptionError, save_checkpoint
 from tformer_export.cli import command as export_command
-from tformer_export.source.chat import with_template
-from tformer_export.source.factory import from_factory
-from tformer_export.source.module import from_module
+from tformer_export.common.checkpoint import OptionError, save_checkpoint
+from tformer_export.sources.chat_template import with_template
+from tformer_export.sources.factory import from_factory
+from tformer_export.sources.torch_module import from_module
 from tformer_models import languages, words
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
 from tformer_runtime import Model
-from tformer_runtime.cli import main as run_command
+from tformer_runtime.cli.main import main as run_command
 
 SIZES = {"width": 32, "heads": 4, "layers": 2, "feedforward": 48, "max_length": 24}
 TEXTS = ["Die Katze schläft", "The dog", "Der Hund sieht heute die Katze nicht", "é 你"]

@@ -14,8 +14,8 @@ import transformers
 from sentence_transformers.sentence_transformer import modules
 from transformers import BertTokenizer
 
-from tformer_export import export, make
-from tformer_export.source import load_source
+from tformer_export import build, export
+from tformer_export.sources import load_source
 from tformer_runtime import Model, SourceError
 
 SENTENCES = [
@@ -47,7 +47,7 @@ def mini():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """The weights are captured once, however they are quantised."""
-    held, real = {}, make.understand
+    held, real = {}, build.understand
 
     def understood(source, *rest):
         if source.name not in held:
@@ -55,7 +55,7 @@ def _compiled_once():
         return held[source.name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "understand", understood)
+        patch.setattr(build, "understand", understood)
         yield
 
 

@@ -21,11 +21,11 @@ import transformers
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
 from tformer_export import export
-from tformer_export.hearing import check_sounds
-from tformer_export.source import load_source
+from tformer_export.sources import load_source
+from tformer_export.verify.speech import check_sounds
 from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import Outcome
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import Outcome
 from tformer_runtime.tasks import Recognition
 from tformer_runtime.tasks.base import Reading
 
@@ -170,9 +170,9 @@ def test_a_sound_that_is_too_long_for_the_memory_is_named(made, monkeypatch):
 
     model = Model.load(made("layer")[1], device="cpu")
     expected = model.transcribe(SOUNDS[0]).text
-    sessions = model._engine.session._sessions
+    sessions = model.engine.session._sessions
     monkeypatch.setattr(
-        model._engine.session, "_sessions", {stage: Small(session) for stage, session in sessions.items()}
+        model.engine.session, "_sessions", {stage: Small(session) for stage, session in sessions.items()}
     )
     results = model.transcribe_batch([SOUNDS[0], sound(1.1)])
     assert next(results).text == expected

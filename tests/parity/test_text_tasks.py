@@ -24,10 +24,10 @@ from transformers.pipelines.document_question_answering import select_starts_end
 
 from tformer_export import export, padding
 from tformer_export.cli import main
-from tformer_export.source import load_source
+from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
-from tformer_runtime import manifest as m
-from tformer_runtime.tasks.entities import AGGREGATIONS
+from tformer_runtime.format import manifest as m
+from tformer_runtime.tasks.token_classification import AGGREGATIONS
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 TEXTS = [
@@ -220,7 +220,7 @@ def test_answers_come_of_two_named_outputs(made):
     module, _, model, report = made("bert", "QuestionAnswering")
     assert [spec.name for spec in model.manifest.encode.outputs] == ["start_logits", "end_logits"]
     assert (report.parity.raw.texts, report.parity.raw.pairs) == (0, 4)
-    outputs = model._engine.encode(
+    outputs = model.engine.encode(
         {n: [np.array(v)] for n, v in (("input_ids", [2, 5, 3]), ("token_type_ids", [0] * 3))}, 1
     )
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     """The report counts the places that change, on one line in four; answers are what the pipeline makes of the file's
     own scores."""
     module, tokenizer, model, _ = made("bert", "QuestionAnswering")
-    folder, out, lines = model._engine.session.path.parent, tmp_path / "x.onnx", tmp_path / "lines.txt"
+    folder, out, lines = model.engine.session.path.parent, tmp_path / "x.onnx", tmp_path / "lines.txt"
     draw = random.Random(0)
     drawn = [[" ".join(draw.choices(TEXT.split(), k=draw.randint(*k))) for k in ((1, 4), (5, 25))] for _ in range(160)]
     lines.write_text("".join(f"{question}\t{context}\n" for question, context in drawn))
@@ -263,7 +263,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
 
     def quantised(input_ids, token_type_ids, attention_mask):
         given = {"input_ids": [input_ids[0].numpy()], "token_type_ids": [token_type_ids[0].numpy()]}
-        found = eight._engine.encode(given, 1)
+        found = eight.engine.encode(given, 1)
         return SimpleNamespace(**{name: torch.from_numpy(value.numpy()) for name, value in found.items()})
 
     kept = []
@@ -299,7 +299,7 @@ def test_results_of_integers(made, tmp_path, head, of):
     draw = random.Random(1)
     texts = [" ".join(draw.choices(TEXT.split(), k=draw.randint(3, 20))) for _ in range(80)]
     (tmp_path / "lines.txt").write_text("\n".join(texts))
-    folder = plain._engine.session.path.parent
+    folder = plain.engine.session.path.parent
     report = export(load_source(folder), tmp_path / "x.onnx", quantize="int8", calibration=tmp_path / "lines.txt")
     assert re.search(r"keep their class|tokens agree", dict(report.rows())["quantised"])
     eight = Model.load(tmp_path / "x.onnx", "cpu", threads=1)

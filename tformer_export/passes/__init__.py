@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.forms import DEFAULTS, GIVEN, NORMS, PROJECTIONS, Forms
+from tformer_export.common.kernel_choices import DEFAULTS, GIVEN, NORMS, PROJECTIONS, Forms
 from tformer_export.passes import (
-    norms,
-    projections,
-    reshapes,
-    scaled,
-    scores,
-    shared,
-    strip,
-    tied,
-    turned,
-    unfused,
-    unused,
+    decompose_attention,
+    drop_reshapes,
+    fold_attention_scale,
+    full_score_attention,
+    merge_projections,
+    remove_unused,
+    rms_norm,
+    shared_encoder_context,
+    strip_debug_info,
+    tie_embeddings,
+    transposed_matmul,
 )
 
-STANDARD = (reshapes, norms, unused, tied, projections, unused, strip)
-PASSES = (reshapes, norms, unused, scaled, shared, tied, turned, projections, unused, strip)
+STANDARD = (drop_reshapes, rms_norm, remove_unused, tie_embeddings, merge_projections, remove_unused, strip_debug_info)
+PASSES = (
+    drop_reshapes,
+    rms_norm,
+    remove_unused,
+    fold_attention_scale,
+    shared_encoder_context,
+    tie_embeddings,
+    transposed_matmul,
+    merge_projections,
+    remove_unused,
+    strip_debug_info,
+)
 
 
 def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: str = "cpu") -> dict[str, int]:
@@ -30,15 +41,19 @@ def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: s
     longest: the maximum length. forms: those that are not the default leave a pass out, or take an operator apart
     again. What chooses among the CPU's kernels is for the CPU, and no CUDA graph holds the branches that it makes.
     """
-    left_out = [p for choice, p in ((NORMS, norms), (PROJECTIONS, projections)) if choice.of(forms) != choice.default]
-    if longest <= scores.SHORT or target != "cpu":
-        left_out.append(scaled)
+    left_out = [
+        p for choice, p in ((NORMS, rms_norm), (PROJECTIONS, merge_projections)) if choice.of(forms) != choice.default
+    ]
+    if longest <= full_score_attention.SHORT or target != "cpu":
+        left_out.append(fold_attention_scale)
     changed: dict[str, int] = {}
     for p in STANDARD if target == "portable" else PASSES:
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
-        if p is shared and GIVEN.of(forms) != GIVEN.default:  # not before: it knows the attention by its operator
-            unfused.run(model, "decode/")
+        if (
+            p is shared_encoder_context and GIVEN.of(forms) != GIVEN.default
+        ):  # not before: it knows the attention by its operator
+            decompose_attention.run(model, "decode/")
     if target == "cpu":
-        changed["scores"] = scores.run(model, longest)
+        changed["scores"] = full_score_attention.run(model, longest)
     return changed

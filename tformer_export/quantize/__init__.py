@@ -29,12 +29,12 @@ rewrite      matrix products and tables → integer operators
 measure      what the quantised file does differently
 """
 
-from tformer_export.quantize.caches import CACHES, hold_in_int8
-from tformer_export.quantize.measure import Degradation, measure, measure_series
-from tformer_export.quantize.operands import Fixed
-from tformer_export.quantize.outputs import OutputDegradation, OutputYardstick, measure_outputs
-from tformer_export.quantize.plan import QUANTIZATIONS, Mixture, Plan, Planner
-from tformer_export.quantize.ranges import ACTIVATIONS, FIXED, ROWS
+from tformer_export.quantize.activations_int8 import Fixed
+from tformer_export.quantize.bit_plan import QUANTIZATIONS, Mixture, Plan, Planner
+from tformer_export.quantize.degradation import Degradation, measure, measure_series
+from tformer_export.quantize.fixed_ranges import ACTIVATIONS, FIXED, ROWS
+from tformer_export.quantize.kv_cache_int8 import CACHES, hold_in_int8
+from tformer_export.quantize.output_quality import OutputDegradation, OutputYardstick, measure_outputs
 from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
 
 __all__ = [

@@ -4,15 +4,15 @@ A product has two forms (`--optimize-for` says which of them a file has):
 
 rows   Each row of the activations is scaled by its own maximum and rounded to uint8 around 128, multiplied with int8
        columns by MatMulInteger, and scaled back by row and column. All of it is standard operators, but for the CPU's
-       encode stage, and a row's result is its own: it is the same alone and in any batch, bit for bit.
-       Or, where it is asked for (`--activations fixed`, `ranges.py`), all rows have the same scale, which is known when
-       the file is made: what is beyond it is clipped, and a row's result is still its own.
+       encode stage, and a row's result is its own: it is the same alone and in any batch, bit for bit. Or, where it is
+       asked for (`--activations fixed`, `fixed_ranges.py`), all rows have the same scale, which is known when the file
+       is made: what is beyond it is clipped, and a row's result is still its own.
 few    MatMulNBits, which rounds activations in blocks of a row and reads weights faster, 4-bit ones as such; for more
-       than two rows, or three, it is slower. It is in a branch of the decode stage for so many (`few.py`).
+       than two rows, or three, it is slower. It is in a branch of the decode stage for so many (`few_rows_branch.py`).
 
-Both have the same integers (`store.py`), so that they differ in the rounding of activations alone. What was measured
-beside them (2 cores with AVX-512 VNNI; 6+6 layers, d = 512, 32k vocabulary; milliseconds a decode step at 1, 8 and 32
-rows; float32 4.8, 6.6, 17.0):
+Both have the same integers (`weight_storage.py`), so that they differ in the rounding of activations alone. What was
+measured beside them (2 cores with AVX-512 VNNI; 6+6 layers, d = 512, 32k vocabulary; milliseconds a decode step at 1, 8
+and 32 rows; float32 4.8, 6.6, 17.0):
 
 ======================================  ====  ====  ====  ==========================================================
 rows                                    1.87  3.52   9.8
@@ -80,10 +80,11 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.passes import unused
-from tformer_export.quantize import few, weights
-from tformer_export.quantize.operands import Fixed, Operands, name_outputs
-from tformer_export.quantize.store import Matrix, Store, digest
+from tformer_export.passes import remove_unused
+from tformer_export.quantize import few_rows_branch
+from tformer_export.quantize.activations_int8 import Fixed, Operands, name_outputs
+from tformer_export.quantize.rounding import round_nearest
+from tformer_export.quantize.weight_storage import Matrix, Store, digest
 
 SMALLEST = 1024  # numbers; smaller products gain nothing
 LARGE = 1 << 22  # numbers of a matrix that has two forms in a balanced file
@@ -134,7 +135,7 @@ def quantize(
     bits: Bits = 8,
     optimize_for: str = THROUGHPUT,
     step: str | None = None,
-    ready: Mapping[str, weights.Integers] = MappingProxyType({}),
+    ready: Mapping[str, round_nearest.Integers] = MappingProxyType({}),
     on_cpu: bool = False,
     few_rows: Mapping[int, int] | None = None,
     fixed: Mapping[str, Fixed] = MappingProxyType({}),
@@ -154,20 +155,20 @@ def quantize(
     products = [(node, weight) for node in model.graph.all_nodes() if (weight := _weight_of(node)) is not None]
     for node, _ in products:  # by which its copy in a branch is known
         node.name = node.name or f"product of {node.outputs[0].name}"
-    decode = few.graph_of(model, step) if step is not None else None
+    decode = few_rows_branch.graph_of(model, step) if step is not None else None
     limits = [
         few_rows[width]
         for node, weight in products
         if node.graph is decode and wanted(weight.numbers) and (width := bits_of(str(node.name))) in few_rows
     ]
-    branches = few.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
+    branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
     rewriter = _Rewriter(model, bits_of, branches, wanted, ready, on_cpu, fixed)
     rewriter.made.few_tokens = max(limits) if branches else None
     for rewrite in (rewriter.product, rewriter.table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 rewrite(graph, node)
-    unused.run(model)
+    remove_unused.run(model)
     rewriter.made.fixed, rewriter.made.by_row = rewriter.operands.fixed, rewriter.operands.by_row
     return rewriter.made
 
@@ -208,9 +209,9 @@ class _Rewriter:
         self,
         model: ir.Model,
         bits: Callable[[str], int],
-        branches: few.Branches | None,
+        branches: few_rows_branch.Branches | None,
         wanted: Callable[[int], bool],
-        ready: Mapping[str, weights.Integers],
+        ready: Mapping[str, round_nearest.Integers],
         on_cpu: bool,
         fixed: Mapping[str, Fixed],
     ) -> None:

@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.constants import constant
-from tformer_export.quantize import weights
-from tformer_export.quantize.operands import GELU, LEVELS, POSITIVE, Fixed, is_gelu, is_positive
-from tformer_export.quantize.products import FLOAT, Matrix, find_matrices, find_tables
-from tformer_export.write import save
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import Manifest
-from tformer_runtime.session import Array, Part, Session
+from tformer_export.common.ir_edit import constant
+from tformer_export.common.onnx_writer import save
+from tformer_export.quantize.activations_int8 import GELU, LEVELS, POSITIVE, Fixed, is_gelu, is_positive
+from tformer_export.quantize.matrices import FLOAT, Matrix, find_matrices, find_tables
+from tformer_export.quantize.rounding import round_nearest
+from tformer_runtime.backend.session import Part, Session
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import Manifest
 
 Dequantised = Callable[[Matrix, int], np.ndarray]  # (K, N) float32 of a matrix in so many bits
 Bits = Mapping[str, int]  # name of a matrix → bits
@@ -103,7 +104,7 @@ class _Exchanging(Session):
 
 def _table(held: ir.Value) -> Array:
     assert held.const_value is not None
-    quantised, scale = weights.per_column(held.const_value.numpy().T)
+    quantised, scale = round_nearest.per_column(held.const_value.numpy().T)
     return np.ascontiguousarray((quantised * scale).T)
 
 

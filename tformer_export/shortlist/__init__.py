@@ -8,7 +8,7 @@ add      all of it, for a file
 """
 
 from tformer_export.shortlist.add import add_shortlist, with_columns
-from tformer_export.shortlist.graph import set_apart
+from tformer_export.shortlist.columns import set_apart
 from tformer_export.shortlist.make import SHARE, Measured
 
 __all__ = ["SHARE", "Measured", "add_shortlist", "set_apart", "with_columns"]

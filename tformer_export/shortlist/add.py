@@ -7,14 +7,14 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from tformer_export.common.onnx_writer import save
 from tformer_export.shortlist.check import check_columns
-from tformer_export.shortlist.graph import choose_columns
+from tformer_export.shortlist.columns import choose_columns
 from tformer_export.shortlist.make import Measured, make_shortlist
-from tformer_export.verify import Gate
-from tformer_export.write import save
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import Manifest
-from tformer_runtime.shortlist import KEY
+from tformer_export.verify.parity import Gate
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.shortlist import KEY
+from tformer_runtime.format.manifest import Manifest
 
 
 def with_columns(model: ir.Model, manifest: Manifest) -> Manifest:

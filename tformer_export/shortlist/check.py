@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.rows import run_case
-from tformer_export.verify import TOLERANCE, Gate, cases
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import ParityError
+from tformer_export.verify.parity import TOLERANCE, Gate, cases
+from tformer_export.verify.teacher_forcing import run_case
+from tformer_runtime.base.errors import ParityError
+from tformer_runtime.engine.engine import Engine
 
 FEW = 20  # a row has a candidate of so many ids, few enough for their columns to be gathered
 

@@ -30,12 +30,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tformer_export.quantize.samples import FEWEST, LONGEST, Sample, read_lines
+from tformer_export.calibration.samples import FEWEST, LONGEST, Sample, read_lines
 from tformer_export.shortlist.learn import NEVER, Line, associate, each_needed
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import OptionError, ParityError, UnsupportedModelError
+from tformer_runtime.base.errors import OptionError, ParityError, UnsupportedModelError
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.shortlist import Shortlist, most_columns
 from tformer_runtime.model import Model
-from tformer_runtime.shortlist import Shortlist, most_columns
 
 SHARE = 0.995  # of lines that decode as with all ids
 MOST_LINES, MOST_LINKS = 2000, 8_000_000  # that are decoded; pairs of tokens that are learned from

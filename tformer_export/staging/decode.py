@@ -11,19 +11,19 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from tformer_export import operators
-from tformer_export.capture import Captured
-from tformer_export.nodes import arguments, aten, meta, source_line
-from tformer_export.staging.batch import Rows, times_batch
+from tformer_export.analysis.batch_axes import Rows, times_batch
+from tformer_export.analysis.binding_time import Level
+from tformer_export.capture.trace import Captured
+from tformer_export.common import onnx_operators
+from tformer_export.common.fx_nodes import arguments, aten, meta, source_line
+from tformer_export.staging.auxiliary_outputs import Extra
 from tformer_export.staging.emitter import CachedValue, Context, Emitter, Port, Program, context_shape
-from tformer_export.staging.extras import Extra
-from tformer_export.staging.levels import Level
 from tformer_export.staging.plan import CachedAttention, Plan
+from tformer_export.staging.restriction import ALL, NEW, ONE, Choice, Roles, Views
 from tformer_export.staging.rotary import Rotation
 from tformer_export.staging.tables import Table, is_causal_alone
-from tformer_export.staging.views import ALL, NEW, ONE, Choice, Roles, Views
-from tformer_runtime import manifest
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_runtime.base.errors import UnsupportedModelError
+from tformer_runtime.format import manifest
 
 CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
     manifest.POSITIONS: (torch.int64, (manifest.BATCH, manifest.NEW)),
@@ -173,7 +173,7 @@ class DecodeEmitter(Emitter):
                 time, batch = self.views.time_axes(node)[0], self.views.batch_axis(node)
                 assert batch is not None
                 select = self._control(manifest.SELECT)
-                self.made[key] = self.call(operators.take_positions, self.made[key], select, batch, time)
+                self.made[key] = self.call(onnx_operators.take_positions, self.made[key], select, batch, time)
         self.selected = True
 
     def _logits(self) -> Extra:
@@ -195,7 +195,7 @@ class DecodeEmitter(Emitter):
         if not new:  # slots stand at the same position in every row
             result = self.constant(leaf.name, table.values)
             for axis in every:
-                result = self.call(operators.slot_view, result, self._control(manifest.SLOTS), axis)
+                result = self.call(onnx_operators.slot_view, result, self._control(manifest.SLOTS), axis)
             return self._for_every_row(result, table.batch_rows)
         place = self._batch_place(user, leaf, table)
         key = "table", leaf, roles, place, self.selected
@@ -209,7 +209,7 @@ class DecodeEmitter(Emitter):
             return value
         batch = self._size(next(iter(self.captured.batch)), self._time(NEW))
         apart = self.call(torch.unsqueeze, value, rows.own_axis)
-        repeated = self.call(operators.repeat_rows, apart, batch, rows.own_axis)
+        repeated = self.call(onnx_operators.repeat_rows, apart, batch, rows.own_axis)
         return rows.merge(self.call, repeated)
 
     def _rows_of_table(self, leaf: Node, table: Table, place: _TablePlace, new: int, every: list[int]) -> Node:
@@ -226,12 +226,12 @@ class DecodeEmitter(Emitter):
         if diagonals is not None:
             held = self.constant(name + "_diagonals", diagonals)
             where = batch, at(new), at(every[0])
-            result = self.call(operators.table_diagonals, held, self._positions(), slots, *where)
+            result = self.call(onnx_operators.table_diagonals, held, self._positions(), slots, *where)
         else:
             held = self.constant(f"{name}_{new}_rows", table.rows(missing, rows.axis, new + missing, own))
-            result = self.call(operators.table_rows, held, self._positions(), batch, at(new))
+            result = self.call(onnx_operators.table_rows, held, self._positions(), batch, at(new))
             for other in every:
-                result = self.call(operators.slot_view, result, slots, at(other))
+                result = self.call(onnx_operators.slot_view, result, slots, at(other))
         if own:
             return rows.merge(self.call, result)
         if place.repeat == 1:
@@ -272,14 +272,14 @@ class DecodeEmitter(Emitter):
         assert rows is not None
         new = rows.split(self.call, self.made[node, views.roles(node)])
         if rows.own_axis != 0:
-            new = self.call(operators.moved, new, rows.own_axis, 0)
+            new = self.call(onnx_operators.moved, new, rows.own_axis, 0)
         cache = self._cache(node, rows, rows.apart(axis))
         slot = cache.shape.index(manifest.SLOT)
-        present = self.call(operators.write_slots, cache.input, new, self._control(manifest.START), slot)
+        present = self.call(onnx_operators.write_slots, cache.input, new, self._control(manifest.START), slot)
         self._extended(cache, present)
-        view = self.call(operators.slot_view, present, self._control(manifest.SLOTS), slot)
+        view = self.call(onnx_operators.slot_view, present, self._control(manifest.SLOTS), slot)
         if rows.own_axis != 0:
-            view = self.call(operators.moved, view, 0, rows.own_axis)
+            view = self.call(onnx_operators.moved, view, 0, rows.own_axis)
         return rows.merge(self.call, view)
 
     def _fused(self, attention: CachedAttention) -> Node:
@@ -302,7 +302,7 @@ class DecodeEmitter(Emitter):
             bias = self._operand(node, attention.bias, solution.choices[0][3])
         caches = [self._cache(operand, Rows(0), 2) for operand in (attention.key, attention.value)]
         result = self.call(
-            operators.grouped_query_attention,
+            onnx_operators.grouped_query_attention,
             *operands,
             *(cache.input for cache in caches),
             self._control(manifest.LAST),

@@ -16,13 +16,13 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
-from tformer_export import operators
-from tformer_export.capture import Captured
-from tformer_export.nodes import aten, expression, meta
-from tformer_export.staging.batch import Rows
-from tformer_export.staging.levels import Level, is_fixed
-from tformer_runtime import manifest
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_export.analysis.batch_axes import Rows
+from tformer_export.analysis.binding_time import Level, is_fixed
+from tformer_export.capture.trace import Captured
+from tformer_export.common import onnx_operators
+from tformer_export.common.fx_nodes import aten, expression, meta
+from tformer_runtime.base.errors import UnsupportedModelError
+from tformer_runtime.format import manifest
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Emitter:
     def copied(self, node: Node, args: Any, kwargs: Any) -> Node:
         """The node's operation on other operands, with its line in the user's code."""
         if node.target is aten.reshape.default:
-            made = self.graph.call_function(operators.shaped, (args[0], *args[1]))
+            made = self.graph.call_function(onnx_operators.shaped, (args[0], *args[1]))
         else:
             made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
@@ -105,7 +105,7 @@ class Emitter:
     def rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
         """With its batch axis, and its time axis if that is given, in front."""
         front = tuple(range(len(axes)))
-        return value if axes == front else self.call(operators.moved, value, axes, front)
+        return value if axes == front else self.call(onnx_operators.moved, value, axes, front)
 
     def apart(self, outputs: list[Node]) -> tuple[Node, ...]:
         """The outputs, each a node of its own that is not an input: names of a graph's outputs are one each."""

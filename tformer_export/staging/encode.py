@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from tformer_export.nodes import meta
-from tformer_export.staging.batch import Rows
+from tformer_export.analysis.batch_axes import Rows
+from tformer_export.analysis.binding_time import Level
+from tformer_export.common.fx_nodes import meta
+from tformer_export.staging.auxiliary_outputs import Extra
 from tformer_export.staging.emitter import Context, Emitter, Port, Program, axis_names, context_shape
-from tformer_export.staging.extras import Extra
-from tformer_export.staging.followers import followers
-from tformer_export.staging.levels import Level
+from tformer_export.staging.output_lengths import followers
 
 
 class EncodeEmitter(Emitter):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from tformer_export.attention import ATTENTION
-from tformer_export.capture import Captured
-from tformer_export.nodes import aten, meta
-from tformer_export.staging.levels import Level, is_fixed
-from tformer_export.staging.views import ALL, FRESH, NEW, ONE, Choice, Roles, Views
+from tformer_export.analysis.attention import ATTENTION
+from tformer_export.analysis.binding_time import Level, is_fixed
+from tformer_export.capture.trace import Captured
+from tformer_export.common.fx_nodes import aten, meta
+from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, Choice, Roles, Views
 
 
 @dataclass(frozen=True)

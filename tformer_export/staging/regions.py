@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch.fx import Node
 
-from tformer_export.staging.levels import Level
+from tformer_export.analysis.binding_time import Level
 
 MOST_NODES = 4000  # of one region
 MOST_TRIALS = 60  # regions that are tried for one operation

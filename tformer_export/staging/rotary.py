@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture import Captured
-from tformer_export.nodes import expression, meta
-from tformer_export.staging.evaluate import Constants, call
-from tformer_export.staging.levels import Level
+from tformer_export.analysis.binding_time import Level
+from tformer_export.analysis.interpreter import Constants, call
+from tformer_export.capture.trace import Captured
+from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.staging.plan import CachedAttention
-from tformer_export.staging.views import LENGTH
+from tformer_export.staging.restriction import LENGTH
 
 CLOSE = 1e-5  # float32 sums of two products of about 1
 NODES = 64  # of the graph, that are looked at above an operand

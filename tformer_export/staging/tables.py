@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from tformer_export.attention import ATTENTION
-from tformer_export.nodes import expression, meta, source_line
-from tformer_export.staging.batch import Rows, times_batch
+from tformer_export.analysis.attention import ATTENTION
+from tformer_export.analysis.batch_axes import Rows, times_batch
+from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.staging.plan import CachedAttention
-from tformer_export.staging.views import LENGTH, Views
-from tformer_runtime.errors import UnsupportedModelError
+from tformer_export.staging.restriction import LENGTH, Views
+from tformer_runtime.base.errors import UnsupportedModelError
 
 DEFAULT_LENGTH = 512
 LOW = 1e4  # a bias beyond this hides a key

@@ -19,19 +19,19 @@ A task is added by a class like these, in `TASKS`: which names of tasks it serve
 and how its results are written.
 """
 
-from tformer_runtime.audio import audio_of
-from tformer_runtime.manifest import Manifest
-from tformer_runtime.series import Series
-from tformer_runtime.tasks.answers import Answer, Answers
+from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.preprocess.audio import audio_of
+from tformer_runtime.preprocess.series import Series
 from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
-from tformer_runtime.tasks.dictation import Dictation
-from tformer_runtime.tasks.entities import Entities, Span
+from tformer_runtime.tasks.ctc_recognition import Recognition, Segment, Transcription
 from tformer_runtime.tasks.features import Features
-from tformer_runtime.tasks.filling import Candidate, Filled, Filling
+from tformer_runtime.tasks.fill_mask import Candidate, Filled, Filling
 from tformer_runtime.tasks.forecasting import Forecasting
-from tformer_runtime.tasks.images import ImageClassifier, ImageFeatures
-from tformer_runtime.tasks.recognition import Recognition, Segment, Transcription
+from tformer_runtime.tasks.image_tasks import ImageClassifier, ImageFeatures
+from tformer_runtime.tasks.question_answering import Answer, Answers
+from tformer_runtime.tasks.speech_to_text import Dictation
+from tformer_runtime.tasks.token_classification import Entities, Span
 
 TASKS: tuple[type[Task], ...] = (
     Classifier,

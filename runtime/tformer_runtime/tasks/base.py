@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from tformer_runtime.audio import audio_of
-from tformer_runtime.checks import flag
-from tformer_runtime.errors import InputError, OptionError
-from tformer_runtime.images import image_inputs
-from tformer_runtime.manifest import ATTENTION, Manifest
-from tformer_runtime.tasks.flags import Flag, switch
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.errors import InputError, OptionError
+from tformer_runtime.base.validation import flag
+from tformer_runtime.format.manifest import ATTENTION, Manifest
+from tformer_runtime.preprocess.audio import audio_of
+from tformer_runtime.preprocess.images import image_inputs
+from tformer_runtime.tasks.settings import Flag, switch
 
 if TYPE_CHECKING:  # the engine knows nothing of tasks, nor they of it
-    from tformer_runtime.inputs import Input, Inputs
-    from tformer_runtime.tasks.job import Asked, Job
+    from tformer_runtime.preprocess.inputs import Input, Inputs
 
-Array = npt.NDArray[Any]
 Outputs = Sequence[Array]  # of the model, for one request, without batch axis and without padding
 TRUNCATE = "truncate"
 READ = "What is read"  # heading of options
@@ -167,12 +165,6 @@ class Task(ABC):
             names = ", ".join(spec.name for spec in wanted)
             raise InputError(f"{line[:60]!r} is not JSON ({error}), and the model reads numbers: {names}") from error
         return value
-
-    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
-        """How the command runs it. OptionError for what does not go together."""
-        from tformer_runtime.tasks.job import Job
-
-        return Job(self, settings, asked)
 
 
 _READING = {TRUNCATE: switch("--truncate", "Cut what is too long for the model, a pair longest first.")}

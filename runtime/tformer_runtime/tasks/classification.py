@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.checks import whole
-from tformer_runtime.manifest import MULTI_LABEL, REGRESSION
-from tformer_runtime.tasks.base import Array, Task
-from tformer_runtime.tasks.flags import Flag
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.validation import whole
+from tformer_runtime.format.manifest import MULTI_LABEL, REGRESSION
+from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.settings import Flag
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tformer_runtime.errors import OptionError, UnsupportedCallError
-from tformer_runtime.manifest import ATTENTION
-from tformer_runtime.tasks.base import Array, Task, numbers_of
-from tformer_runtime.tasks.flags import switch
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.errors import UnsupportedCallError
+from tformer_runtime.tasks.base import Task, numbers_of
+from tformer_runtime.tasks.settings import switch
 
 if TYPE_CHECKING:
-    from tformer_runtime.inputs import Input
-    from tformer_runtime.tasks.job import Asked, Job
+    from tformer_runtime.preprocess.inputs import Input
 
 PROMPT = "prompt"  # of the outcome's settings: what is put before each text
 
@@ -62,25 +61,6 @@ class Features(Task):
 
     def fields(self, result: Array) -> dict[str, Any]:
         return {"vector" if result.ndim == 1 else "vectors": numbers_of(result)}
-
-    def job(self, settings: Mapping[str, Any], asked: Asked) -> Job:
-        from tformer_runtime.tasks.job import Job
-        from tformer_runtime.tasks.vectors import Arrays, Cosines
-
-        settings = dict(settings)
-        nearness = settings.pop("similarity", False)
-        if asked.output is not None and asked.output.suffix == ".npy":
-            if asked.as_json or nearness:
-                raise OptionError(
-                    f"{asked.output} is one array of vectors: leave out --json and --similarity, or name another file"
-                )
-            return Arrays(self, settings, asked, self.must_pool("one array of all"))
-        if nearness and settings.get(ATTENTION):
-            raise OptionError("attention is drawn of inputs that are read as they are: leave out --similarity")
-        if nearness:
-            self.must_pool("--similarity")
-            return Cosines(self, settings, asked)
-        return Job(self, settings, asked)
 
 
 def cosines(one: Array, other: Array) -> Array:

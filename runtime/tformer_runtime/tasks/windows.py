@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-from tformer_runtime.errors import TformerError
+from tformer_runtime.base.errors import TformerError
 
 WINDOW = 16  # times the rows of a batch: how many inputs are sorted by length together
 

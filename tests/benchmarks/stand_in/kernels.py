@@ -1,4 +1,4 @@
-"""Which operators onnxruntime's CUDA provider has kernels of, by type; and whether `passes/half.py` knows.
+"""Which operators onnxruntime's CUDA provider has kernels of, by type; and whether `passes/half_precision.py` knows.
 
     NVIDIA=… tests/benchmarks/stand_in/run.sh python tests/benchmarks/stand_in/kernels.py
 
@@ -15,8 +15,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from tformer_export.passes.half import HALVES
-from tformer_export.target import TARGETS
+from tformer_export.lowering.target import TARGETS
+from tformer_export.passes.half_precision import HALVES
 
 MICROSOFT = "com.microsoft"
 # What an operator reads: F numbers of the type that is asked for, f float32, l int64, i int32, b bool, u uint8, - none.
@@ -113,7 +113,8 @@ def main() -> None:
                 if not bfloat16 and op in (HALVES["bf16"].operators or ()):
                     wrong.append(op)
     if wrong:
-        sys.exit(f"kernels.py: passes/half.py wants these in bfloat16, which have no kernel: {', '.join(wrong)}")
+        names = ", ".join(wrong)
+        sys.exit(f"kernels.py: passes/half_precision.py wants these in bfloat16, which have no kernel: {names}")
 
 
 if __name__ == "__main__":

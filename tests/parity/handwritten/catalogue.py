@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tformer_export.source import Mask
+from tformer_export.sources import Mask
 
 PAD, START, END = 0, 1, 2
 SPECIAL = {"start": [START], "end": [END], "pad": PAD}

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from catalogue import BLOCK, SPECIAL, Case
 
-from tformer_export import operators, pipeline
-from tformer_export.source.base import special_tokens
-from tformer_export.source.module import from_module
+from tformer_export import compile
+from tformer_export.common import onnx_operators
+from tformer_export.sources.base import special_tokens
+from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.emitter import Program
-from tformer_runtime import manifest as names
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.engine.padding import request_arrays
+from tformer_runtime.format import manifest as names
 
 
 class Staged:
@@ -29,11 +30,11 @@ class Staged:
         source = from_module(case.module, **case.arguments, special=special_tokens(SPECIAL))
         programs: list[Program] = []
         with (
-            mock.patch.object(pipeline, "to_onnx", lambda program, *_: programs.append(program)),
-            mock.patch.object(pipeline, "assemble"),
-            mock.patch.object(pipeline, "run_passes", return_value={}),
+            mock.patch.object(compile, "to_onnx", lambda program, *_: programs.append(program)),
+            mock.patch.object(compile, "assemble"),
+            mock.patch.object(compile, "run_passes", return_value={}),
         ):
-            compiled = pipeline.understand(source, "cpu", BLOCK).compile()
+            compiled = compile.understand(source, "cpu", BLOCK).compile()
         self.manifest, self.found = compiled.manifest, compiled.found
         self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 
@@ -130,15 +131,15 @@ def _grouped_query_attention(
     seen = slots <= (first[:, None] + torch.arange(new))[..., None]
     mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None]
     if bias is not None:
-        mask = mask + operators._additive(bias)
+        mask = mask + onnx_operators._additive(bias)
     present = keys.narrow(2, 0, len(slots)), values.narrow(2, 0, len(slots))
-    return operators.plain_attention(query, *present, mask.expand(-1, query.shape[1], -1, -1), scale), keys, values
+    return onnx_operators.plain_attention(query, *present, mask.expand(-1, query.shape[1], -1, -1), scale), keys, values
 
 
 _EAGER = {
-    operators.write_slots: _write_slots,
-    operators.take_positions: _take_positions,
-    operators.grouped_query_attention: _grouped_query_attention,
-    operators.multi_head_attention: operators.plain_attention,
-    operators.whole_attention: operators.plain_attention,
+    onnx_operators.write_slots: _write_slots,
+    onnx_operators.take_positions: _take_positions,
+    onnx_operators.grouped_query_attention: _grouped_query_attention,
+    onnx_operators.multi_head_attention: onnx_operators.plain_attention,
+    onnx_operators.whole_attention: onnx_operators.plain_attention,
 }

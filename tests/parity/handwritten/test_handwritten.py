@@ -18,7 +18,7 @@ from staged import Staged
 
 from tformer_export import export
 from tformer_runtime import Model, TformerError, UnsupportedModelError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 STYLES = (gpt_styles, attention_styles, position_styles, block_styles, encoder_decoder_styles, xtransformers_styles)
 CASES = [case for style in STYLES for case in style.CASES]

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from tformer_export import export
-from tformer_export.attention import ATTENTION, recognise
-from tformer_export.capture import capture, merge_equal
-from tformer_export.source.module import from_module
-from tformer_export.staging.evaluate import Constants, run
-from tformer_export.staging.levels import binding_times, fold_padding_tests
+from tformer_export.analysis.attention import ATTENTION, recognise
+from tformer_export.analysis.binding_time import binding_times, fold_padding_tests
+from tformer_export.analysis.interpreter import Constants, run
+from tformer_export.capture.trace import capture, merge_equal
+from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.plan import make_plan
-from tformer_export.staging.views import Views
+from tformer_export.staging.restriction import Views
 from tformer_runtime import UnsupportedModelError
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 40

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 from small_graphs import model_of
 
-from tformer_export.passes import scaled, scores
+from tformer_export.passes import fold_attention_scale, full_score_attention
 
 HEADS, GROUPS, SIZE, SLOTS = 4, 2, 8, 16
 WIDTH, NARROW = HEADS * SIZE, GROUPS * SIZE
@@ -57,8 +57,8 @@ def test_the_scale_goes_into_what_makes_the_queries(query):
     used = {name: array for name, array in held.items() if name == "weight" or biased}
     proto = model_of(nodes, inputs, {"y": None, "also": None}, used)
     after = ir.from_proto(proto)
-    assert scaled.run(after, "MultiHeadAttention") == 1
-    assert scaled.run(after, "MultiHeadAttention") == 0
+    assert fold_attention_scale.run(after, "MultiHeadAttention") == 1
+    assert fold_attention_scale.run(after, "MultiHeadAttention") == 0
     after = ir.to_proto(after)
     feeds = weights(x=(2, 3, WIDTH), k=(2, 5, WIDTH), v=(2, 5, WIDTH))
     found, also = session(after).run(["y", "also"], feeds)
@@ -88,9 +88,9 @@ def cached():
 @pytest.mark.parametrize("most", [1 << 28, 400 * 4 * HEADS, 0])
 def test_all_scores_at_once_or_in_blocks_is_the_same_attention_in_place(monkeypatch, most):
     """Room for any scores; for those of a step (2 · 1 · 16 a head) and not of the prompt (2 · 13 · 16); for none."""
-    monkeypatch.setattr(scores, "MOST", most)
+    monkeypatch.setattr(full_score_attention, "MOST", most)
     after = ir.from_proto(cached())
-    assert scores.run(after, scores.SHORT + 1) == 1
+    assert full_score_attention.run(after, full_score_attention.SHORT + 1) == 1
     runs = session(ir.to_proto(after))
     assert ("If" in {node.op_type for node in after.graph}) == (most < 1 << 28)
     drawn = weights(q=(2, 14, WIDTH), k=(2, 14, NARROW), v=(2, 14, NARROW))
@@ -129,15 +129,18 @@ def run_in_place(runs, given, caches):
 
 def test_the_length_tells_which_kernels_a_file_has():
     after = ir.from_proto(cached())
-    assert scores.run(after, scores.SHORT) == 0
+    assert full_score_attention.run(after, full_score_attention.SHORT) == 0
     assert ir.to_proto(after).graph.node == cached().graph.node
-    scores.run(after, scores.SHORT + 1)
+    full_score_attention.run(after, full_score_attention.SHORT + 1)
     (node,) = ir.to_proto(after).graph.node
     assert node.op_type == "GroupQueryAttention"
-    assert node.input[scores.SINK]
+    assert node.input[full_score_attention.SINK]
     after = ir.from_proto(cached())
-    scores.run(after, 4096)
+    full_score_attention.run(after, 4096)
     (choice,) = (node for node in ir.to_proto(after).graph.node if node.op_type == "If")
     sinks = [len(branch.g.node[0].input) for branch in choice.attribute]
-    assert sinks == [scores.SINK + 1, scores.SINK + 1]
-    assert sorted(bool(branch.g.node[0].input[scores.SINK]) for branch in choice.attribute) == [False, True]
+    assert sinks == [full_score_attention.SINK + 1, full_score_attention.SINK + 1]
+    assert sorted(bool(branch.g.node[0].input[full_score_attention.SINK]) for branch in choice.attribute) == [
+        False,
+        True,
+    ]

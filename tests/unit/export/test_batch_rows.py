@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_models import HEADS, Mixer, Small, causal, staged
 
-from tformer_export.staging.batch import Rows
+from tformer_export.analysis.batch_axes import Rows
 
 
 class Merged(Mixer):

@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tformer_export.budget import Budget
-from tformer_export.pipeline import understand
+from tformer_export.calibration.samples import Sample, Samples
+from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.onnx_writer import save
+from tformer_export.compile import understand
 from tformer_export.quantize import Planner, quantize
-from tformer_export.quantize.activations import second_moments
-from tformer_export.quantize.products import FLOAT, find_matrices
-from tformer_export.quantize.quality import Yardstick, predictions
-from tformer_export.quantize.rounding import Rounding
-from tformer_export.quantize.samples import Sample, Samples
+from tformer_export.quantize.input_statistics import second_moments
+from tformer_export.quantize.matrices import FLOAT, find_matrices
+from tformer_export.quantize.rounding.choose_rounding import Rounding
 from tformer_export.quantize.simulate import Simulation
-from tformer_export.source.module import from_module
-from tformer_export.write import save
+from tformer_export.quantize.token_quality import Yardstick, predictions
+from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import SpecialTokens
 
 SOURCE, TARGET, WIDTH = 40, 37, 32
 LOUD = "decoder.0.feedforward.contract"  # the layer with a weight that no 4 bits can hold beside the others

@@ -13,11 +13,11 @@ from small_models import EXAMPLE, Mixer, Small, joined
 from torch.nn import functional as F
 
 from tformer_export import export
-from tformer_export.budget import Budget
+from tformer_export.common.degradation_budget import Budget
 from tformer_export.quantize import Planner, quantize
-from tformer_export.quantize.products import FLOAT, Matrix, find_matrices
-from tformer_export.quantize.quality import Quality
-from tformer_export.quantize.search import Search, make_path
+from tformer_export.quantize.matrices import FLOAT, Matrix, find_matrices
+from tformer_export.quantize.mixed_search import Search, make_path
+from tformer_export.quantize.token_quality import Quality
 from tformer_runtime import OptionError
 
 

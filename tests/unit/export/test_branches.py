@@ -8,8 +8,8 @@ import torch
 from small_models import Mixer, Small, captured_of
 from torch.utils._sympy.functions import Max, Min
 
-from tformer_export.branches import limit_by_branches
-from tformer_export.nodes import plain
+from tformer_export.analysis.size_branches import limit_by_branches
+from tformer_export.common.fx_nodes import plain
 from tformer_runtime import UnsupportedModelError
 
 

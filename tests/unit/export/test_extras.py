@@ -8,19 +8,19 @@ import torch
 from small_models import VOCABULARY, Mixer, Small, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.alignments import _wanted_heads, add_alignments
-from tformer_export.attention import recognise
-from tformer_export.pipeline import _capture, understand
-from tformer_export.source.module import from_module
-from tformer_export.staging.evaluate import run
-from tformer_export.staging.extras import find_extras
-from tformer_export.staging.levels import binding_times
-from tformer_export.verify import Gate
-from tformer_export.write import save
+from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.attention_weights import _wanted_heads, add_alignments
+from tformer_export.analysis.binding_time import binding_times
+from tformer_export.analysis.interpreter import run
+from tformer_export.common.onnx_writer import save
+from tformer_export.compile import _capture, understand
+from tformer_export.sources.torch_module import from_module
+from tformer_export.staging.auxiliary_outputs import find_extras
+from tformer_export.verify.parity import Gate
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import SpecialTokens
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import SpecialTokens
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 BOTH = {"src": IDS, "tgt": IDS}

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tformer_export.pipeline import understand
+from tformer_export.calibration.samples import Samples, once
+from tformer_export.common.onnx_writer import save
+from tformer_export.compile import understand
 from tformer_export.quantize import Fixed, Planner, quantize
-from tformer_export.quantize.outputs import vectors_of
-from tformer_export.quantize.ranges import _steps, fix_scales
-from tformer_export.quantize.samples import Samples, once
+from tformer_export.quantize.fixed_ranges import _steps, fix_scales
+from tformer_export.quantize.output_quality import vectors_of
+from tformer_export.quantize.rounding.round_nearest import per_column
 from tformer_export.quantize.simulate import Simulation
-from tformer_export.quantize.weights import per_column
-from tformer_export.source.module import from_module
-from tformer_export.write import save
-from tformer_runtime.engine import Engine
+from tformer_export.sources.torch_module import from_module
+from tformer_runtime.engine.engine import Engine
 
 INNER, COLUMNS = 48, 40
 STEPS = Fixed(0.05, 70)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from tformer_export.pipeline import understand
-from tformer_export.source.module import from_module
-from tformer_export.verify import TOLERANCE, Gate
+from tformer_export.compile import understand
+from tformer_export.sources.torch_module import from_module
+from tformer_export.verify.parity import TOLERANCE, Gate
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, SpecialTokens
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import KEY, SpecialTokens
 
 LENGTH = 24
 

@@ -1,6 +1,6 @@
 """What is computed in half precision, and what is not, on graphs of a few nodes; and what cannot be asked for.
 
-The CPU runs what `passes/widened.py` makes of a model.
+The CPU runs what `passes/emulate_half_on_cpu.py` makes of a model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from tformer_export import export
-from tformer_export.passes import widened
-from tformer_export.passes.half import HALVES, run
-from tformer_runtime.errors import OptionError, ParityError, UnsupportedModelError
+from tformer_export.passes import emulate_half_on_cpu
+from tformer_export.passes.half_precision import HALVES, run
+from tformer_runtime.base.errors import OptionError, ParityError, UnsupportedModelError
 
 halves = pytest.mark.parametrize("half", HALVES)
 ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -48,7 +48,7 @@ def dtype(model, op):
 
 
 def computed(model, **feeds):
-    widened.run(model)
+    emulate_half_on_cpu.run(model)
     return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(["y"], feeds)[0]
 
 

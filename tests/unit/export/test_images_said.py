@@ -12,10 +12,10 @@ from PIL import Image
 from torch import nn
 
 from tformer_export import export, image
-from tformer_export.source.base import Source
-from tformer_export.source.images import load_processor, with_preparation, with_processor
+from tformer_export.sources.base import Source
+from tformer_export.sources.hf_images import load_processor, with_preparation, with_processor
 from tformer_runtime import MissingExtraError, OptionError, SourceError
-from tformer_runtime.images import image_inputs
+from tformer_runtime.preprocess.images import image_inputs
 
 
 class Mean(nn.Module):

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
 
-from tformer_export import export, make, padding
-from tformer_export.quantize.outputs import OutputYardstick, cosine_of, measure_outputs
-from tformer_export.quantize.samples import once
-from tformer_export.source.module import from_module
-from tformer_export.verify import Gate
+from tformer_export import build, export, padding
+from tformer_export.calibration.samples import once
+from tformer_export.quantize.output_quality import OutputYardstick, cosine_of, measure_outputs
+from tformer_export.sources.torch_module import from_module
+from tformer_export.verify.parity import Gate
 from tformer_runtime import OptionError, ParityError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 VOCABULARY, WIDTH, HEADS, LOUD = 60, 32, 2, 3
 LETTERS = "-abcdefghijklmnopqrstuvwxyz"
@@ -87,7 +87,7 @@ def classifier():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """Each module is compiled once, however often it is exported."""
-    held, real = {}, make.understand
+    held, real = {}, build.understand
 
     def understood(source, *rest):
         key = source.name, len(source.tokenizers)
@@ -96,7 +96,7 @@ def _compiled_once():
         return held[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make, "understand", understood)
+        patch.setattr(build, "understand", understood)
         yield
 
 
@@ -364,7 +364,7 @@ def test_rows_that_change_each_other_are_refused(cases, tmp_path):
 
 def engine_inputs(engine):
     """What the gate knows of the inputs, from the file."""
-    from tformer_export.inputs import About
+    from tformer_export.analysis.input_facts import About
 
     return {
         spec.name: About(VOCABULARY, VOCABULARY, 0, masked=True, max_length=40)

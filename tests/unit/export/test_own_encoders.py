@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tformer_export import export, padding
-from tformer_export.checkpoint import save_checkpoint
-from tformer_export.source import load_source
-from tformer_export.source.module import from_module
-from tformer_export.source.pooled import POOLS, pooled
+from tformer_export.common.checkpoint import save_checkpoint
+from tformer_export.sources import load_source
+from tformer_export.sources.pooling import POOLS, pooled
+from tformer_export.sources.torch_module import from_module
 from tformer_runtime import Model, OptionError, ParityError, SourceError
 
 ANIMALS = "the quick brown fox jumps over lazy dog a e o"

@@ -10,9 +10,9 @@ import torch
 from small_models import EXAMPLE, VOCABULARY, Mixer, Small, captured_of, causal, joined
 
 from tformer_export import export
-from tformer_export.nodes import meta
-from tformer_export.staging.levels import Level, binding_times, fold_padding_tests, padding_tests
-from tformer_runtime.engine import Engine
+from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests, padding_tests
+from tformer_export.common.fx_nodes import meta
+from tformer_runtime.engine.engine import Engine
 
 
 class Masked(Mixer):

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper
 from small_graphs import model_of
 from support.older_processor import spelt_out
 
-from tformer_export.quantize import Fixed, gptq, pair_sums, quantize, scales, weights
+from tformer_export.quantize import Fixed, quantize
+from tformer_export.quantize.rounding import pair_sums, round_gptq, round_least_error, round_nearest
 
 INT16 = np.iinfo(np.int16)
 floats = st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
@@ -32,13 +33,17 @@ def saturates(b):
 
 def integers_of(weight, block=16):
     """All that make integers for products of uint8 by int8 → the integers."""
-    hessian = gptq.Hessian(np.eye(len(weight)) + 0.5)
-    yield "to nearest", weights.per_column(weight)[0]
-    yield "least error", scales.per_column(weight)[0]
-    yield "feedback", gptq.per_column(weight, hessian)[0]
-    four = weights.in_blocks(weight, block), scales.in_blocks(weight, block), gptq.in_blocks(weight, hessian, block)
+    hessian = round_gptq.Hessian(np.eye(len(weight)) + 0.5)
+    yield "to nearest", round_nearest.per_column(weight)[0]
+    yield "least error", round_least_error.per_column(weight)[0]
+    yield "feedback", round_gptq.per_column(weight, hessian)[0]
+    four = (
+        round_nearest.in_blocks(weight, block),
+        round_least_error.in_blocks(weight, block),
+        round_gptq.in_blocks(weight, hessian, block),
+    )
     for name, (q, m, _) in zip(("nearest", "least error", "feedback"), four, strict=True):
-        yield f"4 bits, {name}", weights.expanded(q, m, block)
+        yield f"4 bits, {name}", round_nearest.expanded(q, m, block)
 
 
 @given(matrices)
@@ -84,7 +89,7 @@ def test_normal_weights_lose_less_than_a_bit():
     """Of 768 normal numbers the largest is some 3.3 σ, of 384 sums of two 3.0 √2 σ: steps are 4.3 σ / 128 and not 3.3 σ
     / 127."""
     weight = np.random.default_rng(0).standard_normal((768, 400)).astype(np.float32)
-    q, scale = weights.per_column(weight)
+    q, scale = round_nearest.per_column(weight)
     error = np.sqrt(np.square(weight - q * scale).mean(0))
     whole = np.abs(weight).max(0) / 127 / np.sqrt(12)
     assert 1.2 < np.mean(error / whole) < 1.4

@@ -10,7 +10,15 @@ import pytest
 from onnx import helper
 from small_graphs import model_of
 
-from tformer_export.passes import norms, projections, reshapes, strip, tied, turned, unused
+from tformer_export.passes import (
+    drop_reshapes,
+    merge_projections,
+    remove_unused,
+    rms_norm,
+    strip_debug_info,
+    tie_embeddings,
+    transposed_matmul,
+)
 
 WIDTH = 8
 
@@ -66,7 +74,7 @@ def projected(biases, widths=(WIDTH, WIDTH, WIDTH), bias_shape=None):
 
 @pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (True, False, True)])
 def test_three_projections_become_one(biases):
-    changed, after = through(projections.run, projected(biases))
+    changed, after = through(merge_projections.run, projected(biases))
     assert changed == 2
     assert kinds(after) == ["MatMul", *(["Add"] if any(biases) else []), "Split"]
 
@@ -74,29 +82,29 @@ def test_three_projections_become_one(biases):
 def test_outputs_keep_their_names():
     """By which a file's outputs are bound; shapes and types are written with them."""
     proto = projected((True, False), (WIDTH, WIDTH))
-    _, after = through(projections.run, proto)
+    _, after = through(merge_projections.run, proto)
     assert list(after.graph.output) == list(proto.graph.output)
 
 
 def test_projections_of_different_widths():
-    changed, after = through(projections.run, projected((True, True), (WIDTH, 3 * WIDTH)))
+    changed, after = through(merge_projections.run, projected((True, True), (WIDTH, 3 * WIDTH)))
     assert changed == 1
     assert kinds(after) == ["MatMul", "Add", "Split"]
 
 
 def test_a_bias_of_one_number_for_all_columns():
-    through(projections.run, projected((True, True), (WIDTH, WIDTH), bias_shape=(1,)))
+    through(merge_projections.run, projected((True, True), (WIDTH, WIDTH), bias_shape=(1,)))
 
 
 def test_one_projection_stays():
     proto = projected((True,), (WIDTH,))
-    changed, after = through(projections.run, proto)
+    changed, after = through(merge_projections.run, proto)
     assert changed == 0
     assert kinds(after) == kinds(proto)
 
 
 def test_many_projections_of_one_value_stay_apart():
-    changed, after = through(projections.run, projected((False,) * 6, (WIDTH,) * 6))
+    changed, after = through(merge_projections.run, projected((False,) * 6, (WIDTH,) * 6))
     assert changed == 0
     assert kinds(after) == ["MatMul"] * 6
 
@@ -111,7 +119,7 @@ def test_a_product_that_is_read_before_its_bias_too():
     ]
     weights = {"w0": weight(0, WIDTH, WIDTH), "w1": weight(1, WIDTH, WIDTH), "b0": weight(2, WIDTH)}
     shape = ["rows", WIDTH]
-    changed, after = through(projections.run, model(nodes, {"x": shape}, {"y0": shape, "y1": shape}, weights))
+    changed, after = through(merge_projections.run, model(nodes, {"x": shape}, {"y0": shape, "y1": shape}, weights))
     assert changed == 1
     assert kinds(after).count("MatMul") == 1
 
@@ -125,7 +133,7 @@ def test_a_product_that_is_an_output_itself():
     weights = {"w0": weight(0, WIDTH, WIDTH), "w1": weight(1, WIDTH, WIDTH), "b0": weight(2, WIDTH)}
     shape = ["rows", WIDTH]
     proto = model(nodes, {"x": shape}, dict.fromkeys(("y0", "y1", "y2"), shape), weights)
-    through(projections.run, proto)
+    through(merge_projections.run, proto)
 
 
 def test_reshapes_in_a_row_become_the_last():
@@ -136,7 +144,7 @@ def test_reshapes_in_a_row_become_the_last():
     ]
     weights = {"heads": np.array([3, 5, 2, 4]), "flat": np.array([15, -1])}
     proto = model(nodes, {"x": [3, 5, WIDTH]}, {"y": [15, WIDTH]}, weights)
-    changed, after = through(lambda m: reshapes.run(m) * 10 + unused.run(m), proto)
+    changed, after = through(lambda m: drop_reshapes.run(m) * 10 + remove_unused.run(m), proto)
     assert changed == 11
     assert kinds(after) == ["Reshape", "Relu"]
 
@@ -149,7 +157,7 @@ def test_a_reshape_that_copies_a_size_keeps_its_operand():
     ]
     weights = {"heads": np.array([15, 2, 4]), "copy": np.array([0, -1])}
     proto = model(nodes, {"x": [3, 5, WIDTH]}, {"y": [15, WIDTH]}, weights)
-    changed, after = through(reshapes.run, proto)
+    changed, after = through(drop_reshapes.run, proto)
     assert changed == 0
     assert kinds(after) == ["Reshape", "Reshape", "Relu"]
 
@@ -162,7 +170,7 @@ def test_a_reshape_to_the_same_shape_goes():
     ]
     proto = model(nodes, {"x": [3, WIDTH]}, {"y": [3, WIDTH]}, {"same": np.array([3, -1])})
     proto = onnx.shape_inference.infer_shapes(proto)
-    changed, after = through(lambda m: reshapes.run(m) * 10 + unused.run(m), proto)
+    changed, after = through(lambda m: drop_reshapes.run(m) * 10 + remove_unused.run(m), proto)
     assert changed == 11
     assert kinds(after) == ["Relu", "Neg"]
 
@@ -178,7 +186,7 @@ def test_strip_takes_out_what_tells_of_the_maker():
         holder.metadata_props.add(**entry)
     for node in proto.graph.node:
         node.doc_string = "secret"
-    _, after = through(strip.run, proto)
+    _, after = through(strip_debug_info.run, proto)
     content = after.SerializeToString()
     for text in (b"/home/me", b"secret", b"pkg.torch", b"pytorch"):
         assert text not in content
@@ -201,7 +209,7 @@ def tied_model(perm=(1, 0)):
 
 
 def test_a_product_with_a_turned_table_reads_it_as_it_lies():
-    changed, after = through(turned.run, tied_model())
+    changed, after = through(transposed_matmul.run, tied_model())
     assert changed == 1
     assert "MatMul" not in kinds(after)
     assert "FusedMatMul" in kinds(after)
@@ -210,7 +218,7 @@ def test_a_product_with_a_turned_table_reads_it_as_it_lies():
 
 
 def test_a_table_that_is_turned_by_nothing_stays():
-    changed, after = through(turned.run, tied_model(perm=(0, 1)))
+    changed, after = through(transposed_matmul.run, tied_model(perm=(0, 1)))
     assert changed == 0
     assert "FusedMatMul" not in kinds(after)
 
@@ -224,10 +232,10 @@ def test_a_tied_table_is_held_once():
     ]
     held = {"table": table, "one": np.array([1]), "copy": np.ascontiguousarray(table.T)}
     proto = model(nodes, {"x": ["rows", "time", WIDTH]}, {"y": ["rows", "time", WIDTH]}, held)
-    changed, after = through(tied.run, proto)
+    changed, after = through(tie_embeddings.run, proto)
     assert changed == 1
     assert {tensor.name for tensor in after.graph.initializer} == {"table", "one"}
-    assert through(turned.run, after)[0] == 1
+    assert through(transposed_matmul.run, after)[0] == 1
 
 
 # -- root mean squares written out --------------------------------------------------------------------------------
@@ -263,14 +271,14 @@ def root_mean_square(
 @pytest.mark.parametrize("weighed", [True, False])
 def test_a_root_mean_square_norm_is_one_operator(square, divide, weighed):
     changed, after = through(
-        lambda m: norms.run(m) * 10 + unused.run(m), root_mean_square(square, divide, weighed, epsilon=0.1)
+        lambda m: rms_norm.run(m) * 10 + remove_unused.run(m), root_mean_square(square, divide, weighed, epsilon=0.1)
     )
     assert changed == 11
     assert kinds(after) == ["RMSNormalization", "Relu"]
 
 
 def test_a_norm_that_is_an_output_itself():
-    changed, after = through(lambda m: norms.run(m) * 10 + unused.run(m), root_mean_square(is_output=True))
+    changed, after = through(lambda m: rms_norm.run(m) * 10 + remove_unused.run(m), root_mean_square(is_output=True))
     assert changed == 11
     assert [o.name for o in after.graph.output] == ["out", "y"]
 
@@ -278,6 +286,6 @@ def test_a_norm_that_is_an_output_itself():
 @pytest.mark.parametrize("options", [{"axes": (1,)}, {"axes": (-1, -2)}, {"read_twice": True}])
 def test_what_is_no_such_norm_stays(options):
     proto = root_mean_square(**options)
-    changed, after = through(norms.run, proto)
+    changed, after = through(rms_norm.run, proto)
     assert changed == 0
     assert kinds(after) == kinds(proto)

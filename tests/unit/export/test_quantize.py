@@ -14,7 +14,7 @@ from small_graphs import model_of
 
 from tformer_export.quantize import Fixed, quantize
 from tformer_export.quantize.rewrite import FEW
-from tformer_export.quantize.weights import block_of, expanded, in_blocks, packed, per_column
+from tformer_export.quantize.rounding.round_nearest import block_of, expanded, in_blocks, packed, per_column
 
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 

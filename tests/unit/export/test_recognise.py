@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from small_models import HEADS, VOCABULARY, WIDTH, Mixer, Small, attention_nodes, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.attention import recognise
-from tformer_export.staging.evaluate import run
+from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.interpreter import run
 
 SCALE = 1 / math.sqrt(WIDTH / HEADS)
 LOWEST = torch.finfo(torch.float32).min

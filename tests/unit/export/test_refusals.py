@@ -11,7 +11,7 @@ from small_models import LENGTH, WIDTH, Mixer, Small, causal, here, joined, refu
 from torch import nn
 
 from tformer_export import export
-from tformer_runtime.errors import OptionError
+from tformer_runtime.base.errors import OptionError
 
 ONCE = "export the model without a step input (step=None) to run it once per input"
 AHEAD = (

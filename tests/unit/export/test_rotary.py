@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tformer_export import export
 from tformer_export.staging.rotary import find_rotations
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 SIZE = 16  # of a head: the least that the operator turns
 

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 from toy_models import END_ID, LETTERS, START_ID, Toy
 
-from tformer_export.quantize.quality import predictions
-from tformer_export.quantize.samples import read_samples
+from tformer_export.calibration.samples import read_samples
+from tformer_export.quantize.token_quality import predictions
 from tformer_runtime import InputError, Model, OptionError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 WORDS = ["cat", "house", "a", "window", "zebra", "of", "tree", "bird", "queue", "jumps", "river", "stone"]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tformer_export.quantize import gptq, scales, weights
+from tformer_export.quantize.rounding import round_gptq, round_least_error, round_nearest
 
 floats = st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
 matrices = arrays.arrays(np.float32, st.tuples(st.integers(1, 40), st.integers(1, 4)), elements=floats)
@@ -36,8 +36,8 @@ def test_the_search_is_never_worse_than_rounding_to_nearest(weight, block, weigh
     own = importance / importance.mean() + 1e-3 if weighted else importance
     given = importance if weighted else None
     for search, nearest in (
-        (scales.in_blocks(weight, block, given), weights.in_blocks(weight, block)),
-        (scales.per_column(weight, given), weights.per_column(weight)),
+        (round_least_error.in_blocks(weight, block, given), round_nearest.in_blocks(weight, block)),
+        (round_least_error.per_column(weight, given), round_nearest.per_column(weight)),
     ):
         least, plain = loss(weight, search, block, own), loss(weight, nearest, block, own)
         noise = own.sum() * (2.0**-22 * np.abs(weight).max()) ** 2  # they were compared in float32
@@ -50,15 +50,15 @@ def test_the_search_is_never_worse_than_rounding_to_nearest(weight, block, weigh
 @given(matrices, blocks)
 @settings(max_examples=40)
 def test_four_bits_and_their_multiplier_make_an_int8(weight, block):
-    moments = gptq.Hessian(np.eye(len(weight)) + 0.5)
-    for q, m, scale in (scales.in_blocks(weight, block), gptq.in_blocks(weight, moments, block)):
+    moments = round_gptq.Hessian(np.eye(len(weight)) + 0.5)
+    for q, m, scale in (round_least_error.in_blocks(weight, block), round_gptq.in_blocks(weight, moments, block)):
         assert q.shape == weight.shape
         assert m.shape == (-(-len(weight) // block), weight.shape[1])
         assert q.min() >= -8
         assert q.max() <= 7
         assert m.min() >= 1
-        assert np.abs(weights.expanded(q, m, block).astype(int)).max() <= 127
-        assert (weights.expanded(q, m, block) * scale == rounded((q, m, scale), block).astype(np.float32)).all()
+        assert np.abs(round_nearest.expanded(q, m, block).astype(int)).max() <= 127
+        assert (round_nearest.expanded(q, m, block) * scale == rounded((q, m, scale), block).astype(np.float32)).all()
         assert (scale > 0).all()
         assert not q[:, ~weight.any(0)].any()
 
@@ -67,8 +67,8 @@ def test_the_search_gains_what_clipping_gains():
     """Normal weights in blocks of 128: the best uniform quantiser of 16 levels has a mean squared error of 0.01154 σ²
     (Max 1960), and one that is fitted to each 128 loses less; reaching the largest of them loses more."""
     weight = np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)
-    plain = np.square(weight - rounded(weights.in_blocks(weight, 128), 128)).mean()
-    least = np.square(weight - rounded(scales.in_blocks(weight, 128), 128)).mean()
+    plain = np.square(weight - rounded(round_nearest.in_blocks(weight, 128), 128)).mean()
+    least = np.square(weight - rounded(round_least_error.in_blocks(weight, 128), 128)).mean()
     assert least < 0.01154 < 1.05 * 0.01154 < plain
 
 
@@ -84,11 +84,15 @@ def data(seed, k, n, samples=400):
 @pytest.mark.parametrize("k", [48, 77, 128])
 def test_feedback_loses_less_of_the_result(bits, k):
     x, weight = data(k, k, 12)
-    moments, block = gptq.Hessian(x.T @ x / len(x)), 32
+    moments, block = round_gptq.Hessian(x.T @ x / len(x)), 32
     importance = np.square(x).mean(0)
-    nearest = weights.in_blocks(weight, block) if bits == 4 else weights.per_column(weight)
-    searched = scales.in_blocks(weight, block, importance) if bits == 4 else scales.per_column(weight, importance)
-    fed_back = gptq.in_blocks(weight, moments, block) if bits == 4 else gptq.per_column(weight, moments)
+    nearest = round_nearest.in_blocks(weight, block) if bits == 4 else round_nearest.per_column(weight)
+    searched = (
+        round_least_error.in_blocks(weight, block, importance)
+        if bits == 4
+        else round_least_error.per_column(weight, importance)
+    )
+    fed_back = round_gptq.in_blocks(weight, moments, block) if bits == 4 else round_gptq.per_column(weight, moments)
 
     def error(found):
         return np.square(x @ (weight - rounded(found, block))).sum()
@@ -121,8 +125,8 @@ def test_feedback_is_the_published_algorithm(k):
     x, weight = data(3, k, 6)
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0).astype(np.float64) / 7, weight.shape)
-    expected = obs(weight, hessian, steps, -8, 7, gptq.DAMPING)
-    found = gptq.feed_back(weight, gptq.Hessian(hessian), steps, -8, 7)
+    expected = obs(weight, hessian, steps, -8, 7, round_gptq.DAMPING)
+    found = round_gptq.feed_back(weight, round_gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found, expected)
 
 
@@ -132,7 +136,7 @@ def test_inputs_that_never_come_are_rounded_to_nearest():
     x[:, 7] = 0
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0) / 7, weight.shape)
-    found = gptq.feed_back(weight, gptq.Hessian(hessian), steps, -8, 7)
+    found = round_gptq.feed_back(weight, round_gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found[7], np.rint(weight[7] / steps[7]))
     assert np.abs(found).max() <= 8
 
@@ -140,6 +144,6 @@ def test_inputs_that_never_come_are_rounded_to_nearest():
 @pytest.mark.parametrize("hessian", [np.zeros((16, 16)), np.ones((16, 16))])
 def test_a_hessian_that_tells_nothing(hessian):
     weight = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
-    q, m, scale = gptq.in_blocks(weight, gptq.Hessian(hessian), 16)
+    q, m, scale = round_gptq.in_blocks(weight, round_gptq.Hessian(hessian), 16)
     assert np.isfinite(scale).all()
     assert np.abs(weight - rounded((q, m, scale), 16)).max() < 1

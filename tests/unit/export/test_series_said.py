@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tformer_export import padding
-from tformer_export.capture import capture
-from tformer_export.inputs import about_inputs
-from tformer_export.series import settle
-from tformer_export.source.module import from_module
+from tformer_export.analysis.input_facts import about_inputs
+from tformer_export.analysis.series import settle
+from tformer_export.capture.trace import capture
+from tformer_export.sources.torch_module import from_module
 from tformer_runtime import OptionError, UnsupportedModelError
 
 

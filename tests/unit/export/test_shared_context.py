@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 from small_graphs import model_of
 
-from tformer_export.passes import shared
+from tformer_export.passes import shared_encoder_context
 
 HEADS, SIZE = 2, 8
 WIDTH = HEADS * SIZE
@@ -45,7 +45,7 @@ def decoder(*more, layers=2, bias="narrow"):
 
 def rewritten(proto):
     after = ir.from_proto(proto)
-    return shared.run(after), ir.to_proto(after)
+    return shared_encoder_context.run(after), ir.to_proto(after)
 
 
 def outputs(proto, rows, new, context):

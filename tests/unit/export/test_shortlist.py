@@ -13,10 +13,10 @@ import pytest
 import torch
 from small_models import EXAMPLE, Mixer, refusal
 
-import tformer_runtime.shortlist as runtime
+import tformer_runtime.engine.shortlist as runtime
 from tformer_export import export
 from tformer_export.shortlist.check import check_columns
-from tformer_export.shortlist.graph import choose_columns
+from tformer_export.shortlist.columns import choose_columns
 from tformer_export.shortlist.learn import Line, associate, each_needed
 from tformer_export.shortlist.make import make_shortlist
 from tformer_models.seq2seq import Seq2SeqTransformer
@@ -30,11 +30,11 @@ from tformer_runtime import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from tformer_runtime.engine import Engine
-from tformer_runtime.live import candidates_of
-from tformer_runtime.modelfile import read_manifest
-from tformer_runtime.options import Settings
-from tformer_runtime.search import Task
+from tformer_runtime.decoding.batch_rows import candidates_of
+from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.model_file import read_manifest
 
 IDS, START, END, MOST = 600, 1, 2, 10
 DRAW = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def made(request, tmp_path_factory):
 
 def allowed(file, source):
     """The candidates of a source, from the tables by hand."""
-    table = file._engine.shortlist
+    table = file.engine.shortlist
     starts, ids = table.tables["src"]
     return sorted(set(table.common.tolist()).union(*(ids[starts[i] : starts[i + 1]].tolist() for i in source)))
 
@@ -178,7 +178,7 @@ def test_results_are_those_of_the_source_model_restricted_to_the_candidates(made
 
 
 def test_logits_are_those_of_all_ids_where_a_row_has_candidates(made):
-    engine, rows = made.file._engine, SOURCES[:3]
+    engine, rows = made.file.engine, SOURCES[:3]
     own = [np.array(allowed(made.file, row)) for row in rows]
     for candidates in (own, [own[0], None, own[2]]):
         states = [engine.start({"src": rows}, 3, candidates=given) for given in (None, candidates)]
@@ -211,7 +211,7 @@ def test_columns_are_gathered_once_while_the_rows_stay(made, monkeypatch):
 
 
 def test_columns_wait_for_rows_that_come(made):
-    engine = made.file._engine
+    engine = made.file.engine
     own = [np.arange(30), np.arange(20, 60)]
     states = [
         engine.start({"src": [row]}, 1, joins=True, candidates=[ids]) for row, ids in zip(SOURCES[:2], own, strict=True)
@@ -251,11 +251,11 @@ def test_a_draft_changes_nothing(made):
 
 
 def test_memory_is_counted_and_given_back(made):
-    model = Model.load(made.file._engine.session.path, threads=1, max_memory=1 << 20)
+    model = Model.load(made.file.engine.session.path, threads=1, max_memory=1 << 20)
     expected = [result.token_ids for result in made.file.generate_batch(SOURCES[:6])]
     assert [result.token_ids for result in model.generate_batch(SOURCES[:6])] == expected
     assert model.memory()["held"] == 0
-    engine = model._engine
+    engine = model.engine
     state = engine.start({"src": SOURCES[:1]}, 1, candidates=[np.arange(30)])
     without = engine.start({"src": SOURCES[:1]}, 1)
     assert state.nbytes - without.nbytes == 30 * 32 * (1 if made.exact else 4)
@@ -288,7 +288,7 @@ def test_what_may_ask_for_any_id_is_computed_of_all(made):
 
     assert set(made.file.generate(source, logits_processor=processor).token_ids) == {outside}
     assert all(seen)
-    engine, prompt = made.file._engine, np.array([START])
+    engine, prompt = made.file.engine, np.array([START])
     settings = Settings.of(GenerationOptions(), {})
     tasks = [Task(0, prompt, 4, settings, sources={"src": np.array(source)}, guide=g) for g in (None, object())]
     plain, constrained = candidates_of(engine, tasks)
@@ -297,8 +297,8 @@ def test_what_may_ask_for_any_id_is_computed_of_all(made):
 
 
 def test_a_file_without_one_says_how_to_have_one(made, tmp_path):
-    model = Model.load(made.file._engine.session.path, threads=1)
-    held = model._engine.manifest.decode
+    model = Model.load(made.file.engine.session.path, threads=1)
+    held = model.engine.manifest.decode
     object.__setattr__(held, "shortlist", None)
     with pytest.raises(UnsupportedCallError, match="holds no shortlist: export the model with --shortlist FILE"):
         model.generate(SOURCES[0], shortlist=True)
@@ -309,7 +309,7 @@ def test_a_file_without_one_says_how_to_have_one(made, tmp_path):
 
 def test_columns_that_are_others_are_noticed(made, monkeypatch):
     assert made.report.shortlist is not None
-    engine = Engine(made.file._engine.session.path, "cpu", threads=1)
+    engine = Engine(made.file.engine.session.path, "cpu", threads=1)
     assert check_columns(made.gate, engine) <= (0 if made.exact else 1e-5)
     hold = runtime.Candidates.hold
 
@@ -322,7 +322,7 @@ def test_columns_that_are_others_are_noticed(made, monkeypatch):
 
 
 def test_too_small_a_shortlist_is_refused(made, monkeypatch):
-    engine = Engine(made.file._engine.session.path, "cpu", threads=1)
+    engine = Engine(made.file.engine.session.path, "cpu", threads=1)
     monkeypatch.setattr("tformer_export.shortlist.make.most_columns", lambda vocabulary: 6)
     with pytest.raises(ParityError, match=r"no shortlist of at most 6 ids gives 99.5% .* give more"):
         make_shortlist(engine, made.lines)

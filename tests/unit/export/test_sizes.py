@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.capture import capture
-from tformer_export.nodes import aten
-from tformer_export.source.module import from_module
-from tformer_export.staging.evaluate import run
+from tformer_export.analysis.interpreter import run
+from tformer_export.capture.trace import capture
+from tformer_export.common.fx_nodes import aten
+from tformer_export.sources.torch_module import from_module
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 MOST = 12

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from tformer_export import causal, export, lengths, padding, positions
-from tformer_export.source.module import from_module
+from tformer_export.sources.torch_module import from_module
 from tformer_runtime import OptionError, SourceError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 VOCABULARY, WIDTH, LONGEST = 19, 16, 24
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])

@@ -11,11 +11,12 @@ import transformers
 from transformers import GenerationConfig
 
 from tformer_export import export
-from tformer_export.source import load_source
-from tformer_export.source.hugging_face import _defaults
+from tformer_export.sources import load_source
+from tformer_export.sources.hugging_face import _defaults
 from tformer_runtime import Model, OptionError
-from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.sampling import warped
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.request import make_request
+from tformer_runtime.decoding.sampling import warp
 
 PAD, START, END, FIRST = 0, 1, 2, 7
 VOCABULARY = 40
@@ -84,12 +85,12 @@ def test_a_file_generates_as_its_folder_does(tmp_path, build, options, caplog):
 def plain(model, row):
     """Greedy decoding as if the file had no defaults."""
     settings = Settings.of(GenerationOptions(max_new_tokens=12), {})
-    task = model._generator.task(model._inputs.request(row, 0, settings), settings)
-    scheduler = model._generator.scheduler(settings, 1)
+    task = model.generator.task(make_request(model.manifest, model.inputs, row, 0, settings), settings)
+    scheduler = model.generator.scheduler(settings, 1)
     scheduler.submit(task)
     while not scheduler.idle:
         scheduler.step()
-    return model._generator.result(task).token_ids
+    return model.generator.result(task).token_ids
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_what_is_sampled_from_is_what_generate_samples_from(options):
     settings = Settings.of(GenerationOptions(), _defaults(module.generation_config, 0, 64))
     assert settings.sampling
     given = (settings.temperature or 1.0, settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0)
-    tokens, probabilities = warped(logits, *given)
+    tokens, probabilities = warp(logits, *given)
     np.testing.assert_array_equal(tokens, np.flatnonzero(expected))
     np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tformer_export import export
-from tformer_export.source import load_source
-from tformer_export.source.chat import with_template
+from tformer_export.sources import load_source
+from tformer_export.sources.chat_template import with_template
 from tformer_runtime import Model, SourceError
-from tformer_runtime.modelfile import read_manifest
+from tformer_runtime.format.model_file import read_manifest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cli"))
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.export import Dim
 
 from tformer_export import causal, export, padding
-from tformer_export.source import load_source
-from tformer_export.source.program import from_program
+from tformer_export.sources import load_source
+from tformer_export.sources.exported_program import from_program
 from tformer_runtime import SourceError
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 VOCABULARY, WIDTH = 19, 16
 FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}

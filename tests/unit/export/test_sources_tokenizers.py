@@ -11,9 +11,9 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from tformer_export.source.tokenizer import has_tokenizer, read_chat_template, read_tokenizers
+from tformer_export.sources.tokenizer import has_tokenizer, read_chat_template, read_tokenizers
 from tformer_runtime import InputError, SourceError
-from tformer_runtime.text import Codec
+from tformer_runtime.preprocess.tokenizer import Codec
 
 TEXTS = (  # none of them is in the exporter's own sample
     "A compiler turns a model into a file.",

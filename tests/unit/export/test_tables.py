@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from small_models import LENGTH, Mixer, Small, causal, joined, staged
 
-from tformer_export import operators
-from tformer_export.staging.batch import Rows
+from tformer_export.analysis.batch_axes import Rows
+from tformer_export.common import onnx_operators
 from tformer_export.staging.tables import Table, make_tables
 from tformer_runtime import UnsupportedModelError
 
@@ -40,7 +40,7 @@ def test_diagonals_are_read_back_at_any_positions(values):
     missing = 4 - values.dim()  # as a bias of (batch, heads, new, slots)
     diagonals = table.diagonals(missing, 0)
     assert diagonals.shape[0] == 15
-    read = operators.table_diagonals(diagonals, POSITIONS, SLOTS, 0, 2, 3)
+    read = onnx_operators.table_diagonals(diagonals, POSITIONS, SLOTS, 0, 2, 3)
     torch.testing.assert_close(read, expected_at(values, POSITIONS), equal_nan=True)
 
 
@@ -48,7 +48,7 @@ def test_diagonals_are_read_back_at_any_positions(values):
 def test_rows_are_read_back_at_any_positions(values):
     table = Table(values, (values.dim() - 2, values.dim() - 1), None)
     rows = table.rows(4 - values.dim(), 0, 2)
-    torch.testing.assert_close(operators.table_rows(rows, POSITIONS, 0, 2), expected_at(values, POSITIONS))
+    torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 2), expected_at(values, POSITIONS))
 
 
 def expected_at(values, positions):
@@ -60,7 +60,7 @@ def expected_at(values, positions):
 def test_a_table_of_one_axis():
     values = torch.randn(1, 8, 5)
     rows = Table(values, (1,), Rows(0)).rows(0, 0, 1)
-    torch.testing.assert_close(operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
+    torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
 
 
 def test_what_is_not_toeplitz_has_no_diagonals():

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from tformer_export import export
 from tformer_export.cli import command
-from tformer_export.forms import (
+from tformer_export.common.kernel_choices import (  # fmt: skip
     BIASED,
     CHOICES,
     FEW,
@@ -34,18 +34,18 @@ from tformer_export.forms import (
     Choice,
     few_rows,
     session_settings,
-)  # fmt: skip
-from tformer_export.pipeline import understand
+)
+from tformer_export.common.onnx_writer import save
+from tformer_export.common.paired_timing import FEWEST, MARGIN, ROUNDS, race
+from tformer_export.compile import understand
 from tformer_export.quantize import measure, quantize
-from tformer_export.race import FEWEST, MARGIN, ROUNDS, race
-from tformer_export.source.module import from_module
-from tformer_export.tune import requests, tune
-from tformer_export.verify import Gate
-from tformer_export.write import save
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import OptionError
-from tformer_runtime.manifest import Manifest, SessionSettings, SpecialTokens
-from tformer_runtime.modelfile import read_manifest
+from tformer_export.sources.torch_module import from_module
+from tformer_export.tune.tune import requests, tune
+from tformer_export.verify.parity import Gate
+from tformer_runtime.base.errors import OptionError
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import Manifest, SessionSettings, SpecialTokens
+from tformer_runtime.format.model_file import read_manifest
 
 IDS, WIDTH, HEADS, SIZE, LENGTH, PAD = 29, 32, 2, 16, 40, 0
 
@@ -154,7 +154,7 @@ def noisy(*ratios):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("tformer_export.tune.QUIET", 0.0)
+    monkeypatch.setattr("tformer_export.tune.tune.QUIET", 0.0)
 
 
 def always(name, *forms):
@@ -361,7 +361,7 @@ def timed(monkeypatch):
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr("tformer_export.tune.requests", told)
+        monkeypatch.setattr("tformer_export.tune.tune.requests", told)
 
     return patch
 

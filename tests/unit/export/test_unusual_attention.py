@@ -11,7 +11,7 @@ from small_models import EXAMPLE, HEADS, VOCABULARY, WIDTH, Mixer, Small, causal
 from torch import nn
 
 from tformer_export import export
-from tformer_runtime.engine import Engine
+from tformer_runtime.engine.engine import Engine
 
 SCALE = 1 / math.sqrt(WIDTH / HEADS)
 

@@ -9,9 +9,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from tformer_export import write as writing
-from tformer_export.write import ALIGNMENT, SMALL, data_file, write
-from tformer_runtime.modelfile import mapped, read_metadata
+from tformer_export.common import onnx_writer as writing
+from tformer_export.common.onnx_writer import ALIGNMENT, SMALL, data_file, write
+from tformer_runtime.format.model_file import mapped, read_metadata
 
 SIZES = (3, 256, 257, 1000, 5000)  # elements; float32, so the first is small and stays in the model
 

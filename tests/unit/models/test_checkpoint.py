@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.checkpoint import (
+from tformer_export.common.checkpoint import (
     OptionError,
     OutputError,
     SourceError,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tformer_export.checkpoint import OptionError, load_checkpoint
-from tformer_export.source.checkpoint import from_checkpoint
+from tformer_export.common.checkpoint import OptionError, load_checkpoint
+from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_models import stats_series
 from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
 from tformer_models.recipe import Part, Recipe, Training

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tformer_export.checkpoint import InputError
+from tformer_export.common.checkpoint import InputError
 from tformer_models import g2p
 from tformer_models.decoding import greedy
 

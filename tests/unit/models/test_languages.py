@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from sklearn.metrics import accuracy_score, recall_score
 from tokenizers import Tokenizer
 
-from tformer_export.checkpoint import InputError, OptionError, load_checkpoint, save_checkpoint
+from tformer_export.common.checkpoint import InputError, OptionError, load_checkpoint, save_checkpoint
 from tformer_models import languages
 from tformer_models.data import Dataset
 from tformer_models.encoder import SentenceClassifier

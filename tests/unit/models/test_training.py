@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tformer_export.checkpoint import OptionError, OutputError, SourceError, load_checkpoint
+from tformer_export.common.checkpoint import OptionError, OutputError, SourceError, load_checkpoint
 from tformer_models.cli import main
 from tformer_models.data import Batches, pad_rows
 from tformer_models.dropout import ByteDropout, use_byte_dropout

@@ -11,12 +11,12 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from tformer_export.checkpoint import InputError, load_checkpoint
+from tformer_export.common.checkpoint import InputError, load_checkpoint
 from tformer_models import g2p, words
 from tformer_models.language_model import LanguageModel
 from tformer_models.recipe import Output, Part, Recipe, Training
 from tformer_models.training import train
-from tformer_runtime.templates import compiled, conversation
+from tformer_runtime.preprocess.chat_template import compiled, conversation
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from tformer_runtime import (
     OptionError,
     UnsupportedCallError,
 )
-from tformer_runtime.scheduler import Scheduler
-from tformer_runtime.text import Detokenizer
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.preprocess.tokenizer import Detokenizer
 
 TOYS = {"encoder-decoder": Toy(seed=27, extras=True), "decoder-only": Toy(seed=5, encoder=False)}
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
@@ -81,14 +81,14 @@ class Gate:
 
 def rows_of_steps(model: Model, monkeypatch) -> list[int]:
     """Grows by the rows of each step, of one token a row, that the engine makes."""
-    rows, step = [], model._engine.step
+    rows, step = [], model.engine.step
 
     def counted(state, tokens, *args, **kwargs):
         if state.longest:
             rows.append(len(tokens))
         return step(state, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(model._engine, "step", counted)
+    monkeypatch.setattr(model.engine, "step", counted)
     return rows
 
 
@@ -179,13 +179,13 @@ def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Detokenizer, "push", lambda self, token: chosen.append(token) or push(self, token))
         expected = [(piece, len(chosen) - 1) for piece in toy.stream("hello", **LONG)]
-    room, step = threading.Semaphore(0), toy._engine.step
+    room, step = threading.Semaphore(0), toy.engine.step
 
     def waits(state, *args, **kwargs):
         assert not state.longest or room.acquire()
         return step(state, *args, **kwargs)
 
-    monkeypatch.setattr(toy._engine, "step", waits)
+    monkeypatch.setattr(toy.engine, "step", waits)
 
     async def run():
         async with AsyncModel(toy) as aio:
@@ -253,8 +253,8 @@ def test_what_is_cancelled_gives_its_rows_back_at_once(toy, monkeypatch, options
 
 def test_what_is_cancelled_before_its_turn_never_begins(toy, monkeypatch):
     """One waits in the scheduler, one has not even come there."""
-    begun, start = [], toy._engine.start
-    monkeypatch.setattr(toy._engine, "start", lambda *args, **kw: begun.append(args[0]) or start(*args, **kw))
+    begun, start = [], toy.engine.start
+    monkeypatch.setattr(toy.engine, "start", lambda *args, **kw: begun.append(args[0]) or start(*args, **kw))
 
     async def run():
         async with AsyncModel(toy, rows=1) as aio:
@@ -479,8 +479,8 @@ def test_close_ends_what_runs_and_what_waits(toy):
 
 
 def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
-    step, broken = toy._engine.step, []
-    monkeypatch.setattr(toy._engine, "step", lambda *args, **kw: 1 / broken.pop() if broken else step(*args, **kw))
+    step, broken = toy.engine.step, []
+    monkeypatch.setattr(toy.engine, "step", lambda *args, **kw: 1 / broken.pop() if broken else step(*args, **kw))
 
     async def run():
         async with AsyncModel(toy) as aio:
@@ -503,11 +503,11 @@ def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
 def test_a_result_that_cannot_be_made_is_its_requests_error(toy, monkeypatch):
     async def run():
         async with AsyncModel(toy) as aio:
-            result = toy._generator.result
-            monkeypatch.setattr(toy._generator, "result", lambda task: 1 / 0)
+            result = toy.generator.result
+            monkeypatch.setattr(toy.generator, "result", lambda task: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 await text_of(aio.stream("hello", beam_size=2))
-            monkeypatch.setattr(toy._generator, "result", result)
+            monkeypatch.setattr(toy.generator, "result", result)
             assert_alike(await aio.generate("hello"), toy.generate("hello"))
 
     asyncio.run(run())

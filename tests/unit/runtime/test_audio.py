@@ -11,9 +11,9 @@ import pytest
 import soundfile
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
-from tformer_runtime.audio import LOG_MEL, Audio
-from tformer_runtime.errors import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
-from tformer_runtime.manifest import Preparation
+from tformer_runtime.base.errors import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
+from tformer_runtime.format.manifest import Preparation
+from tformer_runtime.preprocess.audio import LOG_MEL, Audio
 
 WAVE = Audio(rate=16000, shortest=50)
 MEL = Audio(rate=16000, features=LOG_MEL, mels=80, window=400, hop=160, highest=8000.0, samples=480000)
@@ -175,7 +175,7 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
     with pytest.raises(InputError, match=r"slow\.wav has a rate of 1 samples a second"):
         WAVE.read(tmp_path / "slow.wav")
-    monkeypatch.setattr("tformer_runtime.audio.MOST_SAMPLES", 10000)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio.MOST_SAMPLES", 10000)
     with pytest.raises(InputError, match="resampled to 16000 Hz, has 16,000 samples, and at most 10,000"):
         WAVE.read((speech(1.0, 8000), 8000))
     with pytest.raises(InputError, match="does not say how long it is"):
@@ -184,10 +184,10 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     def nothing_left(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("tformer_runtime.audio._resampled", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio._resampled", nothing_left)
     with pytest.raises(OutOfMemoryError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
-    monkeypatch.setattr("tformer_runtime.audio.np.fft.rfft", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio.np.fft.rfft", nothing_left)
     with pytest.raises(OutOfMemoryError, match="the sound is too long for the memory there is"):
         MEL.made(speech(0.5))
 

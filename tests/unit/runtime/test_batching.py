@@ -9,10 +9,10 @@ import pytest
 from toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, Model, Result
-from tformer_runtime.batching import WINDOW
-from tformer_runtime.generate import Request
-from tformer_runtime.options import Settings
-from tformer_runtime.search import Task
+from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.ordered import WINDOW
+from tformer_runtime.decoding.request import Request, make_request
+from tformer_runtime.decoding.sequence import Task
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 ROWS = 2
@@ -66,13 +66,13 @@ def test_a_run_that_goes_on_with_another(model, options):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_request_that_is_refused_is_refused_in_its_turn(model, workers):
     """One too large for the memory, behind shorter ones that are begun after it."""
-    small = Model(model._engine, max_memory=1)
+    small = Model(model.engine, max_memory=1)
     with pytest.raises(MemoryBudgetError):
         next(small.generate_batch(["a"], max_new_tokens=2))
-    needs = [model._generator.task(model._inputs.request(t, 0, S), S) for t in ("ab", "ab" * 20)]
-    least, most = (model._generator.scheduler(None, 1)._model.need((), [task]) for task in needs)
+    needs = [model.generator.task(make_request(model.manifest, model.inputs, t, 0, S), S) for t in ("ab", "ab" * 20)]
+    least, most = (model.generator.scheduler(None, 1)._model.need((), [task]) for task in needs)
     assert least < most
-    limited = Model(model._engine, max_memory=(least + most) // 2)
+    limited = Model(model.engine, max_memory=(least + most) // 2)
     results = limited.generate_batch(["ab", "ba", "ab" * 20, "ab"], batch_size=2, workers=workers, max_new_tokens=4)
     assert [len(next(results).token_ids) > 0 for _ in range(2)] == [True, True]
     with pytest.raises(MemoryBudgetError, match="max_memory"):

@@ -278,7 +278,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
 
 
 def test_a_turn_for_which_there_is_no_memory(model):
-    limited = Model(model._engine, max_memory=30_000)
+    limited = Model(model.engine, max_memory=30_000)
     chat = limited.chat()
     first = chat.send("hello", max_new_tokens=4)
     with pytest.raises(MemoryBudgetError, match=r"may need [\d,]+ bytes of cache and max_memory allows 30,000"):

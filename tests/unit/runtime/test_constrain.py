@@ -16,8 +16,8 @@ from side_by_side import side_by_side
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tformer_models.g2p import target_tokenizer
-from tformer_runtime.constrain import Grammar, Guide
-from tformer_runtime.errors import MissingExtraError, OptionError
+from tformer_runtime.base.errors import MissingExtraError, OptionError
+from tformer_runtime.decoding.constraints import Grammar, Guide
 
 TEXT = [
     "the cat sat on the mat, and the other cat ate it.",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tformer_runtime.ctc import Spelling, Stretch, aligned, beam, greedy, said
+from tformer_runtime.preprocess.ctc import Spelling, Stretch, aligned, beam, greedy, said
 
 
 def drawn(frames, tokens, seed, spread=1.5):

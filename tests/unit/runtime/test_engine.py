@@ -12,8 +12,8 @@ from side_by_side import side_by_side
 from toy_models import Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import POSITIONS, SELECT, TOTAL
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import POSITIONS, SELECT, TOTAL
 
 KINDS = [
     Toy(encoder=encoder, attention=attention, select=select, layers=2)

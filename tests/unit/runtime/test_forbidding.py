@@ -8,19 +8,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tformer_runtime.device import Chosen
-from tformer_runtime.errors import OptionError
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.rules import rules_of
-from tformer_runtime.sampling import log_normalizer
-from tformer_runtime.scheduler import Scheduler
-from tformer_runtime.search import Task
+from tformer_runtime.backend.cuda_graphs import DeviceLogits
+from tformer_runtime.base.errors import OptionError
+from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.sampling import log_normalizer
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.format.manifest import SpecialTokens
 
 VOCABULARY, END, OTHER_END, LIKELY = 1300, 2, 3, range(2, 12)  # so many that the best are looked for in blocks
 
 
-class OnDevice(Chosen):
+class OnDevice(DeviceLogits):
     """As if logits were on a device. Counts how often they are read."""
 
     reads = 0

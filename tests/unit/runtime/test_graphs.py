@@ -13,14 +13,16 @@ import pytest
 from toy_models import Toy
 
 from tformer_runtime import Model
-from tformer_runtime.device import Chosen
-from tformer_runtime.engine import Engine
-from tformer_runtime.errors import ModelFileError
-from tformer_runtime.graphs import Pool, Replayed
-from tformer_runtime.modelfile import mapped
-from tformer_runtime.sampling import HEAD, SLACK, Sampler
-from tformer_runtime.session import Session, cuda_missing
-from tformer_runtime.stagefile import cut
+from tformer_runtime.backend.cuda_graphs import DeviceLogits
+from tformer_runtime.backend.sampling_graph import TOP_TOKENS
+from tformer_runtime.backend.session import Session, cuda_missing
+from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.decoding.request import make_request
+from tformer_runtime.decoding.sampling import SLACK, Sampler
+from tformer_runtime.engine.cuda_call import CudaGraphCall
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.model_file import mapped
+from tformer_runtime.format.stage_split import cut
 
 TOYS = {
     "encoder-decoder": Toy(seed=3, layers=2),
@@ -37,11 +39,11 @@ class Apart(Session):
 
     def __init__(self, path):
         super().__init__(path, "cpu", threads=1, apart=True)
-        self.device, self.pool = "cuda", Pool(self)
+        self.device = "cuda"
         self.runs: list[int | None] = []
         self.writes = 0
 
-    _chooses = True
+    _chooses = keeps_buffers = True
 
     def write(self, tensor, array):
         self.writes += 1
@@ -121,7 +123,7 @@ def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
     expected, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 40)
     found, calls = steps(engine, sources, prompts, 40)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
-    assert all(isinstance(call, Replayed) for call in calls)
+    assert all(isinstance(call, CudaGraphCall) for call in calls)
     numbers = [graph for graph in engine.session.runs if graph is not None]
     assert len(numbers) == 40 + 2  # each graph's first step runs again, from what it began with
     assert len(set(numbers)) == 2  # 32 slots, then 64
@@ -164,14 +166,14 @@ def test_buffers_are_lent_once_at_a_time(files):
             whole = plain.start(None, 1)
             expected = plain.step(whole, np.array([[begin, 4, 3, *range(6, token + 1)]]))
             np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
-    assert isinstance(first.call, Replayed)
-    assert not isinstance(second.call, Replayed)
+    assert isinstance(first.call, CudaGraphCall)
+    assert not isinstance(second.call, CudaGraphCall)
     first.release()
     third = engine.start(None, 1)
     engine.step(third, np.array([[9, 4, 3]]))
     expected = _after(plain, [9, 4, 3, 6])
     np.testing.assert_allclose(engine.step(third, np.array([[6]])), expected, rtol=0, atol=2e-6 * np.ptp(expected))
-    assert isinstance(third.call, Replayed)
+    assert isinstance(third.call, CudaGraphCall)
 
 
 @toys
@@ -200,7 +202,7 @@ def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, nam
     begun = engine.session.writes
     for _ in range(20):
         chosen = engine.choose(state, tokens)
-        assert isinstance(chosen, Chosen)
+        assert isinstance(chosen, DeviceLogits)
         logits = chosen.copy().astype(np.float64)
         np.testing.assert_array_equal(chosen.tokens, logits.argmax(-1))
         expected = logits.max(-1) - np.log(np.exp(logits).sum(-1))
@@ -231,7 +233,7 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.whole = self.heads = 0
-        copy, heads = Chosen.copy, Chosen.heads
+        copy, heads = DeviceLogits.copy, DeviceLogits.top_logits
 
         def counted_copy(chosen):
             self.whole += 1
@@ -241,8 +243,8 @@ class Counted:
             self.heads += 1
             return heads(chosen, temperatures)
 
-        monkeypatch.setattr(Chosen, "copy", counted_copy)
-        monkeypatch.setattr(Chosen, "heads", counted_heads)
+        monkeypatch.setattr(DeviceLogits, "copy", counted_copy)
+        monkeypatch.setattr(DeviceLogits, "top_logits", counted_heads)
 
 
 def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
@@ -253,10 +255,12 @@ def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
     for temperatures in ([1.0, 0.5, 3.0], [1.0, 0.5, 3.0], [2.0, 1e-3, 40.0]):
         chosen = engine.choose(state, np.array([[4], [5], [6]]))
         logits = chosen.copy()
-        for row, temperature, head in zip(logits, temperatures, chosen.heads(np.float32(temperatures)), strict=True):
-            assert len(head.tokens) == HEAD
+        for row, temperature, head in zip(
+            logits, temperatures, chosen.top_logits(np.float32(temperatures)), strict=True
+        ):
+            assert len(head.tokens) == TOP_TOKENS
             assert not head.whole
-            np.testing.assert_array_equal(head.tokens, np.sort(np.argsort(-row, kind="stable")[:HEAD]))
+            np.testing.assert_array_equal(head.tokens, np.sort(np.argsort(-row, kind="stable")[:TOP_TOKENS]))
             np.testing.assert_array_equal(head.logits, row[head.tokens])
             total = np.exp((row.astype(np.float64) - row.max()) / temperature).sum()
             assert head.total == pytest.approx(total, rel=SLACK / 10)
@@ -308,11 +312,11 @@ def test_greedy_rows_samples_and_rows_with_rules_beside_each_other(wide, monkeyp
     expected = [plain.generate_batch(inputs[: i + 1], max_new_tokens=20, **options) for i, options in enumerate(asked)]
     model = Model(Engine(Apart(wide)))
     counted = Counted(monkeypatch)
-    generator, tasks = model._generator, []
+    generator, tasks = model.generator, []
     scheduler = generator.scheduler(None, 4)
     for i, (row, options) in enumerate(zip(inputs, asked, strict=True)):
-        settings = model._settings(None, {"max_new_tokens": 20, **options})
-        tasks.append(generator.task(model._inputs.request(row, i, settings), settings))
+        settings = model.settings(None, {"max_new_tokens": 20, **options})
+        tasks.append(generator.task(make_request(model.manifest, model.inputs, row, i, settings), settings))
         scheduler.submit(tasks[-1])
     while not scheduler.idle:
         scheduler.step()
@@ -349,7 +353,7 @@ def test_graphs_on_a_gpu(files, name):
     for _ in range(2):  # captured, then replayed
         found, calls = steps(engine, sources, prompts, 40)
         np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.ptp(expected))  # TF32 has 10 bits
-        assert all(isinstance(call, Replayed) for call in calls)
+        assert all(isinstance(call, CudaGraphCall) for call in calls)
 
 
 def _after(engine, tokens):

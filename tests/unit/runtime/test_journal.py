@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tformer_runtime import OutputError, journal
-from tformer_runtime.journal import ResultFile
+from tformer_runtime import OutputError
+from tformer_runtime.cli import result_file
+from tformer_runtime.cli.result_file import ResultFile
 
 INPUTS = [f"input {i}" for i in range(11)]
 EXPECTED = "".join(f"{i}: {line}\n" for i, line in enumerate(INPUTS))
@@ -20,8 +21,8 @@ ASKED = {"--beam-size": 2, "--json": None}
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    monkeypatch.setattr(journal, "RESULTS", 3)
-    monkeypatch.setattr(journal, "SECONDS", 1e9)
+    monkeypatch.setattr(result_file, "RESULTS", 3)
+    monkeypatch.setattr(result_file, "SECONDS", 1e9)
 
 
 def write(path, inputs=INPUTS, asked=ASKED, most=None, ahead=4, **options):

@@ -11,13 +11,14 @@ import pytest
 from toy_models import END_ID, Toy, assert_alike
 
 from tformer_runtime import MemoryBudgetError, Model, UnsupportedCallError
-from tformer_runtime.cache import KVCache
-from tformer_runtime.context import Context
-from tformer_runtime.generate import Generator
-from tformer_runtime.memory import Budget, Share
-from tformer_runtime.scheduler import Scheduler
-from tformer_runtime.search import Task
-from tformer_runtime.shortlist import Candidates
+from tformer_runtime.decoding.generator import Generator
+from tformer_runtime.decoding.request import make_request
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.engine.encoder_context import Context
+from tformer_runtime.engine.kv_cache import KVCache
+from tformer_runtime.engine.memory_budget import Budget, Share
+from tformer_runtime.engine.shortlist import Candidates
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
 WAYS = [
@@ -46,14 +47,14 @@ def loaded(files, name="decoder-only", limit=None):
 
 def cost(model: Model, words: list[str], **options) -> int:
     """The bytes that one batch of words is promised."""
-    generator, settings = model._generator, model._settings(None, options)
-    tasks = [generator.task(model._inputs.request(word, 0, settings), settings) for word in words]
+    generator, settings = model.generator, model.settings(None, options)
+    tasks = [generator.task(make_request(model.manifest, model.inputs, word, 0, settings), settings) for word in words]
     return generator.scheduler(settings, 32)._model.need((), tasks)
 
 
 def of_length(model: Model, length: int) -> Task:
-    settings = model._settings(None, {"max_new_tokens": length, "suppress": [END_ID]})
-    return model._generator.task(model._inputs.request("hello", 0, settings), settings)
+    settings = model.settings(None, {"max_new_tokens": length, "suppress": [END_ID]})
+    return model.generator.task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
 
 
 def until_waiting(budget: Budget, count: int) -> None:
@@ -80,15 +81,15 @@ def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
     free, alone = loaded(files, name), {}
     limit = int(tightness * max(cost(free, [word], **way) for word in WORDS for way in WAYS))
     model = loaded(files, name, limit)
-    generator, budget = model._generator, model._budget
+    generator, budget = model.generator, model.budget
     schedulers = [generator.scheduler(None, 16, waits=False) for _ in range(2)]
     rng = np.random.default_rng(3)
     tasks, most = [], 0
     while len(tasks) < 60 or not all(s.idle for s in schedulers):
         if len(tasks) < 60 and rng.random() < 0.6:
             word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
-            settings = model._settings(None, WAYS[way])
-            task = generator.task(model._inputs.request(WORDS[word], 0, settings), settings)
+            settings = model.settings(None, WAYS[way])
+            task = generator.task(make_request(model.manifest, model.inputs, WORDS[word], 0, settings), settings)
             tasks.append((task, word, way))
             schedulers[rng.integers(2)].submit(task)
         for scheduler in schedulers:
@@ -139,7 +140,7 @@ def test_a_batch_of_more_than_fits_goes_through_in_parts(files, strict):
 def test_rows_that_left_make_room_for_others(files, strict):
     """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
     model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
-    scheduler = model._generator.scheduler(None, 32)
+    scheduler = model.generator.scheduler(None, 32)
     tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
     for task in tasks:
         scheduler.submit(task)
@@ -152,7 +153,7 @@ def test_rows_that_left_make_room_for_others(files, strict):
 def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
     """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
-    scheduler = model._generator.scheduler(None, 32)
+    scheduler = model.generator.scheduler(None, 32)
     tasks = [of_length(model, length) for length in (50, 30, 30)]
     for task, steps in zip(tasks, (25, 27, 30), strict=True):
         scheduler.submit(task)
@@ -223,13 +224,13 @@ def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
     """Not even while somebody looks at the error, whose traceback has the frames and what is in them."""
     model = loaded(files, "encoder-decoder")
     before = model.generate(words[-1])
-    step = model._engine.step
-    monkeypatch.setattr(model._engine, "step", lambda *_, **__: 1 / 0)
+    step = model.engine.step
+    monkeypatch.setattr(model.engine, "step", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         list(model.generate_batch(words))
     assert model.memory()["held"] == 0
     assert caught.value.__traceback__ is not None
-    monkeypatch.setattr(model._engine, "step", step)
+    monkeypatch.setattr(model.engine, "step", step)
     assert model.generate(words[-1]) == before
 
 
@@ -317,8 +318,8 @@ def test_what_is_kept_grows_when_there_is_room():
 
 def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
     model = loaded(files)
-    assert isinstance(model._generator, Generator)
-    scheduler = model._generator.scheduler(None, 4)
+    assert isinstance(model.generator, Generator)
+    scheduler = model.generator.scheduler(None, 4)
     assert isinstance(scheduler, Scheduler)
     list(model.generate_batch(WORDS))
     assert model.memory()["limit"] is None

@@ -13,8 +13,8 @@ from side_by_side import side_by_side
 from toy_models import END_ID, START_ID, Toy, letters, with_manifest, write_encoder
 
 from tformer_runtime import GenerationOptions, InputError, Model, OptionError, Result, UnsupportedCallError
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.text import Detokenizer
+from tformer_runtime.format.manifest import SpecialTokens
+from tformer_runtime.preprocess.tokenizer import Detokenizer
 
 TOYS = {
     "encoder-decoder": Toy(seed=27),
@@ -160,8 +160,8 @@ def test_a_stream_is_the_text_in_pieces(both, options):
 def test_a_stream_tells_what_is_chosen_before_the_model_runs_on(both, monkeypatch):
     _, model = both
     steps, tokens = [], []
-    step, push = model._engine.step, Detokenizer.push
-    monkeypatch.setattr(model._engine, "step", lambda *args, **kw: steps.append(1) or step(*args, **kw))
+    step, push = model.engine.step, Detokenizer.push
+    monkeypatch.setattr(model.engine, "step", lambda *args, **kw: steps.append(1) or step(*args, **kw))
     monkeypatch.setattr(Detokenizer, "push", lambda self, token: tokens.append(token) or push(self, token))
     seen = [(len(steps), len(tokens)) for _ in model.stream("hello", max_new_tokens=12, min_new_tokens=12)]
     assert len(seen) > 5

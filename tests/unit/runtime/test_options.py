@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.options import _CHECKS, Settings
+from tformer_runtime.decoding.options import _CHECKS, Settings
 
 
 def settled(defaults=None, **options):

@@ -15,9 +15,9 @@ from toy_models import Toy
 from transformers.image_processing_backends import PilBackend
 
 from tformer_runtime import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
-from tformer_runtime.images import FILTERS, Images, is_picture
-from tformer_runtime.inputs import Inputs
-from tformer_runtime.manifest import BATCH, Preparation, RequestInput
+from tformer_runtime.format.manifest import BATCH, Preparation, RequestInput
+from tformer_runtime.preprocess.images import FILTERS, Images, is_picture
+from tformer_runtime.preprocess.inputs import Inputs
 
 SIZES = (
     {},
@@ -138,7 +138,7 @@ def test_a_picture_for_which_there_is_no_memory(monkeypatch):
     def nothing_left(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("tformer_runtime.images._opened", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.images._opened", nothing_left)
     with pytest.raises(OutOfMemoryError, match=r"^photo\.jpg is too large for the memory there is: make it smaller$"):
         Images().pixels("photo.jpg")
 

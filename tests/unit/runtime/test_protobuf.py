@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tformer_runtime.errors import ModelFileError
-from tformer_runtime.protobuf import BYTES, VARINT, WireError, fields, message, read_head, tag, varint
-from tformer_runtime.stagefile import cut
+from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.onnx_wire import BYTES, VARINT, WireError, fields, message, read_head, tag, varint
+from tformer_runtime.format.stage_split import cut
 
 # Of TensorProto: a number, a text, bytes, packed numbers of 4 bytes; of AttributeProto: one of 4 bytes by itself.
 TENSOR = onnx.TensorProto(data_type=1, name="ü", raw_data=b"\xff" * 300, float_data=[1.5, -2])

@@ -11,7 +11,7 @@ from pathlib import Path
 from toy_models import Toy
 
 import tformer_runtime
-from tformer_runtime import errors
+from tformer_runtime.base import errors
 
 NAMES = {
     "Answer", "AsyncModel", "Candidate", "Classification", "DeadlineError", "DeviceError",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from toy_models import START_ID, Toy
 
 from tformer_runtime import Model, OptionError, UnsupportedCallError
-from tformer_runtime.manifest import Manifest
-from tformer_runtime.record import Trail
+from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.format.manifest import Manifest
 
 WORDS = ["hello", "a", "transformer", "zebra"]
 CLOSE = dict(rtol=0, atol=1e-4)  # float32 against float64, of values up to 10
@@ -36,7 +36,7 @@ def model(toy, tmp_path_factory):
 
 
 def sources(model, word):
-    return model._inputs.parts(word)[0]["src"]
+    return model.inputs.parts(word)[0]["src"]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["greedy", "beams", "sampling"])

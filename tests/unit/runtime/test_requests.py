@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tformer_runtime import InputError
-from tformer_runtime.manifest import BATCH, RequestInput
-from tformer_runtime.requests import request_arrays
+from tformer_runtime.engine.padding import request_arrays
+from tformer_runtime.format.manifest import BATCH, RequestInput
 
 IDS = RequestInput("src", "int64", (BATCH, "time"), pad=9)
 ROWS = {"src": [np.array([1, 2, 3]), np.array([4])]}

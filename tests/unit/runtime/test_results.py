@@ -258,7 +258,7 @@ def test_prefixes_that_cannot_be(made, tmp_path):
 def test_a_request_tells_its_time(made, way, monkeypatch):
     """By a clock that only the model moves: 7 seconds to read prompts, 1 for each step."""
     _, model = made
-    clock, step, task = [0.0], model._engine.step, model._generator.task
+    clock, step, task = [0.0], model.engine.step, model.generator.task
 
     def timed(state, *args, **kwargs):
         clock[0] += 1 if state.longest else 7
@@ -269,9 +269,9 @@ def test_a_request_tells_its_time(made, way, monkeypatch):
         begins.began = clock[0]
         return begins
 
-    monkeypatch.setattr("tformer_runtime.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(model._engine, "step", timed)
-    monkeypatch.setattr(model._generator, "task", begun)
+    monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(model.engine, "step", timed)
+    monkeypatch.setattr(model.generator, "task", begun)
     for most, per_token in ((1, 0.0), (9, 1.0)):
         options = {"max_new_tokens": most, "suppress": [END_ID], **WAYS[way]}
         results = [model.generate("hello", **options), *model.generate_batch(["a", "hello"], **options)]
@@ -394,7 +394,7 @@ def test_a_result_is_the_same_alone_and_in_any_company(company, words, batch_siz
 
 def test_what_never_fits_is_refused_before_it_starts(made):
     _, model = made
-    limited = Model(model._engine, max_memory=10_000)
+    limited = Model(model.engine, max_memory=10_000)
     calls = []
     with pytest.raises(
         MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache and max_memory allows 10,0"
@@ -409,7 +409,7 @@ def test_what_never_fits_is_refused_before_it_starts(made):
 
 def test_what_reads_a_given_target_is_counted_too(tmp_path):
     toy = Toy(seed=27, extras=True)
-    engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)._engine
+    engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1).engine
     free, limited, narrow = Model(engine), Model(engine, max_memory=20_000), Model(engine, max_memory=4_000)
     for call in ("score", "align", "hidden"):
         expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
@@ -427,13 +427,13 @@ def test_what_does_not_fit_yet_waits(made):
     words = [word * (1 + i % 3) for i, word in enumerate(WORDS * 2)]
     options = {"beam_size": 2, "num_return": 2, "max_new_tokens": 20}
     expected = list(model.generate_batch(words, **options))
-    limited = Model(model._engine, max_memory=60_000)
+    limited = Model(model.engine, max_memory=60_000)
     results = list(limited.generate_batch(words, **options))
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
     assert 30_000 < limited.memory()["peak"] <= 60_000 < model.memory()["peak"]
     assert limited.memory()["held"] == 0
     if toy.encoder:
-        narrow = Model(model._engine, max_memory=9_000)
+        narrow = Model(model.engine, max_memory=9_000)
         found = narrow.generate_batch(["a", "b", "a" * 40, "c"], max_new_tokens=40)
         assert [next(found).token_ids for _ in "ab"] == [
             r.token_ids for r in model.generate_batch("ab", max_new_tokens=40)

@@ -15,9 +15,9 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 from transformers.generation import GenerationMixin, LogitsProcessor
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.options import Settings
-from tformer_runtime.rules import rules_of
+from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.options import Settings
+from tformer_runtime.format.manifest import SpecialTokens
 
 VOCABULARY, ENDS = 12, (2, 7)
 TOKEN = st.integers(0, VOCABULARY - 1)

@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from tformer_runtime import OptionError
-from tformer_runtime.sampling import SLACK, Guess, Head, Sampler, log_normalizer, warped, warped_head
+from tformer_runtime.decoding.sampling import SLACK, Guess, Sampler, TopLogits, log_normalizer, warp, warp_top_logits
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -35,13 +35,13 @@ def test_warping_is_that_of_transformers(temperature, top_k, top_p, min_p):
         for warper in warpers:
             scores = warper(None, scores)
         expected = scores.softmax(-1)[0].numpy()
-        tokens, probabilities = warped(_logits(seed), temperature, top_k, top_p, min_p)
+        tokens, probabilities = warp(_logits(seed), temperature, top_k, top_p, min_p)
         assert set(tokens.tolist()) == set(np.flatnonzero(expected).tolist())
         np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
 
 
 def test_ties_at_the_k_th_are_kept():
-    tokens, _ = warped(np.array([1, 3, 2, 2, 0], np.float32), 1.0, 2, 1.0)
+    tokens, _ = warp(np.array([1, 3, 2, 2, 0], np.float32), 1.0, 2, 1.0)
     assert tokens.tolist() == [1, 2, 3]
 
 
@@ -86,7 +86,7 @@ def test_what_comes_after_a_guess_follows_the_models_distribution_not_the_drafts
     p, q = np.zeros(9), np.zeros(9)
     way = (options.get("temperature", 1.0), options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0))
     for into, scores in ((p, logits), (q, drafts)):
-        tokens, into_tokens = warped(scores, *way)
+        tokens, into_tokens = warp(scores, *way)
         into[tokens] = into_tokens
     sampler, draft = Sampler(3, 0, 0, **options), Sampler(3, 0, 1, **options)
     guesses = [draft.guess(drafts) for _ in range(draws)]
@@ -118,7 +118,7 @@ def test_draws_of_another_seed_index_or_sample_are_independent(other):
 
 def test_nothing_to_draw_is_refused():
     with pytest.raises(OptionError, match="no token that may come next"):
-        warped(np.full(4, -np.inf, np.float32), 1.0, 0, 1.0)
+        warp(np.full(4, -np.inf, np.float32), 1.0, 0, 1.0)
 
 
 def test_draws_are_those_of_the_seed_the_index_and_the_sample():
@@ -135,21 +135,21 @@ def test_the_normalizer():
     np.testing.assert_allclose(log_normalizer(logits), torch.tensor(logits).logsumexp(-1).numpy(), rtol=1e-6)
 
 
-def _head(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> Head:
+def _head(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> TopLogits:
     """What a device would find. off: how far its sum is off, as a share of it."""
     order = np.lexsort((np.arange(len(logits)), -logits))[:count]
     tokens = np.sort(order)
     with np.errstate(invalid="ignore"):
         total = np.exp((logits.astype(np.float64) - logits.max()) / temperature).sum() * (1 + off)
-    return Head(tokens, logits[tokens], float(total), count >= len(logits))
+    return TopLogits(tokens, logits[tokens], float(total), count >= len(logits))
 
 
-def _same_or_none(logits: np.ndarray, head: Head, *way: float) -> bool:
+def _same_or_none(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
     """Whether the head tells what may be drawn; if so, it is what the row tells, bit for bit."""
-    found = warped_head(head, *way)
+    found = warp_top_logits(head, *way)
     if found is None:
         return False
-    tokens, probabilities = warped(logits, *way)
+    tokens, probabilities = warp(logits, *way)
     np.testing.assert_array_equal(found[0], tokens)
     np.testing.assert_array_equal(found[1], probabilities)
     return True
@@ -202,9 +202,9 @@ def test_a_head_never_tells_otherwise(logits, count, temperature, top_k, top_p, 
 
 def test_a_nucleus_that_ends_at_a_tie_or_close_to_its_share_is_not_told():
     even = np.zeros(100, np.float32)  # any 50 of 100 are a half
-    assert warped_head(_head(even, 64, 1.0), 1.0, 0, 0.5) is None
+    assert warp_top_logits(_head(even, 64, 1.0), 1.0, 0, 0.5) is None
     steps = np.log(np.array([0.5, 0.25, 0.125, *[0.125 / 97] * 97])).astype(np.float32)
-    assert warped_head(_head(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
+    assert warp_top_logits(_head(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
     assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.74, 0.0)
     assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.76, 0.0)
 
@@ -214,7 +214,7 @@ def test_a_sampler_that_a_head_does_not_help_has_drawn_nothing():
     logits = _logits(4, 500)
     one, other = Sampler(5, 0, 0, top_p=0.999), Sampler(5, 0, 0, top_p=0.999)
     for _ in range(10):
-        assert one.of_head(_head(logits, 16, 1.0)) is None
+        assert one.of_top_logits(_head(logits, 16, 1.0)) is None
         assert one(logits) == other(logits)
     few = Sampler(5, 0, 0, top_k=5), Sampler(5, 0, 0, top_k=5)
-    assert [few[0].of_head(_head(logits, 16, 1.0)) for _ in range(50)] == [few[1](logits) for _ in range(50)]
+    assert [few[0].of_top_logits(_head(logits, 16, 1.0)) for _ in range(50)] == [few[1](logits) for _ in range(50)]

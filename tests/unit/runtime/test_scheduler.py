@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import decoded, run, tasks_for
 
-from tformer_runtime.errors import DeadlineError, MemoryBudgetError
-from tformer_runtime.memory import Budget
-from tformer_runtime.scheduler import Scheduler
+from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.engine.memory_budget import Budget
 
 WAYS = [
     {"max_new_tokens": 7},
@@ -250,7 +250,7 @@ def test_a_token_is_told_before_the_model_reads_it(way):
 def test_times_are_of_when_tokens_are_known(way, monkeypatch):
     """By a clock that only the model moves: 10 seconds to read prompts, 1 for each step."""
     clock = [0.0]
-    monkeypatch.setattr("tformer_runtime.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     class Timed(hf.HfStarter):
         def begin(self, tasks):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tformer_runtime.beam import best
-from tformer_runtime.manifest import SpecialTokens
-from tformer_runtime.options import GenerationOptions, Settings
-from tformer_runtime.rules import rules_of
-from tformer_runtime.scheduler import Scheduler
-from tformer_runtime.search import Task, padded, placed
+from tformer_runtime.decoding.beam_search import best
+from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.decoding.sequence import Task, padded, placed
+from tformer_runtime.format.manifest import SpecialTokens
 
 SOURCES = [np.array(s) for s in ([5, 6, 7, 8, 9, 2], [4, 2], [20, 11, 19, 2], [13, 13, 2])]
 PROMPTS = [np.array(p) for p in ([5, 6, 7, 8, 9], [4], [20, 11, 19], [13, 13])]

@@ -9,10 +9,10 @@ import pytest
 from toy_models import Toy
 
 from tformer_runtime import InputError, ModelFileError, OptionError
-from tformer_runtime.manifest import Manifest, Preparation
-from tformer_runtime.series import Series
-from tformer_runtime.tables import read_series
-from tformer_runtime.tasks.forecast import _alike, _Row
+from tformer_runtime.format.manifest import Manifest, Preparation
+from tformer_runtime.preprocess.csv_series import read_series
+from tformer_runtime.preprocess.series import Series
+from tformer_runtime.tasks.forecasting import _alike, _Row
 from tformer_runtime.tasks.windows import in_windows
 
 RNG = np.random.default_rng(0)

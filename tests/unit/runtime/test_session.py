@@ -13,10 +13,10 @@ from onnx import helper
 from toy_models import Toy, with_manifest
 
 from tformer_runtime import DeviceError, MissingExtraError, ModelFileError
-from tformer_runtime.engine import Engine
-from tformer_runtime.manifest import KEY, VERSION, Manifest, SessionSettings
-from tformer_runtime.modelfile import read_manifest, read_metadata
-from tformer_runtime.session import Session
+from tformer_runtime.backend.session import Session
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import KEY, VERSION, Manifest, SessionSettings
+from tformer_runtime.format.model_file import read_manifest, read_metadata
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
         return opened(file, options, providers, **others)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
-    monkeypatch.setattr("tformer_runtime.session.cuda_missing", lambda: None)
+    monkeypatch.setattr("tformer_runtime.backend.session.cuda_missing", lambda: None)
     with pytest.raises(DeviceError, match=r"cannot be had: CUDA failure 35: the driver is too old$"):
         Session(other, "cuda")
     assert Session(other, "auto").device == "cpu"

@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy_models import END_ID, LETTERS, Toy, assert_alike, with_manifest, write_encoder
 
-from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError, guesses, speculate
-from tformer_runtime.guesses import Lookup, Pace
-from tformer_runtime.memory import Share
-from tformer_runtime.sampling import Guess
+from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError
+from tformer_runtime.decoding import drafting, speculation
+from tformer_runtime.decoding.drafting import Lookup, Pace
+from tformer_runtime.decoding.sampling import Guess
+from tformer_runtime.engine.memory_budget import Share
 
 TOYS = {
     "decoder-only": Toy(encoder=False, seed=5, extras=True),
@@ -50,7 +51,7 @@ DRAWN = {
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
     """Drafts of the size of the model would never pay."""
-    monkeypatch.setattr(guesses, "relative_cost", lambda *_: 0.1)
+    monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ class Scripted:
 @settings(max_examples=40, suppress_health_check=[*HealthCheck])
 def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
     model = models["model"]
-    engine = model._engine
+    engine = model.engine
     options = {"max_new_tokens": 25, "top_logprobs": 2, "hidden": bool(model.manifest.extras), **way}
     plain = model.generate("hello", **options)
     guesser, steps = Scripted(plain.token_ids, script), []
@@ -159,8 +160,8 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
         return type(engine).step(engine, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculate.Speculator, "_guesser", lambda *_: guesser)
-        patch.setattr(speculate.Pace, "count", lambda *_: 7)
+        patch.setattr(speculation.Speculator, "_guesser", lambda *_: guesser)
+        patch.setattr(speculation.Pace, "count", lambda *_: 7)
         patch.setattr(engine, "step", step)
         result = model.generate("hello", **options, draft="prompt")
     assert_same(result, plain)
@@ -255,8 +256,8 @@ def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
     free = Model.load(files[name], "cpu", threads=1)
     result = free.generate("abcabc", **options)
     assert len(result.token_ids) > 50
-    generator, chosen = free._generator, free._settings(None, options)
-    task = generator.task(free._inputs.request("abcabc", 0, chosen), chosen)
+    generator, chosen = free.generator, free.settings(None, options)
+    task = generator.task(free.inputs.request("abcabc", 0, chosen), chosen)
     need = generator.scheduler(chosen, 1)._model.need((), [task])
     assert free.memory()["peak"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)
@@ -374,7 +375,7 @@ def test_guesses_that_do_not_come_true_are_given_up_and_tried_again():
 
 
 def test_a_draft_that_costs_as_much_as_the_model_is_not_asked(files, monkeypatch):
-    monkeypatch.setattr(guesses, "relative_cost", lambda *_: 1.0)
+    monkeypatch.setattr(drafting, "relative_cost", lambda *_: 1.0)
     model, twin = (Model.load(files["decoder-only"], "cpu", threads=1) for _ in range(2))
     plain = model.generate("hello", max_new_tokens=40)
     result = model.generate("hello", max_new_tokens=40, draft=twin)
@@ -386,9 +387,9 @@ def test_a_draft_that_costs_as_much_as_the_model_is_not_asked(files, monkeypatch
 def test_a_draft_costs_by_what_it_reads(files, monkeypatch, tmp_path):
     monkeypatch.undo()
     large = Toy(encoder=False, seed=1, vocabulary=20_000, tokenizer=False).write(tmp_path / "large.onnx")
-    small, large = (Model.load(path, "cpu", threads=1)._engine for path in (files["decoder-only"], large))
-    assert guesses.relative_cost(small, large) < 1 < guesses.relative_cost(large, small)
-    assert guesses.relative_cost(small, small) == 1
+    small, large = (Model.load(path, "cpu", threads=1).engine for path in (files["decoder-only"], large))
+    assert drafting.relative_cost(small, large) < 1 < drafting.relative_cost(large, small)
+    assert drafting.relative_cost(small, small) == 1
 
 
 @pytest.mark.parametrize("few", [None, 1, 2, 3])
@@ -399,13 +400,13 @@ def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeyp
     model, sizes = Model.load(path, "cpu", threads=1), []
     given = "prompt" if draft == "prompt" else Model.load(files["decoder-only"], "cpu", threads=1)
     plain = model.generate("abcabcabcab", max_new_tokens=40)
-    real = model._engine.step
+    real = model.engine.step
 
     def step(state, tokens, *args, **kwargs):
         sizes.append(tokens.size)
         return real(state, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(model._engine, "step", step)
+    monkeypatch.setattr(model.engine, "step", step)
     result = model.generate("abcabcabcab", max_new_tokens=40, draft=given)
     assert_same(result, plain)
     read, *steps = sizes

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, UnsupportedCallError
-from tformer_runtime.cache import BLOCK, SPARE, KVCache, bytes_of, slots_for
-from tformer_runtime.engine import Engine
-from tformer_runtime.memory import Budget
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.kv_cache import BLOCK, SPARE, KVCache, bytes_of, slots_for
+from tformer_runtime.engine.memory_budget import Budget
 
 KINDS = {
     "gqa": Toy(layers=2),

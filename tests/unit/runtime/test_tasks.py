@@ -11,8 +11,8 @@ from toy_models import Toy
 from toy_tasks import HEAD, LABELS, MOST, WIDTH, WORDS, read, states, vector, words, write
 
 from tformer_runtime import InputError, Model, ModelFileError, OptionError, UnsupportedCallError
-from tformer_runtime import manifest as m
-from tformer_runtime.tasks import once
+from tformer_runtime.format import manifest as m
+from tformer_runtime.tasks import single_pass
 
 TEXTS = ["a good day", "", "the old film", "bad", "good " * 8, "a snow night"]
 PAIRS = [("a good day", "bad"), ("film", "the old night"), ("", "good")]
@@ -71,13 +71,13 @@ def test_results_of_each_position_have_no_padding(files):
 
 def test_rows_of_one_size_where_padding_would_change_them(tmp_path, monkeypatch):
     model = Model.load(write(tmp_path / "x.onnx", ragged=False), "cpu")
-    sizes, run = [], type(model._engine).encode
+    sizes, run = [], type(model.engine).encode
 
     def watched(engine, requests, rows, *more):
         sizes.append({len(row) for row in requests["ids"]})
         return run(engine, requests, rows, *more)
 
-    monkeypatch.setattr(type(model._engine), "encode", watched)
+    monkeypatch.setattr(type(model.engine), "encode", watched)
     found = model.embed(TEXTS * 2)
     np.testing.assert_allclose(found, [vector(text) for text in TEXTS * 2], atol=1e-6)
     assert all(len(own) == 1 for own in sizes)
@@ -85,7 +85,7 @@ def test_rows_of_one_size_where_padding_would_change_them(tmp_path, monkeypatch)
 
 
 def test_inputs_are_read_as_they_are_needed(files, monkeypatch):
-    monkeypatch.setattr(once, "WINDOW", 2)
+    monkeypatch.setattr(single_pass, "WINDOW", 2)
     taken = []
 
     def endless():
@@ -115,13 +115,13 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(files, text):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=words())
     cut = theirs(*([text] if isinstance(text, str) else text), truncation=True, max_length=MOST)["input_ids"]
     model = files["vector"]
-    assert list(model._inputs.once(text, truncate=True)["ids"]) == cut
+    assert list(model.inputs.once(text, truncate=True)["ids"]) == cut
     with pytest.raises(
         InputError, match=rf"input 2: the input is \d+ tokens long and the model takes at most {MOST}: "
     ):
         model.embed(["a", text])
     assert np.isfinite(model.embed(["a", text], truncate=True)).all()
-    assert len(model._inputs.once([5] * 20, truncate=True)["ids"]) == MOST
+    assert len(model.inputs.once([5] * 20, truncate=True)["ids"]) == MOST
 
 
 def test_what_is_wrong_comes_in_its_turn(files):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tformer_runtime import InputError, ModelFileError
-from tformer_runtime import text as text_module
-from tformer_runtime.text import Codec, Detokenizer, cut
+from tformer_runtime.preprocess import tokenizer as text_module
+from tformer_runtime.preprocess.tokenizer import Codec, Detokenizer, cut
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 

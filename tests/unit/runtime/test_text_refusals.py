@@ -8,7 +8,7 @@ import pytest
 from toy_tasks import WIDTH, write
 
 from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
-from tformer_runtime import manifest as m
+from tformer_runtime.format import manifest as m
 
 MASK = 11  # "old"
 

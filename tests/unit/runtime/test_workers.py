@@ -29,9 +29,9 @@ def free(path):
 
 def limited(path, free: Model, requests: float) -> Model:
     """A model with memory for so many requests of the largest kind at a time."""
-    settings = free._settings(None, LONG)
-    task = free._generator.task(free._inputs.request("mississippi", 0, settings), settings)
-    need = free._generator.scheduler(settings, 1)._model.need((), [task])
+    settings = free.settings(None, LONG)
+    task = free.generator.task(free.inputs.request("mississippi", 0, settings), settings)
+    need = free.generator.scheduler(settings, 1)._model.need((), [task])
     return Model.load(path, "cpu", threads=1, max_memory=int(requests * need))
 
 
@@ -73,7 +73,7 @@ def test_workers_that_wait_for_memory_end_when_they_are_left(path, free):
     model = limited(path, free, 1.5)
     results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
     next(results)
-    held = model._budget.share()
+    held = model.budget.share()
     assert held.ask(model.memory()["limit"] // 2)  # and gives it back only afterwards
     results.close()
     assert not ours()
@@ -114,7 +114,7 @@ def test_an_interrupt_while_they_begin_is_all_that_is_told(free, monkeypatch):
         started.append(thread)
         start(thread)
 
-    monkeypatch.setattr("tformer_runtime.workers.atexit.register", at_exit.append)
+    monkeypatch.setattr("tformer_runtime.decoding.worker_pool.atexit.register", at_exit.append)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(free.generate_batch(WORDS, workers=2))

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from tformer_runtime import manifest as m
+from tformer_runtime.format import manifest as m
 
 HEADS, SIZE = 2, 8  # GroupQueryAttention wants heads of a multiple of 8
 WIDTH = HEADS * SIZE

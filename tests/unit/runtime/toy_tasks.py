@@ -15,7 +15,7 @@ from onnx import helper as h
 from onnx import numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tformer_runtime import manifest as m
+from tformer_runtime.format import manifest as m
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "good", "bad", "day", "film", "a", "the", "night", "old"]
 WIDTH, LABELS, MOST = 6, ("NEGATIVE", "NEUTRAL", "POSITIVE"), 12

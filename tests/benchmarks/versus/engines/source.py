@@ -43,7 +43,7 @@ def encoder_decoder(folder: Path, shape: Shape) -> Any:
 
 def _encoder_decoder(folder: Path, shape: Shape) -> None:
     if shape.trained:
-        from tformer_export.checkpoint import load_checkpoint
+        from tformer_export.common.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(ROOT / shape.trained)
         module, arguments = checkpoint.build(), dict(checkpoint.arguments)

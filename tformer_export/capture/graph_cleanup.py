@@ -1,0 +1,133 @@
+"""What a trace carries along and computes nothing is taken out of its graph: assertions, clones, whole slices, casts to
+the same dtype; and what reads no data no longer names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from tformer_export.common.fx_nodes import arguments, aten, meta
+
+_NOTHING = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
+_FILLS: dict[Any, float | None] = {  # None: the last argument says
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.full_like.default: None,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_full.default: None,
+}
+_LIKE = {  # of the other tensor they read the sizes alone
+    aten.expand_as.default: aten.expand.default,
+    aten.view_as.default: aten.reshape.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+_SAME = {
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+}
+
+
+def drop_assertions(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in _NOTHING:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def cleaned(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
+    """assertions: whether they are removed too."""
+    graph: Graph = program.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _FILLS:
+            _fill_by_size(graph, node)
+        elif node.target is aten.type_as.default:  # of the other tensor it reads the dtype alone
+            node.target, node.kwargs = aten._to_copy.default, {"dtype": meta(node).dtype}
+            node.args = node.args[:1]
+        elif node.target in _LIKE:
+            node.args = (node.args[0], _sizes(graph, node, node.args[1]))
+            node.target = _LIKE[node.target]
+        elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
+            _product_alone(graph, node)
+        elif node.target in _NOTHING:
+            if assertions:
+                graph.erase_node(node)
+        elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
+            node.replace_all_uses_with(arguments(node)[0])
+            graph.erase_node(node)
+        elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
+            node.target = aten.reshape.default
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _fill_by_size(graph: Graph, node: Node) -> None:
+    """`zeros_like(x)`, `x.new_full(…)` and their kind as `full(size, value)`: what reads no data should not name it."""
+    value = meta(node)
+    args = arguments(node)
+    fill, source = _FILLS[node.target], args[0]
+    fill = args[-1] if fill is None else fill
+    sizes = args[1] if "new_" in str(node.target) else _sizes(graph, node, source)
+    with graph.inserting_before(node):
+        full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
+    full.meta = dict(node.meta)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
+
+
+def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
+    """The sizes of a value, read in front of a node where they are free."""
+    sizes: list[Any] = []
+    for axis, size in enumerate(meta(source).shape):
+        if isinstance(size, torch.SymInt):
+            with graph.inserting_before(before):
+                sizes.append(graph.call_function(aten.sym_size.int, (source, axis)))
+            sizes[-1].meta["val"] = size
+        else:
+            sizes.append(int(size))
+    return sizes
+
+
+def _product_alone(graph: Graph, node: Node) -> None:
+    """baddbmm with beta = 0 adds nothing, whatever the uninitialised tensor holds that people give it."""
+    _, left, right = arguments(node)
+    with graph.inserting_before(node):
+        product = graph.call_function(aten.bmm.default, (left, right))
+        product.meta = dict(node.meta)
+        alpha = node.kwargs.get("alpha", 1)
+        result = graph.call_function(aten.mul.Tensor, (product, alpha)) if alpha != 1 else product
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _is_whole_slice(node: Node) -> bool:
+    if node.target is not aten.slice.Tensor:
+        return False
+    given, default = arguments(node), [None, 0, 0, 2**63 - 1, 1]
+    start, end, by = [*given, *default[len(given) :]][2:]
+    return start in (0, None) and end == 2**63 - 1 and by == 1
+
+
+def _is_same_cast(node: Node) -> bool:
+    cast = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
+    return node.target in cast and bool(meta(node).dtype == meta(node.args[0]).dtype)
+
+
+def _is_no_dropout(node: Node) -> bool:
+    return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)

@@ -1,0 +1,132 @@
+"""Arguments of forward that follow from an input's lengths: masks, lengths and positions. They are described, so that
+nobody has to pass them, and built inside the traced model from one (batch, time) keep-mask for each request input.
+
+Rows of the step input hold no padding: what is derived from it follows from sizes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tformer_runtime.base.errors import OptionError
+
+Axis = str | int
+BATCH, TIME = "batch", "time"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One derived argument. kind: "padding", "causal", "lengths" or "positions". of: the input that it speaks of.
+
+    keep: what a mask holds where a position may be read; "additive" means 0 where it may and −inf where it may not.
+    shape: its axes: "batch", "time" (of the input `of`), the name of another input for the length of that one, or 1.
+    start: the first position.
+    """
+
+    kind: str
+    of: str
+    keep: bool | str = True
+    dtype: torch.dtype = torch.bool
+    shape: tuple[Axis, ...] = (BATCH, TIME)
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        times, batches = self.shape.count(TIME), self.shape.count(BATCH)
+        what = f"the shape of {self.kind}({self.of!r})"
+        if self.keep not in (True, False, "additive"):
+            raise OptionError(f"keep is True, False or 'additive', not {self.keep!r}")
+        if self.keep == "additive" and not self.dtype.is_floating_point:
+            raise OptionError(f"an additive mask is of a floating point dtype, not {self.dtype}")
+        if batches > 1 or any(isinstance(axis, int) and axis != 1 for axis in self.shape):
+            raise OptionError(f"{what} has 'batch' once at most, and no size but 1: not {self.shape}")
+        if self.kind == "causal" and times != 2:
+            raise OptionError(f"{what} has 'time' twice, for queries and keys: not {self.shape}")
+        if self.kind == "padding" and not (times and batches):
+            raise OptionError(f"{what} has 'batch' and 'time': not {self.shape}")
+        if self.kind == "positions" and times != 1:
+            raise OptionError(f"{what} has 'time' once: not {self.shape}")
+
+    @property
+    def tells_padding(self) -> bool:
+        """Whether it differs from row to row of a padded batch."""
+        return self.kind in ("padding", "lengths") or (self.kind == "causal" and BATCH in self.shape)
+
+    def build(self, keep: torch.Tensor, lengths: Mapping[Axis, int], padded: bool) -> torch.Tensor:
+        """The argument. keep: (batch, time) bool, which positions of `of` are valid; lengths: of each input, by name.
+
+        padded: whether any may be invalid; if not, a causal mask is the same for all rows.
+        """
+        if self.kind == "lengths":
+            return keep.to(self.dtype).sum(1)
+        if self.kind == "positions":
+            positions = torch.arange(self.start, keep.shape[1] + self.start, dtype=self.dtype)
+            return self._arranged(positions, (TIME,), keep, lengths)
+        if self.kind == "causal":
+            allowed = torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril()
+            if padded and BATCH in self.shape:
+                return self._encoded(self._arranged(allowed & keep[:, None], (BATCH, "query", TIME), keep, lengths))
+            return self._encoded(self._arranged(allowed, ("query", TIME), keep, lengths))
+        return self._encoded(self._arranged(keep, (BATCH, TIME), keep, lengths))
+
+    def _arranged(
+        self, value: torch.Tensor, axes: tuple[str, ...], keep: torch.Tensor, lengths: Mapping[Axis, int]
+    ) -> torch.Tensor:
+        """A value with these axes in the order of `shape`, repeated along what it does not have."""
+        key = len(self.shape) - 1 - self.shape[::-1].index(TIME)  # the last "time" is what the mask speaks of
+        shape = ["query" if axis == TIME and at != key else axis for at, axis in enumerate(self.shape)]
+        sizes: dict[Axis, int] = {BATCH: keep.shape[0], TIME: keep.shape[1], "query": keep.shape[1], 1: 1, **lengths}
+        value = value.permute([axes.index(str(axis)) for axis in shape if axis in axes])
+        for at, axis in enumerate(shape):
+            value = value if axis in axes else value.unsqueeze(at)
+        return value.expand([-1 if axis in axes else sizes[axis] for axis in shape])
+
+    def _encoded(self, keep: torch.Tensor) -> torch.Tensor:
+        if self.keep == "additive":
+            return torch.zeros(keep.shape, dtype=self.dtype).masked_fill(~keep, float("-inf"))
+        return (keep if self.keep else ~keep).to(self.dtype)
+
+
+def padding(
+    of: str,
+    keep: bool | str = True,
+    dtype: torch.dtype | None = None,
+    shape: tuple[Axis, ...] = (BATCH, TIME),
+) -> Mask:
+    """Which positions of the input `of` are valid: (batch, time), or as `shape` says, such as ("batch", 1, 1, "time").
+
+    keep: what the mask holds at valid positions, True or False (1 or 0 in other dtypes), or "additive": 0 there and
+    −inf elsewhere. dtype: bool, or float32 if additive.
+    """
+    return Mask("padding", of, keep, dtype or _dtype(keep), tuple(shape))
+
+
+def causal(
+    of: str,
+    keep: bool | str = True,
+    dtype: torch.dtype | None = None,
+    shape: tuple[Axis, ...] = (TIME, TIME),
+) -> Mask:
+    """Which positions each position of the input `of` may attend to: itself and those before it, (time, time).
+
+    With "batch" in its shape, such as ("batch", 1, "time", "time"), it hides padding too. keep, dtype: see `padding`.
+    """
+    return Mask("causal", of, keep, dtype or _dtype(keep), tuple(shape))
+
+
+def lengths(of: str, dtype: torch.dtype = torch.int64) -> Mask:
+    """How many positions of the input `of` are valid, (batch,)."""
+    return Mask("lengths", of, dtype=dtype, shape=(BATCH,))
+
+
+def positions(
+    of: str, dtype: torch.dtype = torch.int64, shape: tuple[Axis, ...] = (BATCH, TIME), start: int = 0
+) -> Mask:
+    """The positions of the input `of`, counted from `start`: (batch, time), or ("time",), or (1, "time")."""
+    return Mask("positions", of, dtype=dtype, shape=tuple(shape), start=start)
+
+
+def _dtype(keep: bool | str) -> torch.dtype:
+    return torch.float32 if keep == "additive" else torch.bool

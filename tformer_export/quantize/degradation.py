@@ -1,0 +1,154 @@
+"""What quantisation costs and gains: the quantised file beside the unquantised one, on the same sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tformer_export.calibration.samples import Sample
+from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.paired_timing import times_as_fast
+from tformer_export.quantize.output_quality import OutputDegradation, OutputYardstick
+from tformer_export.quantize.token_quality import Yardstick
+from tformer_export.verify.forecasts import forecast_difference
+from tformer_export.verify.parity import TOLERANCE, Gate
+from tformer_export.verify.teacher_forcing import decode_greedily, run_case
+from tformer_runtime.base.errors import ParityError
+from tformer_runtime.engine.engine import Engine
+
+ROWS, LENGTH = 6, 24
+STEPS = 9  # of a turn
+
+
+@dataclass
+class Degradation:
+    """token_agreement: share of positions with the same best token. perplexity: exp of the mean negative
+    log-likelihood of the tokens of the data, before and after. speed: how many times faster a single-row step is.
+    positions: how many tokens were predicted."""
+
+    token_agreement: float
+    perplexity: float
+    perplexity_before: float
+    speed: float
+    row_difference: float
+    positions: int = 0
+
+    def beyond(self, budget: Budget) -> str | None:
+        """What is beyond the budget, as the middle of a sentence."""
+        return budget.exceeded(1 - self.token_agreement, self.perplexity / self.perplexity_before)
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            ("quantised", f"{self.token_agreement:.1%} of {self.positions} tokens agree with the unquantised file"),
+            ("perplexity", f"{self.perplexity_before:.4f} → {self.perplexity:.4f}"),
+            ("speed", f"{self.speed:.1f} × the unquantised file, one row{'' if self.speed >= 1 else ': slower'}"),
+            *([("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch")] * self._varies),
+        ]
+
+    @property
+    def _varies(self) -> bool:
+        return self.row_difference > TOLERANCE
+
+
+def measure(
+    gate: Gate, before: Engine, after: Engine, samples: Sequence[Sample] = (), exact: bool = True
+) -> Degradation:
+    """Teacher-forced over samples; without any, over what the unquantised file decodes greedily from random requests.
+
+    exact: a row's result is the same alone and in any batch. Else its activations are rounded in another way, to steps
+    that are at most twice as large (those of a block, no larger than those of its row; in 1/127 instead of 1/255 of a
+    maximum behind a Relu, or to those of a fixed range that is all on one side). So, with t, a and u the logits
+    together, alone and unquantised, and r the effect of rounding activations, rms(a - t) ≤ rms(r_a) + rms(r_t)
+    ≤ 3 · rms(r_t) ≤ 3 · rms(t - u), and anything beyond is a defect.
+
+    Raises ParityError if a row's result depends on its neighbours by more.
+    """
+    lengths = [3 + 2 * i for i in range(ROWS)]
+    starts = [gate.start(before.manifest.max_length) for _ in lengths]
+    requests = [gate.draw_request(n) for n in lengths]
+    steps = min(LENGTH, before.manifest.max_length - len(starts[0]))
+    decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
+    sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
+    prompts = tuple(len(s) for s in starts)
+    drawn = [Sample(request, tokens, n) for request, tokens, n in zip(requests, sequences, prompts, strict=True)]
+    quality = Yardstick(before, samples or drawn).quality(after)
+    return Degradation(
+        token_agreement=quality.token_agreement,
+        perplexity=quality.perplexity,
+        perplexity_before=quality.perplexity_before,
+        speed=_speed(gate, before, after),
+        row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
+        positions=quality.positions,
+    )
+
+
+def measure_series(
+    gate: Gate, before: Engine, after: Engine, yardstick: OutputYardstick, exact: bool = True
+) -> OutputDegradation:
+    """Of a model that is stepped over numbers: teacher-forced over the yardstick's samples, and whole forecasts."""
+    lengths = tuple(3 + 2 * i for i in range(ROWS))
+    requests = gate.draw_requests(lengths)
+    sequences = [gate.draw_sequence(min(LENGTH, before.manifest.max_length)) for _ in lengths]
+    prompts = (1,) * ROWS
+    return OutputDegradation(
+        quality=yardstick.quality(after),
+        speed=_speed(gate, before, after),
+        row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
+        forecast=forecast_difference(gate, before, after),
+    )
+
+
+def _row_difference(
+    before: Engine,
+    after: Engine,
+    requests: list[dict[str, np.ndarray]],
+    sequences: list[np.ndarray],
+    prompts: tuple[int, ...],
+    exact: bool,
+) -> float:
+    """How far a row's logits alone are from the same row's in a batch, over their range."""
+    together, *_ = run_case(after, requests, sequences, prompts)
+    unquantised = together if exact else run_case(before, requests, sequences, prompts)[0]
+    worst = 0.0
+    for row in (0, len(sequences) - 1):
+        (alone,), *_ = run_case(after, [requests[row]], [sequences[row]], (prompts[row],))
+        span = float(alone.max() - alone.min()) or 1.0
+        worst = max(worst, float(np.abs(alone - together[row]).max()) / span)
+        moved, allowed = _rms(alone - together[row]) / span, 3 * _rms(together[row] - unquantised[row]) / span
+        if exact and worst > TOLERANCE:
+            raise ParityError(
+                f"a row's result changes with its neighbours by {worst:.3g} of the logits' range after quantisation "
+                f"({TOLERANCE:g} is allowed); no file was written"
+            )
+        if not exact and moved > max(allowed, TOLERANCE):
+            raise ParityError(
+                f"a row's result alone is {moved:.3g} of the logits' range (rms) from that in a batch after "
+                f"quantisation, and the rounding of activations explains {allowed:.3g}; no file was written"
+            )
+    return worst
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def _speed(gate: Gate, before: Engine, after: Engine) -> float:
+    """How many times as fast a single-row step is."""
+    given, start = gate.draw_request(8), gate.start(before.manifest.max_length)
+
+    def seconds(engine: Engine) -> float:
+        """The median time of a step, the first, which reads the start, not counted."""
+        state = engine.start({name: [value] for name, value in given.items()} or None, 1)
+        tokens, times = start[None], []
+        for _ in range(max(1, min(STEPS, engine.manifest.max_length - len(start)))):
+            begin = time.perf_counter()
+            logits = engine.step(state, tokens)
+            tokens = tokens[:, -1:] if gate.series is not None else logits.argmax(-1)[:, None]
+            times.append(time.perf_counter() - begin)
+        return float(np.median(times[1:] or times))
+
+    return times_as_fast(partial(seconds, before), partial(seconds, after))

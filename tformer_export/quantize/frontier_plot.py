@@ -1,0 +1,53 @@
+"""The frontier as a picture, with matplotlib: the size of each mixture that was measured, and what it costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from tformer_export.common.degradation_budget import TOKENS
+from tformer_export.quantize.bit_plan import Mixture
+from tformer_runtime.base.errors import MissingExtraError, OutputError
+
+
+def check_drawable() -> None:
+    """MissingExtraError where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError("drawing the frontier needs matplotlib; pip install 'tformer[plot]'")
+
+
+def draw(mixture: Mixture, path: Path) -> None:
+    """Write a PNG, beside its place and renamed."""
+    check_drawable()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    sizes = [point.size / 1e6 for point in mixture.frontier]
+    of_tokens = mixture.frontier[0].quality.meaning == TOKENS
+    axes.plot(sizes, [100 * point.quality.changed for point in mixture.frontier], "o-", color="tab:blue")
+    axes.set_xlabel("matrices of products, MB")
+    axes.set_ylabel(f"% {mixture.frontier[0].quality.meaning.whole}", color="tab:blue")
+    axes.set_ylim(bottom=0)
+    for i, (size, point) in enumerate(zip(sizes, mixture.frontier, strict=True)):
+        place = size, 100 * point.quality.changed
+        axes.annotate(f"{point.bits:.1f} bits", place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        if i == mixture.chosen:
+            axes.plot(*place, "*", color="tab:red", markersize=14, label="this file")
+            axes.legend(loc="upper right")
+    beside = axes.twinx()
+    beside.plot(sizes, [point.quality.divergence for point in mixture.frontier], ".--", color="tab:gray", linewidth=0.8)
+    beside.set_ylabel("KL divergence, nats" if of_tokens else "relative squared error", color="tab:gray")
+    beside.set_ylim(bottom=0)
+    axes.set_title(
+        f"{mixture.positions} {mixture.frontier[0].quality.meaning.unit}, {mixture.budget} allowed", fontsize=9
+    )
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        figure.savefig(part, format="png", dpi=120)
+        part.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)

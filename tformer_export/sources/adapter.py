@@ -1,0 +1,167 @@
+"""`Adapter`: any module as a function of its inputs, one by one, that returns its logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tformer_export.common.derived_inputs import Axis, Mask
+from tformer_runtime.base.errors import SourceError
+
+_BY_POSITION = inspect.Parameter.POSITIONAL_ONLY
+
+
+class Adapter(nn.Module):
+    """Calls `module` by its parameters' names and returns its logits.
+
+    names: what forward of the adapter takes, in order. constants: arguments that are always the same. derived:
+    arguments built from lengths. keeps: input → the name of its keep-mask, (batch, time) bool; an input without one
+    holds no padding. layouts: input → its batch and time axis in the module, where they are not 0 and 1. step: the
+    input in whose layout the logits are. output: which output is the logits; of a model that is run once, several are
+    given as a tuple.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: list[str],
+        constants: Mapping[str, Any] | None = None,
+        derived: Mapping[str, Mask] | None = None,
+        keeps: Mapping[str, str] | None = None,
+        layouts: Mapping[str, tuple[int, int]] | None = None,
+        step: str | None = None,
+        output: str | int | Sequence[str | int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.names, self.constants, self.derived = names, dict(constants or {}), dict(derived or {})
+        self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
+        self.positional = [n for n, p in parameters_of(module).items() if p.kind is _BY_POSITION]
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        returned = self.returned(*inputs)
+        if self.output is not None and not isinstance(self.output, (str, int)):
+            return tuple(chosen_output(returned, which) for which in self.output)
+        output = chosen_output(returned, self.output)
+        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+
+    def returned(self, *inputs: torch.Tensor) -> Any:
+        """What the module returns for the inputs."""
+        given: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
+        keeps = {name: given.pop(keep) for name, keep in self.keeps.items()}
+        lengths: dict[Axis, int] = {name: value.shape[1] for name, value in given.items() if value.dim() > 1}
+        arguments = {**given, **self.constants}
+        for name, mask in self.derived.items():
+            of = given[mask.of]
+            keep = keeps[mask.of] if mask.of in keeps else torch.ones(of.shape[0], of.shape[1], dtype=torch.bool)
+            arguments[name] = mask.build(keep, lengths, padded=mask.of in keeps)
+        for name, axes in self.layouts.items():
+            arguments[name] = arguments[name].movedim((0, 1), axes)
+        by_position = [arguments.pop(name) for name in self.positional if name in arguments]
+        return self.module(*by_position, **arguments)
+
+
+class EncodeDecode(nn.Module):
+    """A module without forward, as logits = decode(…, memory=encode(…)): arguments are bound by name, and the parameter
+    of decode that nobody gives is the memory."""
+
+    def __init__(self, module: nn.Module, given: set[str]) -> None:
+        super().__init__()
+        self.module = module
+        encode = dict(inspect.signature(module.encode).parameters)  # type: ignore[arg-type]
+        decode = dict(inspect.signature(module.decode).parameters)  # type: ignore[arg-type]
+        self.of_encode, self.of_decode = list(encode), list(decode)
+        free = [n for n, p in decode.items() if n not in given and p.default is inspect.Parameter.empty]
+        if len(free) != 1:
+            raise SourceError(
+                f"decode({', '.join(decode)}) is given what encode({', '.join(encode)}) returns as the one parameter "
+                f"that is no input, mask or constant, and that is {', '.join(free) or 'none'}: name all others"
+            )
+        (self.memory,) = free
+        self.parameters_by_name = {**encode, **{n: p for n, p in decode.items() if n != self.memory}}
+
+    def forward(self, **given: Any) -> Any:
+        memory = self.module.encode(**{n: given[n] for n in self.of_encode if n in given})  # type: ignore[operator]
+        rest = {n: given[n] for n in self.of_decode if n in given}
+        return self.module.decode(**{self.memory: memory}, **rest)  # type: ignore[operator]
+
+
+def callable_module(module: nn.Module, given: set[str]) -> nn.Module:
+    """The module, what torch.compile was given, or `EncodeDecode` around one that has these two methods and no
+    forward."""
+    module = getattr(module, "_orig_mod", module)  # of torch.compile
+    if isinstance(module, torch.jit.ScriptModule):  # noqa: TID251 (to refuse it)
+        raise SourceError(
+            "the model is TorchScript, which torch.export cannot trace: give the nn.Module that it was made of"
+        )
+    if type(module).forward is not nn.Module.forward:
+        return module
+    if callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None)):
+        return EncodeDecode(module, given)
+    raise SourceError(
+        f"{type(module).__name__} has no forward, and no encode(…) and decode(memory, …) that could stand for it"
+    )
+
+
+def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """What forward takes, by name."""
+    own = getattr(module, "parameters_by_name", None)
+    return dict(inspect.signature(module.forward).parameters) if own is None else own
+
+
+def required(module: nn.Module) -> list[str]:
+    """The parameters of forward that have no default."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, p in parameters_of(module).items()
+        if p.default is inspect.Parameter.empty and p.kind not in variable
+    ]
+
+
+def chosen_output(output: Any, which: str | int | None = None) -> torch.Tensor:
+    """The logits among what forward returns: the output named or numbered, else `.logits`, "logits" or the first
+    tensor. SourceError if there is no such tensor."""
+    if isinstance(output, torch.Tensor) and which in (None, 0):
+        return output
+    named = _by_name(output)
+    values = list(named.values()) if named else list(output) if isinstance(output, (list, tuple)) else [output]
+    if which is None:
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        found = named.get("logits", tensors[0] if tensors else None)
+    elif isinstance(which, int):
+        found = values[which] if -len(values) <= which < len(values) else None
+    else:
+        found = named.get(which)
+    if isinstance(found, torch.Tensor):
+        return found
+    if which is None:
+        raise SourceError(f"forward returned {type(output).__name__}, which holds no tensor to export")
+    held = ", ".join(named) if named else f"{len(values)} of them"
+    raise SourceError(f"forward has no tensor {which!r} among its outputs: it returns {held}")
+
+
+def all_outputs(output: Any) -> dict[str | int, torch.Tensor]:
+    """Every tensor that forward returns, by name, or by number where outputs have none."""
+    if isinstance(output, torch.Tensor):
+        return {0: output}
+    named = _by_name(output)
+    values: list[Any] = list(output) if isinstance(output, (list, tuple)) else []
+    pairs: list[tuple[str | int, Any]] = [*named.items()] or [*enumerate(values)]
+    return {name: value for name, value in pairs if isinstance(value, torch.Tensor)}
+
+
+def _by_name(output: Any) -> dict[str, Any]:
+    """The outputs of a mapping, a dataclass, a named tuple or an object with attributes; {} for what has no names."""
+    if isinstance(output, Mapping):
+        return {str(name): value for name, value in output.items()}
+    if is_dataclass(output) and not isinstance(output, type):
+        return {f.name: getattr(output, f.name) for f in fields(output)}
+    if isinstance(output, tuple):
+        return dict(output._asdict()) if hasattr(output, "_asdict") else {}
+    return dict(vars(output)) if hasattr(output, "__dict__") and not isinstance(output, torch.Tensor) else {}

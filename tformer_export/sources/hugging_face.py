@@ -1,0 +1,303 @@
+"""A transformers model, in memory or in a folder. Its inputs follow from its config, whatever its architecture."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tformer_export.common.derived_inputs import padding
+from tformer_export.sources.adapter import Adapter, chosen_output
+from tformer_export.sources.base import Source, as_float32
+from tformer_export.sources.hf_audio import SOUND, load_extractor, on_sound
+from tformer_export.sources.hf_images import from_transformers_on_images, load_processor, with_processor
+from tformer_export.sources.hf_single_pass import run_once, with_tokenizer
+from tformer_export.sources.hf_speech_to_text import from_transformers_that_writes
+from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
+from tformer_export.sources.task_names import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
+from tformer_export.sources.tokenizer import (
+    has_tokenizer,
+    load_tokenizer,
+    read_chat_template,
+    read_chat_tokens,
+    read_tokenizers,
+)
+from tformer_runtime.base.errors import MissingExtraError, SourceError
+from tformer_runtime.format.manifest import SpecialTokens
+
+logger = logging.getLogger(__name__)
+
+PIXELS = "pixel_values"  # transformers' name, of every model and processor
+
+
+def is_transformers_model(module: Any) -> bool:
+    """Whether the module describes itself the way transformers' models do."""
+    return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(module, "main_input_name")
+
+
+def from_folder(
+    path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True, task: str | None = None
+) -> Source:
+    """A folder with config.json, weights and, if there are, a tokenizer, a chat template and modules.json.
+
+    step: for whoever names the step input all the same. tokenizer: whether the folder's own is wanted. task: for
+    another than the folder's class is for. SourceError if something is missing, and for any weight that is missing,
+    unexpected or misshapen: all are listed at once.
+    """
+    folder = Path(path)
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
+    with _quiet_transformers():
+        module, found = _load(folder, task)
+        sound = module.main_input_name in SOUND and found not in (GENERATES, TRANSLATES)
+        beside = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
+        source = from_transformers(module, folder.resolve().name, found, *beside)
+        if step not in (None, source.step):
+            stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
+            raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
+        if sound:
+            return source
+        if source.step is None:
+            return _completed(folder, source, module, tokenizer)
+        if tokenizer and has_tokenizer(folder):
+            request = next((n for n in source.given if n != source.step), None)
+            source.tokenizers = read_tokenizers(folder, request, source.step)
+        source.chat_template = read_chat_template(folder)
+        if source.tokenizers or (source.chat_template is not None and has_tokenizer(folder)):
+            source.chat_tokens = read_chat_tokens(folder)
+    return source
+
+
+def _tokenizer(folder: Path) -> Any | None:
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
+
+
+def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
+    """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
+    if PIXELS in source.example:
+        processor = load_processor(folder)
+        return source if processor is None else with_processor(source, processor)
+    listed = source.task == FEATURES and (folder / MODULES).exists()
+    limits = [source.max_length, length_limit(folder) if listed else None]
+    source.max_length = min((n for n in limits if n is not None), default=None)
+    if tokenizer and has_tokenizer(folder):
+        source = with_tokenizer(source, load_tokenizer(folder))
+    return with_modules(folder, source) if listed else source
+
+
+def _load(folder: Path, task: str | None) -> tuple[Any, str]:
+    """The model with its weights, and its task; transformers itself would only warn of a weight that is missing, and
+    draw it at random."""
+    import transformers
+
+    if not (folder / "config.json").exists():
+        raise SourceError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+    given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **given)
+        kind, task = class_for(config, task)
+        module, info = kind.from_pretrained(
+            folder, **given, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except SourceError as error:
+        raise SourceError(f"{folder}: {error}") from error
+    except Exception as error:  # transformers, safetensors and torch raise many types
+        if "trust_remote_code" in str(error):
+            raise SourceError(
+                f"{folder} needs Python code that it brings along, which is not run: load the model in Python, with "
+                "trust_remote_code=True if you trust it, and pass it to export()"
+            ) from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SourceError(f"{folder} is not a Hugging Face folder that transformers can load: {reason}") from error
+    misshapen = [f"{n} is {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    parts = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "misshapen": misshapen}
+    if type(module).__name__ not in (config.architectures or ()) and task not in (GENERATES, TRANSLATES):
+        parts["unexpected"] = ()  # the folder is of another class, whose head is left out
+    if parts["missing"] and task == FEATURES:
+        parts["missing"] = [name for name in parts["missing"] if _matters(module, name)]
+    listed = [f"{label}: {', '.join(sorted(names))}" for label, names in parts.items() if names]
+    if listed or info.get("error_msgs"):
+        listed += [" ".join(text.split()) for text in info.get("error_msgs", ())]
+        raise SourceError(
+            f"{folder}'s weights do not fit the {type(module).__name__} that its config describes: {'; '.join(listed)}"
+        )
+    return module, task
+
+
+def _matters(module: Any, name: str) -> bool:
+    """Whether a weight changes what is exported; one run with another. A pooler beside the states does not."""
+    weight = module.state_dict()[name]
+    ids = {module.main_input_name: torch.arange(6).reshape(1, 6) % 3}
+    if module.main_input_name == PIXELS:
+        ids = from_transformers_on_images(module, FEATURES).example
+    held = weight.clone()
+    try:
+        with torch.no_grad():
+            before = chosen_output(module(**ids))
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+            return not torch.equal(before, chosen_output(module(**ids)))
+    except Exception:  # whatever the module does with such ids
+        return True
+    finally:
+        weight.copy_(held)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and hints for a while: what matters is raised."""
+    from transformers.utils import logging as its
+
+    level, bars = its.get_verbosity(), its.is_progress_bar_enabled()
+    its.set_verbosity(logging.CRITICAL)
+    its.disable_progress_bar()
+    try:
+        yield
+    finally:
+        its.set_verbosity(level)
+        if bars:
+            its.enable_progress_bar()
+
+
+def from_transformers(
+    module: Any, name: str | None = None, task: str | None = None, extractor: Any = None, tokenizer: Any = None
+) -> Source:
+    """Inputs of one that generates: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`,
+    which is stepped over. For others see `once`. task: by default what transformers says that the class is for, and
+    generation for a class that it does not know. extractor, tokenizer: transformers' own, of a model that reads sound.
+
+    A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
+    """
+    task = task or purpose_of(type(module)) or GENERATES
+    config, generation = module.config, getattr(module, "generation_config", None)
+    if task == RECOGNIZES and config.is_encoder_decoder:
+        special, defaults = _special(config, generation), _defaults(generation, 1, None)
+        name = name or type(module).__name__
+        return from_transformers_that_writes(module, name, extractor, tokenizer, special, defaults)
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
+        return from_transformers_on_images(module, task, name)
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name in SOUND:
+        return on_sound(module, task, name, extractor, tokenizer)
+    if task not in (GENERATES, TRANSLATES):
+        return run_once(module, task, name)
+    ids = torch.arange(1, 7).reshape(2, 3) % 3
+    example, masks = {"input_ids": ids}, {}
+    step = "input_ids"
+    if config.is_encoder_decoder:
+        masks["attention_mask"] = padding("input_ids", dtype=torch.int64)
+        example["attention_mask"] = torch.ones_like(ids)
+        step = "decoder_input_ids"
+        example[step] = ids
+    special = _special(config, generation)
+    limits = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions")]
+    limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
+    return Source(
+        module=Adapter(as_float32(module), list(example), constants={"use_cache": False}),
+        example=example,
+        step=step,
+        name=name or type(module).__name__,
+        task=TRANSLATES if config.is_encoder_decoder else GENERATES,
+        masks=masks,
+        special=special,
+        defaults=_defaults(generation, len(special.start), limit),
+        max_length=min(limit, 512) if limit else None,
+    )
+
+
+def _special(config: Any, generation: Any) -> SpecialTokens:
+    def of(name: str) -> Any:
+        value = getattr(generation, name, None)
+        return getattr(config, name, None) if value is None else value
+
+    end = of("eos_token_id")
+    ends = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (end,)
+    pad = of("pad_token_id")
+    start: tuple[int, ...] = ()
+    if config.is_encoder_decoder:
+        first = of("decoder_start_token_id")
+        first = of("bos_token_id") if first is None else first
+        if first is None:
+            raise SourceError("the model's config names no decoder_start_token_id: set it before exporting")
+        start = (int(first),)
+    return SpecialTokens(start, ends, pad if isinstance(pad, int) else None)
+
+
+_OPTIONS = {  # transformers' name → ours, of the options that mean the same
+    "max_new_tokens": "max_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "num_beams": "beam_size",
+    "num_return_sequences": "num_return",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "num_beam_groups": "beam_groups",
+    "diversity_penalty": "diversity_penalty",
+    "suppress_tokens": "suppress",
+    "begin_suppress_tokens": "suppress_first",
+    "bad_words_ids": "suppress_sequences",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram",
+}
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # and what generate() takes where unset
+_NOT_CARRIED = {  # options that change what generate() gives and that the runtime does not have; and what is none
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "renormalize_logits": False,
+    "guidance_scale": 1,
+    "stop_strings": None,
+    "max_time": None,
+    "token_healing": False,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+}
+_NOT_CARRIED_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+
+
+def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
+    """The generation options that the model's own generation config sets. A warning names those that are lost.
+
+    starts: how many tokens an encoder-decoder starts from, which transformers counts in lengths; 0 for a decoder-only
+    model, where it counts the prompt. limit: the most tokens that the model takes.
+    """
+    if generation is None:
+        return {}
+    given = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
+    found = {ours: given[theirs] for theirs, ours in _OPTIONS.items() if theirs in given}
+    lost = {name for name, none in _NOT_CARRIED.items() if given.get(name, none) != none}
+    if given.get("do_sample") and found.get("beam_size", 1) == 1:
+        sampling = {name: given.get(name, default) for name, default in _SAMPLING.items()}
+        found |= {name: value for name, value in sampling.items() if value is not None}
+        lost |= {name for name, none in _NOT_CARRIED_SAMPLING.items() if given.get(name, none) != none}
+    elif given.get("do_sample"):
+        lost.add("do_sample (with num_beams)")
+    for name, ours, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
+        if not given.get(name) or ours in found:
+            continue
+        if starts:
+            found[ours] = max(least, given[name] - starts)
+        elif name == "min_length" or limit is None or given[name] < limit:
+            lost.add(name)
+    if (first := given.get("forced_bos_token_id")) is not None:
+        found |= {"first_token": first} if starts == 1 else {}
+        lost |= {"forced_bos_token_id"} if starts != 1 else set()
+    if bias := given.get("sequence_bias"):
+        pairs = [(list(ids), value) for ids, value in (bias.items() if isinstance(bias, dict) else bias)]
+        if all(len(ids) == 1 for ids, _ in pairs):
+            found["logit_bias"] = [[ids[0], value] for ids, value in pairs]
+        else:
+            lost.add("sequence_bias (of several tokens)")
+    if lost:
+        logger.warning(
+            "the model's generation config sets %s, which the file does not carry over", ", ".join(sorted(lost))
+        )
+    return found

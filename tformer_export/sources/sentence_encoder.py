@@ -1,0 +1,196 @@
+"""A folder of sentence-transformers: a transformers model and, by modules.json, what follows it, read without that
+package. A model in memory is saved into such a folder first.
+
+modules.json lists the modules in their order, each with its class and its folder: the transformer, pooling over its
+states in one way or several, dense layers, normalisation. sentence_bert_config.json and the tokenizer say how long a
+text may be, config_sentence_transformers.json which prompt stands before each.
+https://sbert.net/docs/package_reference/sentence_transformer/models.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, normalizers
+from torch import nn
+
+from tformer_export.sources.base import Source
+from tformer_export.sources.pooling import POOLS, Answer, pooled
+from tformer_runtime.base.errors import SourceError
+from tformer_runtime.format.manifest import Outcome
+
+MODULES = "modules.json"
+_CONFIG = "sentence_bert_config.json"
+_FLAGS = {  # of its older configs, in the order in which their vectors are joined → our names
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMES = {"cls": "first", "lasttoken": "last"}  # its names → ours, where they differ
+
+
+def is_sentence_encoder(module: Any) -> bool:
+    """Whether a module in memory is a model of sentence-transformers that makes sentence embeddings."""
+    return any(
+        base.__name__ == "SentenceTransformer" and base.__module__.startswith("sentence_transformers")
+        for base in type(module).__mro__
+    )
+
+
+def from_sentence_encoder(module: Any, read: Callable[[Path], Source]) -> Source:
+    """One in memory. read: what reads a folder. Takes as much disk as the model for a while."""
+    with TemporaryDirectory(prefix="tformer-") as name:
+        module.save(name, create_model_card=False)
+        source = read(Path(name))
+    source.name = type(module).__name__
+
+    def answer(sample: Any, most: int | None) -> torch.Tensor:
+        held = module.max_seq_length
+        module.max_seq_length = held if most is None else most
+        try:
+            vector: torch.Tensor = module.encode(sample, convert_to_tensor=True, show_progress_bar=False)
+        finally:
+            module.max_seq_length = held
+        return vector.float().cpu()
+
+    source.answer, source.pairs = answer, False
+    return source
+
+
+def with_modules(folder: Path, source: Source) -> Source:
+    """The source of a folder's transformer, with what modules.json puts behind it."""
+    listed = _json(folder / MODULES)
+    try:
+        kinds = [(str(entry["type"]).rsplit(".", 1)[-1], folder / str(entry["path"])) for entry in listed]
+    except (TypeError, KeyError) as error:
+        raise SourceError(f"{folder / MODULES} is not a list of modules with a type and a path") from error
+    pools: list[str] = []
+    layers: list[nn.Module] = []
+    normalize = False
+    for place, (kind, path) in enumerate(kinds):
+        if place == 0 and kind == "Transformer" and path.resolve() == folder.resolve():
+            continue
+        if normalize or (kind != "Pooling") == (not pools):
+            raise _refused(folder, kind, "in this place")
+        if kind == "Pooling":
+            pools = _pools(folder, path)
+        elif kind == "Dense":
+            layers.append(_dense(folder, path))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Dropout":  # which does nothing outside training
+            raise _refused(folder, kind, "at all")
+    settings = _json(folder / "config_sentence_transformers.json", missing={})
+    where = next((path for kind, path in kinds if kind == "Pooling"), folder)
+    prompt = (settings.get("prompts") or {}).get(settings.get("default_prompt_name") or "", "")
+    source = _in_lower_case(folder, source)
+    if not pools:
+        return source
+    if prompt and not _json(where / "config.json").get("include_prompt", True):
+        raise _refused(folder, "Pooling", "without the tokens of its default prompt")
+    source = pooled(source, pools, nn.Sequential(*layers).eval() if layers else None, normalize)
+    if prompt:
+        source = replace(source, outcome=Outcome(settings={"prompt": prompt}), answer=_prompted(source.answer, prompt))
+    return replace(source, pairs=False)
+
+
+def length_limit(folder: Path) -> int | None:
+    """How many tokens a text may have, where the folder says so."""
+    found = _json(folder / _CONFIG, missing={}).get("max_seq_length")
+    return found if isinstance(found, int) else None
+
+
+def _in_lower_case(folder: Path, source: Source) -> Source:
+    """Texts in lower case, where the folder says so."""
+    config = _json(folder / _CONFIG, missing={})
+    if not config.get("do_lower_case"):
+        return source
+    texts = {}
+    for name, text in source.tokenizers.items():
+        tokenizer = Tokenizer.from_str(text)
+        own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        texts[name] = tokenizer.to_str()
+    answer = source.answer
+    lower = None if answer is None else lambda sample, most: answer(_lowered(sample), most)
+    return replace(source, tokenizers=texts, answer=lower)
+
+
+def _lowered(sample: Any) -> Any:
+    return sample.lower() if isinstance(sample, str) else tuple(text.lower() for text in sample)
+
+
+def _prompted(answer: Answer | None, prompt: str) -> Answer | None:
+    return None if answer is None else lambda sample, most: answer(prompt + sample, most)
+
+
+def _pools(folder: Path, path: Path) -> list[str]:
+    config = _json(path / "config.json")
+    named = config.get("pooling_mode")
+    if named is None:
+        named = [pool for flag, pool in _FLAGS.items() if config.get(flag)] or ["mean"]
+    names = [_NAMES.get(name, name) for name in ([named] if isinstance(named, str) else named)]
+    for name in names:
+        if name not in POOLS:
+            raise _refused(folder, f"Pooling by {name}", "at all")
+    return names
+
+
+def _dense(folder: Path, path: Path) -> nn.Module:
+    """A linear layer and its activation."""
+    config = _json(path / "config.json")
+    text = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = getattr(nn, text.rsplit(".", 1)[-1], None) if text.startswith("torch.nn.") else None
+    if (
+        config.get("use_residual")
+        or activation is None
+        or config.get("module_input_name", "sentence_embedding") != "sentence_embedding"
+    ):
+        raise _refused(folder, "Dense", f"with this configuration: {json.dumps(config)}")
+    layer = nn.Linear(int(config["in_features"]), int(config["out_features"]), bias=bool(config.get("bias", True)))
+    state = {name.removeprefix("linear."): value for name, value in _weights(path).items()}
+    try:
+        layer.load_state_dict(state)
+    except RuntimeError as error:
+        raise SourceError(f"{path}'s weights do not fit its config: {' '.join(str(error).split())}") from error
+    return nn.Sequential(layer.float(), activation())
+
+
+def _weights(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        if (path / "model.safetensors").exists():
+            from safetensors.torch import load_file
+
+            found: Mapping[str, torch.Tensor] = load_file(path / "model.safetensors")
+        else:
+            found = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except Exception as error:  # safetensors and torch raise many types
+        raise SourceError(f"{path} holds no weights that can be read: {error}") from error
+    return found
+
+
+def _refused(folder: Path, kind: str, where: str) -> SourceError:
+    return SourceError(
+        f"{folder / MODULES} has a module {kind}, which is not taken {where}: a transformer, its pooling, dense layers "
+        "and a normalisation are, in this order; for others, export the transformer alone (its own config.json)"
+    )
+
+
+def _json(path: Path, missing: Any = None) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if missing is not None:
+            return missing
+        raise SourceError(f"there is no {path}") from error
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from error
