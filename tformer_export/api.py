@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from tformer_export.analysis.attention_weights import Wanted
 from tformer_export.build import make
 from tformer_export.common.atomic_output import check_writable
+from tformer_export.common.clock import Clock, peak_memory
 from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.quantization import ROWS, THROUGHPUT
 from tformer_export.options import Asked
-from tformer_export.quantize import ROWS, THROUGHPUT
-from tformer_export.report import Clock, ExportReport, peak_memory
+from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.base import special_tokens
 from tformer_export.sources.chat_template import with_template

@@ -10,6 +10,7 @@ import torch
 
 from tformer_export.analysis.determinism import unchanged
 from tformer_export.common.atomic_output import folder_beside, publish
+from tformer_export.common.clock import Clock
 from tformer_export.common.kernel_choices import DEFAULTS
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import Compiled, understand
@@ -20,12 +21,12 @@ from tformer_export.passes.half_precision import HALVES
 from tformer_export.passes.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.quantize.apply import FewerBits, in_fewer_bits
-from tformer_export.report import Clock
 from tformer_export.shortlist import Measured, add_shortlist, set_apart, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
 from tformer_export.verify.end_to_end import check_raw
-from tformer_export.verify.parity import LOOSEST, ROUNDINGS, TOLERANCE, Gate, ParityReport
+from tformer_export.verify.parity import LOOSEST, ROUNDINGS, Gate
+from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_runtime.backend.session import cuda_missing
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine

@@ -33,10 +33,11 @@ from tformer_export.analysis.series import settle
 from tformer_export.analysis.size_branches import limit_by_branches
 from tformer_export.capture.submodule_outputs import WithHidden, find_modules
 from tformer_export.capture.trace import Captured, capture, merge_equal, vocabulary
-from tformer_export.capture.trace_errors import said
 from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULTS, Forms
-from tformer_export.lowering.join_stages import CONTEXT, ENCODED, assemble
+from tformer_export.common.names import CONTEXT, ENCODED
+from tformer_export.common.source_lines import said
+from tformer_export.lowering.join_stages import assemble
 from tformer_export.lowering.manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
@@ -119,7 +120,7 @@ class Understood:
             model = assemble(*(lowered and lowered.clone() for lowered in low.models))
             passes = run_passes(model, low.length, forms, self.target)
             chosen.check(model)
-        shares = passes.get("shared", 0) > 0
+        shares = passes.get("shared_encoder_context", 0) > 0
         manifest = describe(
             self.source,
             *low.programs,

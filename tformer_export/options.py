@@ -10,9 +10,9 @@ from pathlib import Path
 from tformer_export.analysis.attention_weights import Wanted
 from tformer_export.common.degradation_budget import COSINE, Budget
 from tformer_export.common.kernel_choices import Forms, session_settings
+from tformer_export.common.quantization import ACTIVATIONS, CACHES, GOALS, QUANTIZATIONS, ROWS, THROUGHPUT
 from tformer_export.lowering.target import TARGETS
 from tformer_export.passes.half_precision import HALVES
-from tformer_export.quantize import ACTIVATIONS, CACHES, GOALS, QUANTIZATIONS, ROWS, THROUGHPUT
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.format.manifest import Manifest

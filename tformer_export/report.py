@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tformer_export.quantize import THROUGHPUT, Degradation, Mixture, OutputDegradation, Product
+from tformer_export.common.quantization import THROUGHPUT
+from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import Measured
 from tformer_export.tune.tune import Tuning
-from tformer_export.verify.parity import ParityReport
+from tformer_export.verify.report import ParityReport
 
 
 def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
@@ -24,31 +21,6 @@ def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
     beside = target.with_name(target.name + ".partial")
     beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     beside.replace(target)
-
-
-def peak_memory() -> int:
-    """The most that this process has held resident since it began, bytes; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class Clock:
-    """Seconds by stage, in the order in which they ran. progress: told of each as it begins."""
-
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self.seconds: dict[str, float] = {}
-        self.progress = progress
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self.progress(name)
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
 @dataclass

@@ -14,7 +14,8 @@ from tformer_export import export, padding
 from tformer_export.analysis.input_facts import About
 from tformer_export.sources.torch_module import from_module
 from tformer_export.verify.forecasts import check_forecasts
-from tformer_export.verify.parity import Gate, ParityReport
+from tformer_export.verify.parity import Gate
+from tformer_export.verify.report import ParityReport
 from tformer_runtime import InputError, Model, OptionError, ParityError, UnsupportedCallError
 
 MEAN, SCALE = np.array([100.0, -3.0, 0.5]), np.array([20.0, 0.1, 4.0])

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import Captured, distinct_sizes
-from tformer_export.capture.trace_errors import line_of_error, own_name, said
 from tformer_export.common.fx_nodes import expression, meta, named
+from tformer_export.common.source_lines import line_of_error, own_name, said
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
 

@@ -23,10 +23,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.capture.graph_cleanup import cleaned
-from tformer_export.capture.trace_errors import explain_trace, is_branch, own_name, sizes_watched
+from tformer_export.capture.trace_errors import explain_trace, is_branch, sizes_watched
 from tformer_export.capture.traced_sizes import sizes_followed
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, plain, source_line
 from tformer_export.common.log_silence import quiet
+from tformer_export.common.source_lines import own_name
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
 WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, which torch.onnx knows or torch keeps

@@ -6,7 +6,6 @@ traceback of an error, in the stack of a traced operation, or, for a size that t
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import traceback
@@ -14,78 +13,18 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType, NoneType
+from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-_OURS = str(Path(__file__).parent) + os.sep
-_NOT_THE_USERS = (
-    _OURS,
-    *(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, np)),
-    str(Path(os.__file__).parent / "contextlib.py"),
-    str(Path(os.__file__).parent / "functools.py"),
-    "<",
-)
+from tformer_export.common.source_lines import OUR_PACKAGE, line_of_error, place, said
+
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
-LONGEST_QUOTE = 200  # characters of another's error that are repeated
 
 Axis = tuple[str, int]  # an input's name and one of its axes
-
-
-# -- lines ------------------------------------------------------------------------------------------------------------
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is neither PyTorch's, numpy's nor ours."""
-    return not file.startswith(_NOT_THE_USERS) and f"{os.sep}einops{os.sep}" not in file
-
-
-def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`file:line: code` of the innermost frame of the user's, or, if there is none, of the innermost."""
-    frames = list(frames)
-    own = [f for f in frames if is_users(f.filename)] or frames
-    if not own:
-        return "(no source line in the trace)"
-    return f"{own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '').strip()}"
-
-
-def place(walked: Iterable[tuple[FrameType, int]]) -> str:
-    """The user's innermost line among frames that are given outermost first; for a model that has no line of theirs,
-    the innermost module that was running."""
-    walked = list(walked)
-    summary = traceback.StackSummary.extract(iter(walked))
-    if any(is_users(f.filename) for f in summary):
-        return users_line(summary)
-    running = [m for frame, _ in walked if isinstance(m := frame.f_locals.get("self"), torch.nn.Module)]
-    if not running:
-        return users_line(summary)
-    path = {part: name for name, part in running[0].named_modules()}.get(running[-1], "")
-    path = own_name(path.removeprefix("_export_root."))
-    return f"`{path}` ({type(running[-1]).__name__})" if path else type(running[-1]).__name__
-
-
-def own_name(name: str) -> str:
-    """A weight's or module's name without the names of what we wrapped the model in."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
-def line_of_error(error: BaseException) -> str:
-    """Where the user's code was when the error arose."""
-    return place(traceback.walk_tb(error.__traceback__))
-
-
-def said(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
-    text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    text = text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + " …"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # -- sizes that the code fixes ----------------------------------------------------------------------------------------
@@ -122,7 +61,7 @@ def sizes_watched(names: Iterable[str]) -> Iterator[SizeWatch]:
         walked = list(traceback.walk_stack(sys._getframe()))[::-1]
         files = [frame.f_code.co_filename for frame, _ in walked]
         here = files.index(__file__)
-        caller = max((i for i, file in enumerate(files[:here]) if file.startswith(_OURS)), default=-1)
+        caller = max((i for i, file in enumerate(files[:here]) if file.startswith(OUR_PACKAGE)), default=-1)
         return place(walked[caller + 1 : here])  # beyond it is who called the export
 
     def axes(env: Any, symbol: Any) -> list[Axis]:

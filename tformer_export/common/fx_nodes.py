@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 
-from tformer_export.capture.trace_errors import is_users, own_name, users_line
+from tformer_export.common.source_lines import is_users, own_name, users_line
 
 aten = torch.ops.aten
 FEW, MANY = 17, 2**20  # sizes at which expressions are looked at

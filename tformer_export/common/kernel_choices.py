@@ -12,14 +12,21 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tformer_runtime.format.manifest import SessionSettings
+import onnx_ir as ir
 
-if TYPE_CHECKING:
-    from tformer_export.compile import Compiled
+from tformer_runtime.format.manifest import Manifest, SessionSettings
 
 Forms = Mapping[str, str]  # name of a choice → form
+
+
+class Compiled(Protocol):
+    """What a choice may look at of a compiled model (`compile.Compiled`)."""
+
+    model: ir.Model
+    manifest: Manifest
+    found: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ WHOLE = Choice(  # see operators.whole_attention
     "attention of whole sequences", ("GroupQueryAttention", ATTENTION), _holds("GroupQueryAttention", "encode/")
 )
 ROTARY = Choice("rotary positions", ("in the attention operator", "written out"), _found("rotary"))
-NORMS = Choice("root mean square norms", ("RMSNormalization", "written out"), _found("norms"))
-PROJECTIONS = Choice("projections of one value", ("one product", "a product each"), _found("projections"))
+NORMS = Choice("root mean square norms", ("RMSNormalization", "written out"), _found("rms_norm"))
+PROJECTIONS = Choice("projections of one value", ("one product", "a product each"), _found("merge_projections"))
 RESIDUAL = Choice(
     "sums before norms", ("Add, LayerNormalization", "SkipLayerNormalization"), _holds("LayerNormalization")
 )

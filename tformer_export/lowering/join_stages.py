@@ -10,8 +10,6 @@ from tformer_export.lowering.to_onnx import IR_VERSION
 from tformer_runtime.format import manifest
 
 EVERY_SIZE = 2**62
-CONTEXT = "context."  # how the decode inputs for the context begin
-ENCODED = ".encoded"  # an encode output is called as the decode input that it becomes, with this behind it
 
 
 def assemble(encode: ir.Model | None, decode: ir.Model | None) -> ir.Model:

@@ -55,5 +55,5 @@ def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: s
         ):  # not before: it knows the attention by its operator
             decompose_attention.run(model, "decode/")
     if target == "cpu":
-        changed["scores"] = full_score_attention.run(model, longest)
+        changed["full_score_attention"] = full_score_attention.run(model, longest)
     return changed

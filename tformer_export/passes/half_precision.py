@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.lowering.join_stages import CONTEXT, ENCODED
+from tformer_export.common.names import CONTEXT, ENCODED
 from tformer_export.passes import remove_unused
 from tformer_runtime.base.errors import UnsupportedModelError
 

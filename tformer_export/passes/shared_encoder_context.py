@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant
-from tformer_export.lowering.join_stages import CONTEXT
+from tformer_export.common.names import CONTEXT
 from tformer_export.passes import remove_unused
 
 KEY, VALUE, BIAS = 1, 2, 5  # inputs of MultiHeadAttention

@@ -1,50 +1,27 @@
-"""Weights in fewer bits, with activations quantised row by row or in fixed steps, and what that costs, measured.
+"""Weights and caches in fewer bits, and what that costs, measured.
 
-How many bits, and which integers:
-
-products     the matrices of a model that can be quantised
-operands     what they are multiplied with, as integers
-weights      a float matrix → integers and scales, rounded to nearest
-scales       … with the scales of least error
-gptq         … with error feedback, by what a product reads
-samples      data: lines of a file, or what the model makes of random ids
-activations  data → what each product reads
-ranges       … and the fixed scales that are good enough for it
-smooth       channels made alike, so that one scale does for all
-rounding     the integers of every matrix, by the best of these that there is data for
-simulate     quantisation without its kernels, to try a plan in no time
-quality      what a file computes against another, on data
-outputs      the same of a model that is run once
-search       the sensitivity of each matrix, and the mixture of bits that fits a budget
-plan         what `--quantize` comes to for one model
-frontier     the mixtures that were measured, as a picture
-
-caches       keys and values of earlier positions in 8 bits
-
-And the file:
-
-store        where integers are held, each matrix once, and how kernels' forms of it are made of that
-few          a branch of the decode stage for few rows
-rewrite      matrix products and tables → integer operators
-measure      what the quantised file does differently
+apply              the whole way: calibrate → plan → rewrite → measure, or refuse
+matrices           the matrices of a model that can be quantised
+rounding/          a float matrix → integers and scales
+input_statistics   what each product reads, on calibration data
+activations_int8   what products read, as integers: by row, or with fixed scales
+fixed_ranges, smoothquant   fixed scales, and channels made alike for them
+bit_plan, mixed_search      bits of each matrix within a budget; frontier_plot draws what was tried
+simulate           try a plan without its kernels
+token_quality, output_quality, degradation   what a file computes against another, on data
+weight_storage     integers in the file, each matrix once
+rewrite            products and tables → integer operators; few_rows_branch: another kernel for few rows
+kv_cache_int8      keys and values of earlier positions in 8 bits
 """
 
 from tformer_export.quantize.activations_int8 import Fixed
-from tformer_export.quantize.bit_plan import QUANTIZATIONS, Mixture, Plan, Planner
+from tformer_export.quantize.bit_plan import Mixture, Plan, Planner
 from tformer_export.quantize.degradation import Degradation, measure, measure_series
-from tformer_export.quantize.fixed_ranges import ACTIVATIONS, FIXED, ROWS
-from tformer_export.quantize.kv_cache_int8 import CACHES, hold_in_int8
+from tformer_export.quantize.kv_cache_int8 import hold_in_int8
 from tformer_export.quantize.output_quality import OutputDegradation, OutputYardstick, measure_outputs
-from tformer_export.quantize.rewrite import GOALS, THROUGHPUT, Product, quantize
+from tformer_export.quantize.rewrite import Product, quantize
 
 __all__ = [
-    "ACTIVATIONS",
-    "CACHES",
-    "FIXED",
-    "GOALS",
-    "QUANTIZATIONS",
-    "ROWS",
-    "THROUGHPUT",
     "Degradation",
     "Fixed",
     "Mixture",

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from tformer_export.calibration.samples import draw_long, draw_samples, read_samples
 from tformer_export.calibration.series_windows import read_windows
+from tformer_export.common.clock import Clock
 from tformer_export.common.degradation_budget import Budget
 from tformer_export.common.kernel_choices import Forms, few_rows
 from tformer_export.common.onnx_writer import save
+from tformer_export.common.quantization import FIXED
 from tformer_export.compile import Compiled
 from tformer_export.options import Asked
 from tformer_export.quantize import (
-    FIXED,
     Degradation,
     Mixture,
     OutputDegradation,
@@ -30,7 +31,6 @@ from tformer_export.quantize import (
 )
 from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_ONCE
 from tformer_export.quantize.token_quality import Yardstick
-from tformer_export.report import Clock
 from tformer_export.shortlist import set_apart, with_columns
 from tformer_export.verify.parity import Gate
 from tformer_runtime.base.errors import ParityError

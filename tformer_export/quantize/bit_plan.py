@@ -26,7 +26,6 @@ from tformer_runtime.base.errors import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
-QUANTIZATIONS = ("none", "int8", "int4", "mixed")
 MIXED_BUDGET, MIXED_ONCE = Budget(perplexity=1.01), Budget(tokens=0.01)  # where none is given
 COARSE = 1024  # positions that a single matrix is measured on: divergence needs fewer than counts of tokens do
 

@@ -15,7 +15,8 @@ from tformer_export.common.paired_timing import times_as_fast
 from tformer_export.quantize.output_quality import OutputDegradation, OutputYardstick
 from tformer_export.quantize.token_quality import Yardstick
 from tformer_export.verify.forecasts import forecast_difference
-from tformer_export.verify.parity import TOLERANCE, Gate
+from tformer_export.verify.parity import Gate
+from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.teacher_forcing import decode_greedily, run_case
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine

@@ -50,7 +50,6 @@ from tformer_export.quantize.matrices import Matrix, find_matrices
 from tformer_export.quantize.rounding import round_nearest
 from tformer_runtime.format.manifest import Manifest
 
-ROWS, FIXED = ACTIVATIONS = ("rows", "fixed")
 BEARABLE = 4.0  # see above
 POWERS = (0.5, 0.75)  # α
 KEPT = 1024  # rows of each operand; half are fitted to

@@ -43,7 +43,6 @@ from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
-CACHES = ("float", "int8")
 MARGIN = 1.1  # times the largest value that was seen
 STEPS = 127
 PAST_KEY, PAST_VALUE, COSINES, KEY_SCALE, VALUE_SCALE = 3, 4, 7, 12, 13  # inputs of GroupQueryAttention

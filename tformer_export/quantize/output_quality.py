@@ -28,7 +28,8 @@ from tformer_export.common.degradation_budget import CLASSES, COSINE, Budget, Me
 from tformer_export.common.paired_timing import times_as_fast
 from tformer_export.quantize.token_quality import predictions
 from tformer_export.sources.task_names import ANSWERS
-from tformer_export.verify.parity import TOLERANCE, Gate
+from tformer_export.verify.parity import Gate
+from tformer_export.verify.report import TOLERANCE
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine

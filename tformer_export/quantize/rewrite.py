@@ -80,6 +80,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.common.quantization import BALANCED, LATENCY, THROUGHPUT
 from tformer_export.passes import remove_unused
 from tformer_export.quantize import few_rows_branch
 from tformer_export.quantize.activations_int8 import Fixed, Operands, name_outputs
@@ -94,7 +95,6 @@ ENCODE = "encode"  # the graph whose products have many rows
 INT8_ACTIVATIONS = 4  # MatMulNBits' accuracy_level
 
 Bits = int | Mapping[str, int] | Callable[[str], int]
-THROUGHPUT, LATENCY, BALANCED = GOALS = ("throughput", "latency", "balanced")
 WANTED: dict[str, Callable[[int], bool]] = {
     THROUGHPUT: lambda numbers: False,
     LATENCY: lambda numbers: numbers >= SMALLEST,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.verify.parity import TOLERANCE, Gate, cases
+from tformer_export.verify.parity import Gate, cases
+from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.teacher_forcing import run_case
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine

@@ -1,20 +1,18 @@
-"""What can be exported, brought into one form: a `Source`.
+"""Everything that can be exported, in one form: a `Source`.
 
-source.load          SOURCE of the command line → one of these:
-source.checkpoint    a `model.pt` of save_checkpoint
-source.factory       a function that makes a module, alone or with a state dict; a pickled module
-source.program       a `.pt2` of torch.export
-source.hugging_face  a transformers model, in memory or in a folder, with its tokenizers
-  purpose            which task its class is for
-  once               its inputs, labels and own answers, if it is run once
-  images             one that reads images: its image processor, or what is said of them
-  sounds             one that reads sound: its feature extractor and its vocabulary
-  dictation          one that reads sound and writes what it hears
-  sentence_encoder   a folder of sentence-transformers: what follows the transformer
-source.module        any nn.Module with an example of its inputs
-
-source.pooled        a vector for each row of an encoder
-source.results       what results stand for, as whoever exports says
+load                 SOURCE of the command line → one of these
+torch_module         any nn.Module with an example of its inputs
+checkpoint_source    a `model.pt` of save_checkpoint
+factory              a function that makes a module, alone or with a state dict; a pickled module
+exported_program     a `.pt2` of torch.export
+hugging_face         a transformers model, in memory or in a folder
+  task_names         the task of its class
+  hf_single_pass     its inputs, labels and reference answers, if it is run once
+  hf_images, hf_audio, hf_speech_to_text   its processors
+sentence_encoder     a folder of sentence-transformers
+tokenizer            tokenizers of any of these, as tokenizers' JSON
+pooling              a vector for each row of an encoder
+outcome              what outputs mean, as the user says
 """
 
 from tformer_export.common.derived_inputs import Mask, causal, lengths, padding, positions

@@ -14,7 +14,7 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
 from tformer_export.sources.adapter import Adapter, EncodeDecode
-from tformer_export.sources.pooling import Answer, Pooled
+from tformer_export.sources.pooled_module import Answer, Pooled
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import Outcome, Preparation, SpecialTokens
 

@@ -19,7 +19,7 @@ from tformer_export.common.derived_inputs import padding
 from tformer_export.sources.adapter import Adapter, chosen_output
 from tformer_export.sources.base import Source, as_float32, evaluating
 from tformer_export.sources.hf_single_pass import MASK
-from tformer_export.sources.pooling import Answer
+from tformer_export.sources.pooled_module import Answer
 from tformer_export.sources.task_names import RECOGNIZES
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import Outcome

@@ -17,7 +17,7 @@ import torch
 from tformer_export.sources.adapter import Adapter
 from tformer_export.sources.base import Source, as_float32
 from tformer_export.sources.hf_single_pass import outcome_of
-from tformer_export.sources.pooling import Answer
+from tformer_export.sources.pooled_module import Answer
 from tformer_export.sources.task_names import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.base.extras import library

@@ -15,7 +15,7 @@ from torch import nn
 from tformer_export.common.derived_inputs import padding
 from tformer_export.sources.adapter import Adapter, chosen_output
 from tformer_export.sources.base import Source, as_float32, evaluating
-from tformer_export.sources.pooling import Answer
+from tformer_export.sources.pooled_module import Answer
 from tformer_export.sources.reference_pipelines import BY_TOKEN, answer_by_token
 from tformer_export.sources.task_names import ANSWERS, CLASSES, FILLS, LABELS_TOKENS
 from tformer_export.sources.tokenizer import read_encoder_tokenizer

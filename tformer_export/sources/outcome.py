@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from tformer_export.sources.base import Source
-from tformer_export.sources.pooling import CHOICES, pooled
+from tformer_export.sources.pooled_module import CHOICES
+from tformer_export.sources.pooling import pooled
 from tformer_export.sources.task_names import ANSWERS, CLASSES, CLASSIFIES, CLASSIFIES_IMAGES, LABELS_TOKENS
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome

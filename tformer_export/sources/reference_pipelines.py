@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Encoding
 
-from tformer_export.sources.pooling import Answer
+from tformer_export.sources.pooled_module import Answer
 from tformer_export.sources.task_names import ANSWERS, FILLS, LABELS_TOKENS
 from tformer_runtime.tasks.fill_mask import TOP_K
 from tformer_runtime.tasks.question_answering import LONGEST, STRIDE, WINDOW

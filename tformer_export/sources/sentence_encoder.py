@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, normalizers
 from torch import nn
 
 from tformer_export.sources.base import Source
-from tformer_export.sources.pooling import POOLS, Answer, pooled
+from tformer_export.sources.pooled_module import POOLS, Answer
+from tformer_export.sources.pooling import pooled
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import Outcome
 

@@ -1,0 +1,1 @@
+"""Measure on this machine which of several correct forms of a file is the fastest."""

@@ -26,11 +26,11 @@ import numpy as np
 from tformer_export.common.kernel_choices import CHOICES, DEFAULTS, ROTARY, Choice, Forms, few_rows
 from tformer_export.common.onnx_writer import removed, save
 from tformer_export.common.paired_timing import Request, Trial, race
+from tformer_export.common.quantization import BALANCED, FIXED, LATENCY, THROUGHPUT
 from tformer_export.compile import Compiled, Understood
 from tformer_export.options import Asked
-from tformer_export.quantize import FIXED, Fixed, quantize
+from tformer_export.quantize import Fixed, quantize
 from tformer_export.quantize.matrices import find_matrices
-from tformer_export.quantize.rewrite import BALANCED, LATENCY, THROUGHPUT
 from tformer_export.verify.parity import Gate
 from tformer_runtime.engine.engine import Engine
 

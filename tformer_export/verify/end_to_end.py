@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
 from tformer_export.sources.hf_images import draw_pictures, through_pixels
-from tformer_export.sources.pooling import Answer
+from tformer_export.sources.pooled_module import Answer
 from tformer_export.sources.reference_pipelines import BY_TOKEN, answer_by_token
 from tformer_export.sources.task_names import CLASSES
 from tformer_export.sources.tokenizer.check import SAMPLE

@@ -10,18 +10,15 @@ single step: a model that forgets its errors is held to 1e-3, one that multiplie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from tformer_export.verify.draws import Draws
+from tformer_export.verify.report import ParityReport
+from tformer_export.verify.torch_reference import Reference
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.preprocess.series import FIXED, INSTANCE, Series
 from tformer_runtime.tasks.forecasting import Forecaster
-
-if TYPE_CHECKING:
-    from tformer_export.verify.parity import Gate, ParityReport
-    from tformer_export.verify.torch_reference import Reference
 
 LENGTHS = (9, 23, 14, 9)  # of histories, where the model takes any
 MOST_STEPS = 24  # of a forecast that is compared: each costs a run of the module
@@ -29,29 +26,29 @@ DRAWS, FACTOR = 2, 4.0  # of moved forecasts; times what they differ by, that is
 ROUNDING = 2.0**-22  # of numbers in units, which are float32
 
 
-def check_forecasts(gate: Gate, engine: Engine, report: ParityReport) -> None:
+def check_forecasts(draws: Draws, engine: Engine, report: ParityReport) -> None:
     """ParityError where a forecast is not the module's; the report tells how far the farthest is.
 
     Cost: some twelve forecasts by the module, each of as many runs as it has steps.
     """
-    series = gate.series
+    series = draws.series
     assert series is not None
     forecaster = Forecaster(engine)
     forecaster.steps(series.horizon or 1)  # OptionError for a horizon that the model has no room for
     steps = _steps(forecaster)
-    histories = draw_histories(gate, forecaster.room(steps), LENGTHS)
+    histories = draw_histories(draws, forecaster.room(steps), LENGTHS)
     if not series.at_once:
-        _check_steps(gate, engine, steps)
+        _check_steps(draws, engine, steps)
     together = list(forecaster.every(histories, steps))
     for row, history in enumerate(histories):
         alone = forecaster.batch([forecaster.window(history, steps)], steps)[0]
         mean, scale = _normalisation(series, history)
-        expected = reference_forecast(gate.reference, series, history, steps)
+        expected = reference_forecast(draws.reference, series, history, steps)
         span = float(np.ptp(np.concatenate([expected.ravel(), ((history - mean) / scale).ravel()]))) or 1.0
-        allowed = np.full(len(expected), gate.tolerance * span)
+        allowed = np.full(len(expected), draws.tolerance * span)
         for draw in range(0 if series.at_once else DRAWS):
             random = np.random.default_rng(draw)
-            moved = reference_forecast(gate.reference, series, history, steps, report.max_abs_error, random)
+            moved = reference_forecast(draws.reference, series, history, steps, report.max_abs_error, random)
             allowed += FACTOR * np.abs(moved - expected).max(1) / DRAWS
         targets = list(series.targets)
         units = expected * scale[targets] + mean[targets]
@@ -69,21 +66,21 @@ def check_forecasts(gate: Gate, engine: Engine, report: ParityReport) -> None:
                 )
 
 
-def draw_histories(gate: Gate, room: int | None, lengths: tuple[int, ...]) -> list[np.ndarray]:
+def draw_histories(draws: Draws, room: int | None, lengths: tuple[int, ...]) -> list[np.ndarray]:
     """Random walks, (time, columns) float64 each in units, as long as that or as there is room for."""
-    series = gate.series
+    series = draws.series
     assert series is not None
-    about = gate.inputs[series.input]
+    about = draws.inputs[series.input]
     histories = []
     for length in lengths:
         most = [n for n in (series.longest, about.max_length, room) if n is not None]
         size = max(series.shortest, min([length, *most]))
-        walk = gate.random.standard_normal((size, series.features)).cumsum(0)
+        walk = draws.random.standard_normal((size, series.features)).cumsum(0)
         walk = (walk - walk.mean(0)) / max(1.0, float(walk.std()))
         if series.normalize == FIXED:
             walk = walk * np.array(series.scale) + np.array(series.mean)
         elif series.normalize == INSTANCE:
-            walk = walk * 7.0 + gate.random.uniform(-50, 50, series.features)
+            walk = walk * 7.0 + draws.random.uniform(-50, 50, series.features)
         histories.append(walk)
     return histories
 
@@ -134,14 +131,14 @@ def feed_back(
     return list(np.concatenate(found, 1))
 
 
-def forecast_difference(gate: Gate, before: Engine, after: Engine) -> float:
+def forecast_difference(draws: Draws, before: Engine, after: Engine) -> float:
     """What whole forecasts of two files differ by, over the deviation of the first's: root mean squares of the
     normalised forecasts of some random walks."""
-    series = gate.series
+    series = draws.series
     assert series is not None
     forecasters = [Forecaster(engine) for engine in (before, after)]
     steps = _steps(forecasters[0])
-    histories = draw_histories(gate, forecasters[0].room(steps), LENGTHS * 4)
+    histories = draw_histories(draws, forecasters[0].room(steps), LENGTHS * 4)
     targets = list(series.targets)
     turned = [[part[targets] for part in _normalisation(series, history)] for history in histories]
     one, two = (
@@ -157,20 +154,20 @@ def _steps(forecaster: Forecaster) -> int:
     return wanted if forecaster.most is None else max(1, min(wanted, forecaster.most // 2))
 
 
-def _check_steps(gate: Gate, engine: Engine, steps: int) -> None:
+def _check_steps(draws: Draws, engine: Engine, steps: int) -> None:
     """Each step of the file's forecasts, as the module gives it after the file's own steps before."""
-    series = gate.series
+    series = draws.series
     assert series is not None
-    starts = [gate.start(engine.manifest.max_length) for _ in range(3)]
-    requests = gate.draw_requests((3, 9, 5))
+    starts = [draws.start(engine.manifest.max_length) for _ in range(3)]
+    requests = draws.draw_requests((3, 9, 5))
     steps = min(steps, engine.manifest.max_length - len(starts[0]))
     for row, found in enumerate(feed_back(engine, series, requests, starts, steps)):
         tokens = np.concatenate([starts[row], found[:-1]])
-        positions, expected = gate.reference.logits_at(requests[row], tokens, len(starts[row]) - 1)
+        positions, expected = draws.reference.logits_at(requests[row], tokens, len(starts[row]) - 1)
         at = found[positions - len(starts[row]) + 1]
         differs = np.abs(at - expected[:, list(series.feedback)]).max(1)
         span = float(np.ptp(expected)) or 1.0
-        if not (differs <= gate.tolerance * max(span, float(np.abs(expected).max()))).all():
+        if not (differs <= draws.tolerance * max(span, float(np.abs(expected).max()))).all():
             step = int(positions[int(differs.argmax())]) - len(starts[row]) + 2
             raise ParityError(
                 f"the file's forecast is not what its source gives after the steps before: row {row}, step {step}, by "

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,17 +23,17 @@ import torch
 from tformer_export.analysis.input_facts import About
 from tformer_export.sources import Source
 from tformer_export.staging.landmarks import Landmarks
-from tformer_export.verify.end_to_end import RawParity
+from tformer_export.verify.draws import Draws
 from tformer_export.verify.forecasts import check_forecasts
+from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_export.verify.teacher_forcing import by_name, decode_greedily, run_case
-from tformer_export.verify.torch_reference import Reference, rounded_weights
+from tformer_export.verify.torch_reference import rounded_weights
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.dtypes import numbers
 from tformer_runtime.preprocess.series import Series
 
-TOLERANCE = 1e-3
 LOOSEST = 0.5  # of the logits' range: beyond, a comparison of half precision would tell nothing
 ROUNDINGS = 6.0  # times what rounding the weights does, that half precision may do: see `Gate.sensitivity`
 STEPS = 5
@@ -55,38 +54,6 @@ class Case:
     sources: tuple[int, ...]
 
 
-@dataclass
-class ParityReport:
-    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
-
-    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range;
-    forecast_allowed: what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on.
-    tolerance: of relative_error. exact_error: relative_error before the model was rounded to half precision, of such a
-    file. raw: from texts to final results, of a model that is run once. ragged: whether its rows are the same beside
-    longer ones, where it looked as if they were.
-    """
-
-    errors: dict[str, float] = field(default_factory=dict)
-    extras: dict[str, float] = field(default_factory=dict)
-    relative_error: float = 0.0
-    tokens: int = 0
-    tokens_equal: int = 0
-    device: str = "cpu"
-    tolerance: float = TOLERANCE
-    exact_error: float | None = None
-    forecast: float | None = None
-    forecast_allowed: float | None = None
-    raw: RawParity | None = None
-    ragged: bool = True
-
-    @property
-    def max_abs_error(self) -> float:
-        return max(self.errors.values(), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "max_abs_error": self.max_abs_error}
-
-
 def cases(max_length: int) -> list[Case]:
     """One row, ragged rows, and a long prompt, within what the model can hold."""
     longest = min(LONGEST, max_length)
@@ -103,9 +70,8 @@ def cases(max_length: int) -> list[Case]:
     ]
 
 
-class Gate:
-    """Runs the cases. `inputs` bounds the ids that are drawn; padding is never among them. tolerance: the greatest
-    |Δlogit|, as a share of the logits' range."""
+class Gate(Draws):
+    """Runs the cases. tolerance: the greatest |Δlogit|, as a share of the logits' range."""
 
     def __init__(
         self,
@@ -117,10 +83,8 @@ class Gate:
         tolerance: float = TOLERANCE,
         series: Series | None = None,
     ) -> None:
-        self.source, self.inputs, self.landmarks, self.tolerance = source, inputs, landmarks, tolerance
-        self.series = series
-        self.reference = Reference(source, gives_last)
-        self.random = np.random.default_rng(seed)
+        super().__init__(source, inputs, seed, gives_last, tolerance, series)
+        self.landmarks = landmarks
 
     def check(self, engine: Engine) -> ParityReport:
         """The report, or ParityError with the first case, row and position that differ too much."""
@@ -302,61 +266,6 @@ class Gate:
                     f"the exported model's greedy tokens differ from its source's: row {row}, step "
                     f"{int(wrong.argmax()) + 1}; no file was written"
                 )
-
-    @property
-    def hidden(self) -> list[int]:
-        """Ids that the model takes for padding: after one of them it would not see what it decoded."""
-        about = self.inputs[self.source.step or ""]
-        if about.ids is None:
-            return []
-        return [about.pad] if about.masked and about.pad not in self.source.special.start else []
-
-    def start(self, max_length: int) -> np.ndarray:
-        """What decoding starts from: the special tokens, or, if there are none, a prompt."""
-        if self.source.special.start:
-            return np.array(self.source.special.start, np.int64)
-        return self.draw(self.source.step, min(3, max_length - 1))
-
-    def draw_sequence(self, length: int) -> np.ndarray:
-        """Ids of the step input, beginning as decoding does; or steps of a series."""
-        drawn = self.draw(self.source.step, length)
-        start = self.source.special.start[:length]
-        if start:
-            drawn[: len(start)] = start
-        return drawn
-
-    def draw(self, name: str | None, length: int) -> np.ndarray:
-        """Random ids of an input, none of them padding; or normal numbers, (length, features), of a series."""
-        about, held = self.inputs[name or ""], self.source.example[name or ""]
-        if about.ids is None:
-            return self.random.standard_normal((length, *held.shape[2:])).astype(held.numpy().dtype)
-        ids = np.arange(about.ids or 0)
-        ids = ids[ids != about.pad] if name not in self.source.types else ids
-        return self.random.choice(ids, length).astype(held.numpy().dtype)
-
-    def draw_requests(self, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """A row of so many positions each; of one length where a series' histories are only read so together."""
-        if self.series is not None and not self.series.ragged:
-            lengths = [lengths[0]] * len(lengths)
-        return [self.draw_request(length) for length in lengths]
-
-    def draw_request(self, length: int) -> dict[str, np.ndarray]:
-        """One row of each request input, without its batch axis, as long as that or as the input may be."""
-        drawn = {}
-        for name, value in self.source.example.items():
-            if name == self.source.step or name in self.source.masks:
-                continue
-            about, axes = self.inputs[name], self.source.dynamic.get(name, (0, 1))
-            size = min(length, about.max_length or length) if 1 in axes else value.shape[1]
-            if name in self.source.shortest and 1 in axes:  # half of what the model needs, for each position
-                size = max(self.source.shortest[name], self.source.shortest[name] * length // 2)
-            if self.series is not None and name == self.series.input:
-                size = max(self.series.shortest, min(size, self.series.longest or size))
-            if about.ids is not None:
-                drawn[name] = self.draw(name, size)
-            else:
-                drawn[name] = self.random.standard_normal((size, *value.shape[2:])).astype(value.numpy().dtype)
-        return drawn
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from tformer_export.analysis.interpreter import run
 from tformer_export.capture.submodule_outputs import find_modules, watched
-from tformer_export.capture.trace_errors import line_of_error, said
+from tformer_export.common.source_lines import line_of_error, said
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
 from tformer_export.staging.landmarks import Landmarks

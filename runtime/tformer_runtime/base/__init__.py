@@ -1,0 +1,1 @@
+"""Errors, checks of arguments, and names of array types. Every other layer imports this one."""

@@ -1,22 +1,19 @@
-"""What a file is for, beside generating: each task in a file of its own, which says all that is particular to it.
+"""Tasks besides generating, each in a module of its own.
 
-base            what a task is, in Python and on the command line
-answers         what of a context answers a question
-classification  labels and their probabilities
-entities        labelled spans of a text
-features        a vector for each input, and how near inputs are by their vectors
-filling         what may stand where a text has a mask
-images          both of these, of images
-recognition     what is said in a sound, by scores of tokens at each of its frames
-dictation       the same by a model that writes it
-forecasting     the steps that follow a series of numbers, by `forecast`, which runs models of one stage and of two
+base                    what a task is: settings, one input's arrays, a result from outputs, a line of text
+classification          labels and their probabilities
+features                a vector for each input; cosines
+token_classification    labelled spans of a text
+question_answering      the part of a context that answers a question
+fill_mask               tokens for a mask
+image_tasks             classification and features of images
+ctc_recognition         speech to text, by scores of tokens at each frame
+speech_to_text          speech to text, by a model that generates
+forecasting             the steps that follow a series of numbers
+single_pass             run a model once for each of many inputs, whatever its task
+settings                options of the command line
 
-once            runs a model of one stage over any number of inputs, whatever its task
-job             the same from `tformer-run`; generation, of which the engine and its search are, is a job beside it
-flags           options of the command line
-
-A task is added by a class like these, in `TASKS`: which names of tasks it serves, what it makes of a model's outputs,
-and how its results are written.
+To add a task, write a class like these and put it into `TASKS`.
 """
 
 from tformer_runtime.format.manifest import Manifest

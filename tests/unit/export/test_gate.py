@@ -14,7 +14,8 @@ from onnx import numpy_helper
 
 from tformer_export.compile import understand
 from tformer_export.sources.torch_module import from_module
-from tformer_export.verify.parity import TOLERANCE, Gate
+from tformer_export.verify.parity import Gate
+from tformer_export.verify.report import TOLERANCE
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
 from tformer_runtime.engine.engine import Engine

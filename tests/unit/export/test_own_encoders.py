@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from tformer_export import export, padding
 from tformer_export.common.checkpoint import save_checkpoint
 from tformer_export.sources import load_source
-from tformer_export.sources.pooling import POOLS, pooled
+from tformer_export.sources.pooled_module import POOLS
+from tformer_export.sources.pooling import pooled
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime import Model, OptionError, ParityError, SourceError
 
