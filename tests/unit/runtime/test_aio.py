@@ -310,7 +310,7 @@ def test_a_stream_that_is_not_read_takes_no_room(toy):
 def test_deadlines(toy, monkeypatch):
     """Of a request that runs, and of one that waits for its turn; by a clock that only the test moves."""
     clock = [1000.0]
-    for module in ("aio", "scheduler"):
+    for module in ("async_model", "decoding.scheduler"):
         monkeypatch.setattr(f"tformer_runtime.{module}.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def run():

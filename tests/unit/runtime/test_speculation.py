@@ -17,6 +17,7 @@ from toy_models import END_ID, LETTERS, Toy, assert_alike, with_manifest, write_
 from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError
 from tformer_runtime.decoding import drafting, speculation
 from tformer_runtime.decoding.drafting import Lookup, Pace
+from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.engine.memory_budget import Share
 
@@ -257,7 +258,7 @@ def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
     result = free.generate("abcabc", **options)
     assert len(result.token_ids) > 50
     generator, chosen = free.generator, free.settings(None, options)
-    task = generator.task(free.inputs.request("abcabc", 0, chosen), chosen)
+    task = generator.task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
     need = generator.scheduler(chosen, 1)._model.need((), [task])
     assert free.memory()["peak"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)

@@ -12,6 +12,7 @@ import pytest
 from toy_models import END_ID, Toy, assert_alike
 
 from tformer_runtime import MemoryBudgetError, Model
+from tformer_runtime.decoding.request import make_request
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 LONG = {"suppress": [END_ID], "max_new_tokens": 20}
@@ -30,7 +31,7 @@ def free(path):
 def limited(path, free: Model, requests: float) -> Model:
     """A model with memory for so many requests of the largest kind at a time."""
     settings = free.settings(None, LONG)
-    task = free.generator.task(free.inputs.request("mississippi", 0, settings), settings)
+    task = free.generator.task(make_request(free.manifest, free.inputs, "mississippi", 0, settings), settings)
     need = free.generator.scheduler(settings, 1)._model.need((), [task])
     return Model.load(path, "cpu", threads=1, max_memory=int(requests * need))
 
