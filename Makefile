@@ -34,7 +34,7 @@ demo: $(READY)
 	@echo "Running the file with onnxruntime, without PyTorch:"
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
 	@printf '%s\n' "Try next:" \
-	  "  $(BIN)/tformer-run build/g2p-int8.onnx hello --beam-size 4 --num-return 3 --json" \
+	  "  $(BIN)/tformer-run build/g2p-int8.onnx hello --num-beams 4 --num-return-sequences 3 --json" \
 	  "  $(BIN)/tformer-run build/g2p-int8.onnx --info" \
 	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
 	  "README.md goes on from here; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."

@@ -27,14 +27,14 @@ __all__ = [
 
 _HOMES = {
     "ExportReport": "report",
-    "causal": "source",
+    "causal": "sources",
     "export": "api",
-    "image": "source.images",
-    "lengths": "source",
-    "load_checkpoint": "checkpoint",
-    "padding": "source",
-    "positions": "source",
-    "save_checkpoint": "checkpoint",
+    "image": "sources.hf_images",
+    "lengths": "sources",
+    "load_checkpoint": "common.checkpoint",
+    "padding": "sources",
+    "positions": "sources",
+    "save_checkpoint": "common.checkpoint",
 }
 
 

@@ -109,8 +109,8 @@ def export(
     chat_template: Jinja text that makes a prompt of a conversation, as transformers has it for apply_chat_template, for
         a model that goes on with a text alone. Special tokens are written out, but for those of a folder's tokenizer.
     series: of a model that reads or steps over numbers, (batch, time, features), what its columns are, how they are
-        normalised and how many steps are forecast; see `tformer_export.series`. The file then forecasts from a history
-        in its own units.
+        normalised and how many steps are forecast; see `tformer_export.analysis.series`. The file then forecasts from a
+        history in its own units.
     prepare: how inputs are made of pictures, by name: `image(…)` or an image processor of transformers; or one of
         these, of a model with one input. The file then reads pictures, all made one size.
     task: what the model does, by transformers' names, such as "text-classification". labels: of classes, in the order

@@ -111,7 +111,7 @@ class Understood:
 
     def compile(self, forms: Forms = DEFAULTS, stage: Stage = lambda name: nullcontext()) -> Compiled:
         """Stage, lower, assemble, clean up: seconds, by the number of operations; less from the second time on, for
-        forms that these stages do not know of. forms: of `tformer_export.forms`."""
+        forms that these stages do not know of. forms: of `tformer_export.common.kernel_choices`."""
         chosen = replace(TARGETS[self.target], half=self.half).in_forms(forms)
         if chosen not in self.lowered:
             self.lowered[chosen] = self._lower(chosen, stage)

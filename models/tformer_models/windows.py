@@ -17,7 +17,7 @@ class SeriesDataset:
 
     train, validation: (time, features) float, normalised. A forecast of the validation side may read the steps before
     it, of which `validation` holds `context` first. context, horizon: steps that a window has of each.
-    series: what is said of the series at export (`tformer_export.series`), for the checkpoint.
+    series: what is said of the series at export (`tformer_export.analysis.series`), for the checkpoint.
     model_arguments: what the data decides about the model.
     """
 

@@ -1,7 +1,7 @@
 """What has been read stays read: a prefix that many requests begin with, and a conversation that goes on.
 
-instructions = model.prefix("You are …")          # computed once
-model.generate("a question", after=instructions)
+instructions = model.cache_prefix("You are …")          # computed once
+model.generate("a question", prefix=instructions)
 
 chat = model.chat()
 print(chat.send("a question").text)

@@ -93,19 +93,19 @@ class Model:
         return self.engine.session.device
 
     def generate(
-        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+        self, input: Input, options: GenerationOptions | None = None, prefix: Prefix | None = None, **overrides: Any
     ) -> Result:
         """Generate for one input. `overrides` are options by name, on top of `options`.
 
-        after: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
+        prefix: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
         UnsupportedCallError for a model that does not generate.
         """
         settings = self.settings(options, overrides)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(after))
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(prefix))
         return generate_all(self.generator, [request], settings)[0]
 
-    def prefix(self, input: Input) -> Prefix:
-        """Read an input once, for many requests to go on from: `generate(…, after=prefix)`.
+    def cache_prefix(self, input: Input) -> Prefix:
+        """Read an input once, for many requests to go on from: `generate(…, prefix=prefix)`.
 
         A request then gives what it gives for the ids of both, one after the other; each text is turned into ids by
         itself, with what the tokenizer puts around a text coming once. UnsupportedCallError for a model with an
@@ -144,7 +144,7 @@ class Model:
         inputs: Iterable[Input],
         options: GenerationOptions | None = None,
         batch_size: int = 32,
-        after: Prefix | None = None,
+        prefix: Prefix | None = None,
         workers: int = 1,
         first: int = 0,
         **overrides: Any,
@@ -162,26 +162,26 @@ class Model:
         whole("workers", workers)
         settings = self.settings(options, overrides)
         generator = self.generator
-        base = self._base(after)
+        base = self._base(prefix)
         requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
         rows = batch_size * settings.width
         schedulers = [generator.scheduler(settings, rows, waits=workers == 1) for _ in range(workers)]
         return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
 
     def stream(
-        self, input: Input, options: GenerationOptions | None = None, after: Prefix | None = None, **overrides: Any
+        self, input: Input, options: GenerationOptions | None = None, prefix: Prefix | None = None, **overrides: Any
     ) -> Iterator[str]:
         """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
         settings = self.stream_settings(options, overrides)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(after))
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(prefix))
         return generate_stream(self.generator, request, settings)
 
     def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         settings = self.settings(options, overrides)
         if self.inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
-        if settings.num_return > 1:
-            raise OptionError("num_return must be 1 for a stream")
+        if settings.num_return_sequences > 1:
+            raise OptionError("num_return_sequences must be 1 for a stream")
         if settings.alignments or settings.hidden:
             raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
         return settings
@@ -430,9 +430,9 @@ class Model:
         """`transcribe` for any number of sounds, in their order, which are read as they are needed.
 
         Of a model that scores each frame, timestamps: True or "word" for the time of each word, "char" of each
-        character; beam_size: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
+        character; num_beams: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
         have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
-        English; beam_size: hypotheses. Other arguments as of `predict`.
+        English; num_beams: hypotheses. Other arguments as of `predict`.
         """
         if dictates(self.manifest):
             return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
@@ -447,8 +447,8 @@ class Model:
         self._must_generate("generate")
         options = (options or GenerationOptions()).with_(overrides)
         settings = Settings.of(options, self.manifest.defaults)
-        if settings.stop and not self.inputs.output_codec:
-            raise OptionError("stop needs text and the file has no tokenizer")
+        if settings.stop_strings and not self.inputs.output_codec:
+            raise OptionError("stop_strings needs text and the file has no tokenizer")
         if options.shortlist and self.engine.decode.shortlist is None:
             raise UnsupportedCallError(
                 f"{self.engine.session.path} holds no shortlist: export the model with --shortlist FILE"
@@ -473,10 +473,10 @@ class Model:
             raise UnsupportedCallError(f"{self.engine.session.path} holds no {what[kind]}")
         return found
 
-    def _base(self, after: Prefix | None) -> Base | None:
-        if after is not None and after.engine is not self.engine:
+    def _base(self, prefix: Prefix | None) -> Base | None:
+        if prefix is not None and prefix.engine is not self.engine:
             raise InputError("the prefix was read by another model: read it with this one's prefix()")
-        return after.base if after is not None else None
+        return prefix.base if prefix is not None else None
 
     def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
         try:

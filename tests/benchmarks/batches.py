@@ -63,7 +63,7 @@ def sources(count: int, seed: int = 1) -> list[list[int]]:
 
 def ours(path: Path, threads: int, beams: int, batch_size: int, workers: int = 1) -> Run:
     model = Model.load(path, device="cpu", threads=threads // workers)
-    options = GenerationOptions(beam_size=beams, max_new_tokens=MOST)
+    options = GenerationOptions(num_beams=beams, max_new_tokens=MOST)
 
     def run(inputs: list[list[int]]) -> list[tuple[int, ...]]:
         results = model.generate_batch(inputs, options, batch_size, workers=workers)
@@ -78,7 +78,7 @@ def theirs(folder: Path, precision: str, threads: int, beams: int, size: int, ki
     def run(inputs: list[list[int]]) -> list[tuple[int, ...]]:
         tokens = [[str(i) for i in ids] for ids in inputs]
         results = engine.translate_batch(
-            tokens, beam_size=beams, max_decoding_length=MOST, max_batch_size=size, batch_type=kind
+            tokens, num_beams=beams, max_decoding_length=MOST, max_batch_size=size, batch_type=kind
         )
         return [tuple(map(int, result.hypotheses[0])) for result in results]
 

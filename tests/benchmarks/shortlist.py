@@ -98,7 +98,7 @@ def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, b
             for on in (True, False):
                 time.sleep(QUIET)
                 begun = time.perf_counter()
-                list(model.generate_batch(batch, batch_size=rows, beam_size=beams, max_new_tokens=STEPS, shortlist=on))
+                list(model.generate_batch(batch, batch_size=rows, num_beams=beams, max_new_tokens=STEPS, shortlist=on))
                 spent[on] = time.perf_counter() - begun
             union = together([table.candidates({"src": np.array(source)}) for source in batch], VOCABULARY)
             columns.append(0 if union is None else len(union))

@@ -55,7 +55,7 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        return "num_return" not in self.options and "alignments" not in self.options
+        return "num_return_sequences" not in self.options and "alignments" not in self.options
 
 
 @dataclass
@@ -111,15 +111,25 @@ def _kinds(model: Model, texts: list[str]) -> dict[str, Callable[[np.random.Gene
     """Name of a kind → a maker of its options. texts: that the model generates."""
     kinds: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
         "greedy": lambda rng: {},
-        "penalised": lambda rng: {"repetition_penalty": 1.3, "no_repeat_ngram": 3, "top_logprobs": 3},
-        "beams": lambda rng: {"beam_size": int(rng.integers(2, 6))},
-        "many beams": lambda rng: {"beam_size": 4, "num_return": 4, "beam_groups": 2, "diversity_penalty": 0.5},
+        "penalised": lambda rng: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "top_logprobs": 3},
+        "beams": lambda rng: {"num_beams": int(rng.integers(2, 6))},
+        "many beams": lambda rng: {
+            "num_beams": 4,
+            "num_return_sequences": 4,
+            "num_beam_groups": 2,
+            "diversity_penalty": 0.5,
+        },
         "sample": lambda rng: {"temperature": 0.9, "top_p": 0.9, "seed": int(rng.integers(1000))},
-        "samples": lambda rng: {"temperature": 1.2, "top_k": 9, "num_return": 3, "seed": int(rng.integers(1000))},
+        "samples": lambda rng: {
+            "temperature": 1.2,
+            "top_k": 9,
+            "num_return_sequences": 3,
+            "seed": int(rng.integers(1000)),
+        },
     }
     if texts:
-        kinds["stop"] = lambda rng: {"stop": _part(rng.choice(texts), rng)}
-        kinds["beams, stop"] = lambda rng: {"stop": [_part(rng.choice(texts), rng)], "beam_size": 3}
+        kinds["stop"] = lambda rng: {"stop_strings": _part(rng.choice(texts), rng)}
+        kinds["beams, stop"] = lambda rng: {"stop_strings": [_part(rng.choice(texts), rng)], "num_beams": 3}
         if importlib.util.find_spec("llguidance"):
             kinds["choices"] = lambda rng: {"choices": sorted(set(texts)), "max_new_tokens": None}
             kinds["regex"] = lambda rng: {

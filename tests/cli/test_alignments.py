@@ -61,7 +61,7 @@ def test_a_cell_is_as_dark_as_its_weight(tmp_path):
 
 def test_json_holds_the_weights(path, tmp_path):
     words = ["hello", "abc"]
-    result = run(path, *words, *SHORT, "--json", "--alignments", "-", "--beam-size", 3, "--num-return", 2)
+    result = run(path, *words, *SHORT, "--json", "--alignments", "-", "--num-beams", 3, "--num-return-sequences", 2)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     model = Model.load(path, "cpu")
     assert [(line["index"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]

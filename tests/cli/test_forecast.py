@@ -130,8 +130,8 @@ def test_what_is_wrong_with_a_history_is_said(path, history, text, sentence):
 
 
 def test_options_of_other_files_are_refused(path, history):
-    assert failed(run(path, history, "--beam-size", 3), 2) == (
-        "model.onnx forecasts series of numbers (forecasting): it takes no --beam-size"
+    assert failed(run(path, history, "--num-beams", 3), 2) == (
+        "model.onnx forecasts series of numbers (forecasting): it takes no --num-beams"
     )
     assert failed(run(path, history, "--horizon", 40), 2) == (
         "--horizon must be at most 32, for the model holds 32 steps, not 40"

@@ -81,20 +81,20 @@ def test_an_output_that_cannot_be_written(path, tmp_path):
 
 
 def test_beams_give_several_lines_for_an_input(path):
-    result = run(path, "hello", "ab", *SHORT, "--beam-size", 3, "--num-return", 2)
+    result = run(path, "hello", "ab", *SHORT, "--num-beams", 3, "--num-return-sequences", 2)
     model = Model.load(path, "cpu")
     expected = []
     for word in ("hello", "ab"):
-        best = model.generate(word, beam_size=3, num_return=2, max_new_tokens=6)
+        best = model.generate(word, num_beams=3, num_return_sequences=2, max_new_tokens=6)
         expected += [best.text, best.alternatives[0].text]
     assert result.stdout.splitlines() == expected
 
 
 def test_json(path):
-    result = run(path, "hello", "ab", *SHORT, "--json", "--beam-size", 2, "--num-return", 2)
+    result = run(path, "hello", "ab", *SHORT, "--json", "--num-beams", 2, "--num-return-sequences", 2)
     objects = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(o["index"], o["rank"]) for o in objects] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    best = Model.load(path, "cpu").generate("hello", beam_size=2, num_return=2, max_new_tokens=6)
+    best = Model.load(path, "cpu").generate("hello", num_beams=2, num_return_sequences=2, max_new_tokens=6)
     assert objects[0]["text"] == best.text
     assert tuple(objects[0]["token_ids"]) == best.token_ids
     assert objects[0]["score"] == best.score
@@ -129,7 +129,7 @@ def test_info(path):
 
 def test_version_and_help():
     assert __version__ in run("--version").stdout
-    assert "--beam-size" in run("--help").stdout
+    assert "--num-beams" in run("--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,10 @@ def test_version_and_help():
     [
         (["--input-file", "f"], "give INPUT or --input-file, not both"),
         (["--stream", "--json"], "--stream writes text to standard output: not with"),
-        (["--stream", "--beam-size", "2", "--num-return", "2"], "--stream writes text to standard output: not with"),
+        (
+            ["--stream", "--num-beams", "2", "--num-return-sequences", "2"],
+            "--stream writes text to standard output: not with",
+        ),
         (["--batch-size", "0"], "Invalid value for '--batch-size'"),
         (["--device", "tpu"], "Invalid value for '--device'"),
         (["--beem-size", "2"], "No such option '--beem-size'"),

@@ -36,28 +36,29 @@ def test_every_option_can_be_given():
     ("written", "meant"),
     [
         (["--min-new-tokens", 7, "--max-new-tokens", 8], {"min_new_tokens": 7, "max_new_tokens": 8}),
-        (["--stop", "m", "--stop", "xy"], {"stop": ["m", "xy"]}),
-        (["--prefix", "ab"], {"prefix": "ab"}),
-        (["--first-token", 9], {"first_token": 9}),
-        (["--beam-size", 3, "--num-return", 2, "--length-penalty", -0.5],
-         {"beam_size": 3, "num_return": 2, "length_penalty": -0.5}),
-        (["--beam-size", 2, "--early-stopping", "true"], {"beam_size": 2, "early_stopping": True}),
-        (["--beam-size", 2, "--early-stopping", "False"], {"beam_size": 2, "early_stopping": False}),
-        (["--beam-size", 2, "--early-stopping", "never", "--patience", 2],
-         {"beam_size": 2, "early_stopping": "never", "patience": 2.0}),
-        (["--beam-size", 4, "--beam-groups", 2, "--diversity-penalty", "0.7"],
-         {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.7}),
-        (["--temperature", 1.5, "--top-k", 20, "--top-p", 0.95, "--min-p", 0.01, "--seed", 3, "--num-return", 3],
-         {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "seed": 3, "num_return": 3}),
-        (["--suppress", "5,6, 7", "--suppress", 8], {"suppress": [5, 6, 7, 8]}),
-        (["--suppress-first", "15,3"], {"suppress_first": [15, 3]}),
-        (["--suppress-sequence", "15,3", "--suppress-sequence", 4], {"suppress_sequences": [[15, 3], [4]]}),
+        (["--stop-strings", "m", "--stop-strings", "xy"], {"stop_strings": ["m", "xy"]}),
+        (["--forced-prefix", "ab"], {"forced_prefix": "ab"}),
+        (["--forced-bos-token-id", 9], {"forced_bos_token_id": 9}),
+        (["--num-beams", 3, "--num-return-sequences", 2, "--length-penalty", -0.5],
+         {"num_beams": 3, "num_return_sequences": 2, "length_penalty": -0.5}),
+        (["--num-beams", 2, "--early-stopping", "true"], {"num_beams": 2, "early_stopping": True}),
+        (["--num-beams", 2, "--early-stopping", "False"], {"num_beams": 2, "early_stopping": False}),
+        (["--num-beams", 2, "--early-stopping", "never", "--patience", 2],
+         {"num_beams": 2, "early_stopping": "never", "patience": 2.0}),
+        (["--num-beams", 4, "--num-beam-groups", 2, "--diversity-penalty", "0.7"],
+         {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}),
+        (["--temperature", 1.5, "--top-k", 20, "--top-p", 0.95, "--min-p", 0.01, "--seed", 3,
+          "--num-return-sequences", 3],
+         {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "seed": 3, "num_return_sequences": 3}),
+        (["--suppress-tokens", "5,6, 7", "--suppress-tokens", 8], {"suppress_tokens": [5, 6, 7, 8]}),
+        (["--begin-suppress-tokens", "15,3"], {"begin_suppress_tokens": [15, 3]}),
+        (["--bad-words-ids", "15,3", "--bad-words-ids", 4], {"bad_words_ids": [[15, 3], [4]]}),
         (["--logit-bias", "5=2.5", "--logit-bias", "6=-1e1"], {"logit_bias": {5: 2.5, 6: -10}}),
         (["--repetition-penalty", 1.5, "--presence-penalty", "-.5", "--frequency-penalty", 1],
          {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1}),
-        (["--no-repeat-ngram", 2], {"no_repeat_ngram": 2}),
+        (["--no-repeat-ngram-size", 2], {"no_repeat_ngram_size": 2}),
         (["--top-logprobs", 2], {"top_logprobs": 2}),
-        (["--draft", "prompt", "--draft-tokens", 3], {"draft": "prompt", "draft_tokens": 3}),
+        (["--draft", "prompt", "--num-draft-tokens", 3], {"draft": "prompt", "num_draft_tokens": 3}),
     ],
 )  # fmt: skip
 def test_an_option_says_the_same_as_in_python(path, model, written, meant):
@@ -129,36 +130,44 @@ def test_a_run_goes_on_with_the_draft_that_it_was_given(path, tmp_path):
 def test_a_prefix_of_ids(path, model):
     ids = [LETTERS.index(c) for c in "ab"]
     words = " ".join(str(LETTERS.index(c)) for c in "hello")
-    result = run(path, words, *SHORT, "--ids", "--prefix", " ".join(map(str, ids)))
-    assert tuple(map(int, result.stdout.split())) == model.generate("hello", prefix=ids, max_new_tokens=6).token_ids
-    assert failed(run(path, words, "--ids", "--prefix", "3 x"), 2) == (
-        "--prefix must be a sequence of token ids, not ['3', 'x']"
+    result = run(path, words, *SHORT, "--ids", "--forced-prefix", " ".join(map(str, ids)))
+    assert (
+        tuple(map(int, result.stdout.split())) == model.generate("hello", forced_prefix=ids, max_new_tokens=6).token_ids
+    )
+    assert failed(run(path, words, "--ids", "--forced-prefix", "3 x"), 2) == (
+        "--forced-prefix must be a sequence of token ids, not ['3', 'x']"
     )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beam-size", "0"], "--beam-size must be a whole number of at least 1, not 0"),
-        (["--beam-size", "2.0"], "--beam-size must be a whole number of at least 1, not '2.0'"),
+        (["--num-beams", "0"], "--num-beams must be a whole number of at least 1, not 0"),
+        (["--num-beams", "2.0"], "--num-beams must be a whole number of at least 1, not '2.0'"),
         (["--top-p", "2"], "--top-p must be more than 0 and at most 1, not 2.0"),
         (["--temperature", "nan"], "--temperature must be 0 or more, not nan"),
         (["--early-stopping", "yes"], "--early-stopping must be True, False or \"never\", not 'yes'"),
-        (["--stop", ""], "--stop must be strings that are not empty, not ['']"),
-        (["--suppress", "3;4"], "--suppress must be a sequence of token ids, not '3;4'"),
-        (["--suppress-sequence", "3", "--suppress-sequence", "x"], "none of them empty, not '3 x'"),
+        (["--stop-strings", ""], "--stop-strings must be strings that are not empty, not ['']"),
+        (["--suppress-tokens", "3;4"], "--suppress-tokens must be a sequence of token ids, not '3;4'"),
+        (["--bad-words-ids", "3", "--bad-words-ids", "x"], "none of them empty, not '3 x'"),
         (["--logit-bias", "3"], "--logit-bias must be a mapping from token ids to numbers, each id once, not '3'"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "not [(3, 1.0), (3, 2.0)]"),
         (["--json-schema", "{"], "--json-schema must be a JSON schema, as JSON or as a dict, not '{'"),
         (["--grammar", "@none/at/all"], "--grammar: 'none/at/all' cannot be read: No such file or directory"),
         (["--regex", "a", "--choice", "b"], "--regex and --choice cannot be had at once: set one"),
-        (["--num-return", "2"], "--num-return 2 needs a --beam-size of at least 2, or sampling"),
-        (["--beam-size", "2", "--top-k", "3"], "--beam-size 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
-        (["--suppress", "3", "--first-token", "3"], "--first-token 3 is one of the ids that --suppress forbids"),
-        (["--suppress", "99"], "--suppress names the id 99, and the model's end at 28"),
-        (["--draft", "prompt", "--beam-size", "2"], "a draft guesses for one row and --beam-size 2 has more: set 1"),
-        (["--draft", "prompt", "--draft-tokens", "0"], "--draft-tokens must be a whole number of at least 1, not 0"),
-        (["--draft-tokens", "3"], "--draft-tokens 3 needs a draft"),
+        (["--num-return-sequences", "2"], "--num-return-sequences 2 needs a --num-beams of at least 2, or sampling"),
+        (["--num-beams", "2", "--top-k", "3"], "--num-beams 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
+        (
+            ["--suppress-tokens", "3", "--forced-bos-token-id", "3"],
+            "--forced-bos-token-id 3 is one of the ids that --suppress-tokens forbids",
+        ),
+        (["--suppress-tokens", "99"], "--suppress-tokens names the id 99, and the model's end at 28"),
+        (["--draft", "prompt", "--num-beams", "2"], "a draft guesses for one row and --num-beams 2 has more: set 1"),
+        (
+            ["--draft", "prompt", "--num-draft-tokens", "0"],
+            "--num-draft-tokens must be a whole number of at least 1, not 0",
+        ),
+        (["--num-draft-tokens", "3"], "--num-draft-tokens 3 needs a draft"),
         (["--max-memory", "2T"], "--max-memory must be a number of bytes of at least 1, or such a number and K, M or"),
     ],
 )
@@ -168,9 +177,9 @@ def test_wrong_values_are_one_sentence_in_the_words_of_the_command_line(path, op
 
 def test_sentences_in_the_words_of_the_command_line():
     for same in (
-        "the regex 'beam_size=2' cannot be used: unknown extension",
+        "the regex 'num_beams=2' cannot be used: unknown extension",
         "the options leave no token that may come next: suppress less, or allow more beams",
-        "the model file's generation defaults: beam_size must be a whole number",
+        "the model file's generation defaults: num_beams must be a whole number",
         "the unstoppable beam_sizes",
     ):
         assert as_written(same) == same

@@ -15,8 +15,8 @@ from running import begun, failed, run
 from toy_models import Toy
 
 SMALL = ["--workers", "1", "--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
-SAMPLES = ["--json", "--num-return", "2", "--temperature", "1.3", "--seed", "5"]
-OFTEN = "from tformer_runtime import cli, journal; journal.RESULTS = 8; cli.main()"
+SAMPLES = ["--json", "--num-return-sequences", "2", "--temperature", "1.3", "--seed", "5"]
+OFTEN = "from tformer_runtime.cli import main, result_file; result_file.RESULTS = 8; main.main()"
 LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 11)) for i in range(200)]
 
 
@@ -120,9 +120,9 @@ def test_inputs_may_come_as_arguments(path, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--beam-size", 2], "--beam-size is 2, and was not given for"),
+        (["--num-beams", 2], "--num-beams is 2, and was not given for"),
         (["--max-new-tokens", 7], "--max-new-tokens is 7, and was 4 for"),
-        (["--suppress-sequence", "3,4"], "--suppress-sequence is [[3, 4]], and was not given for"),
+        (["--bad-words-ids", "3,4"], "--bad-words-ids is [[3, 4]], and was not given for"),
         (["--json"], "--json is given, and was not given for"),
         (["--input-file", os.devnull], "the first 100 inputs are not those that"),
     ],

@@ -148,8 +148,8 @@ def test_ids(files):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("scores", ["--beam-size", "4", "--stream"],
-         "scores.onnx classifies its inputs (text-classification): it takes no --beam-size, --stream"),
+        ("scores", ["--num-beams", "4", "--stream"],
+         "scores.onnx classifies its inputs (text-classification): it takes no --num-beams, --stream"),
         ("vector", ["--top-k", "2"],
          "vector.onnx turns each input into numbers (feature-extraction): it takes no --top-k"),
         ("scores", ["--similarity"],

@@ -45,7 +45,7 @@ def test_beams_equal_generate(exported, name, batch_size):
     file = exported(name)
     random = np.random.default_rng(5)
     rows = [random.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
-    options = {"beam_size": 4, "num_return": 2, "max_new_tokens": 12, "length_penalty": 0.7}
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12, "length_penalty": 0.7}
     results = list(file.model.generate_batch(rows, batch_size=batch_size, **options))
     for row, result in zip(rows, results, strict=True):
         ids, scores = expected(
@@ -60,9 +60,9 @@ def test_beams_equal_generate(exported, name, batch_size):
 
 RULES = [
     ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
-    ({"no_repeat_ngram": 2, "min_new_tokens": 7}, {"no_repeat_ngram_size": 2, "min_new_tokens": 7}),
+    ({"no_repeat_ngram_size": 2, "min_new_tokens": 7}, {"no_repeat_ngram_size": 2, "min_new_tokens": 7}),
     (
-        {"suppress_sequences": [[5], [9, 10]], "suppress": [7]},
+        {"bad_words_ids": [[5], [9, 10]], "suppress_tokens": [7]},
         {"bad_words_ids": [[5], [9, 10]], "suppress_tokens": [7]},
     ),
 ]
@@ -75,7 +75,7 @@ def test_rules_equal_generates(exported, name, ours, theirs, beams):
     file = exported(name)
     random = np.random.default_rng(6)
     rows = [random.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
-    results = file.model.generate_batch(rows, batch_size=2, beam_size=beams, max_new_tokens=10, **ours)
+    results = file.model.generate_batch(rows, batch_size=2, num_beams=beams, max_new_tokens=10, **ours)
     for row, result in zip(rows, results, strict=True):
         given = {"num_beams": beams, "max_new_tokens": 10, **theirs}
         found, *_ = own_ids(file.family, row, generated(file.family, row, **given))

@@ -65,7 +65,7 @@ def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, 
     file = exported(name, alignments=True)
     moved = 0
     for row in sources(6, 11, 3):
-        best = file.model.generate(row, alignments=True, beam_size=4, num_return=3, max_new_tokens=10)
+        best = file.model.generate(row, alignments=True, num_beams=4, num_return_sequences=3, max_new_tokens=10)
         expected = generated(file.family.module, row, num_beams=4, num_return_sequences=3, output_scores=True)
         for result, ids, beams in zip(
             (best, *best.alternatives), expected.sequences.tolist(), expected.beam_indices.tolist(), strict=True
@@ -81,7 +81,11 @@ def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, 
 def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
     file = exported("marian-eager", alignments=True)
     rows = sources(6, 11, 3, 1)
-    for options in ({}, {"beam_size": 3, "num_return": 2}, {"temperature": 1.3, "seed": 4, "num_return": 2}):
+    for options in (
+        {},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"temperature": 1.3, "seed": 4, "num_return_sequences": 2},
+    ):
         options = {**options, "alignments": True, "max_new_tokens": 8}
         results = list(file.model.generate_batch(rows, batch_size=2, **options))
         for row, result in zip(rows, results, strict=True):

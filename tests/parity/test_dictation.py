@@ -137,7 +137,7 @@ WAYS = [
     {"num_beams": 3, "language": "en"},
     {"num_beams": 2, "return_timestamps": True, "language": "en"},
 ]
-NAMES = {"return_timestamps": "timestamps", "num_beams": "beam_size"}
+NAMES = {"return_timestamps": "timestamps", "num_beams": "num_beams"}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -317,7 +317,7 @@ def test_what_a_file_does_not_carry_is_named(made, caplog):
         setattr(changed.generation_config, name, value)
     source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
     assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
-    assert not {"temperature", "num_return", "min_new_tokens"} & set(source.defaults)
+    assert not {"temperature", "num_return_sequences", "min_new_tokens"} & set(source.defaults)
 
 
 def test_what_it_hears_is_not_generated(made):

@@ -112,8 +112,8 @@ def test_what_was_read_before_counts_as_if_it_were_read_now(exported, name):
     """A prefix that requests go on from, and a conversation, each against the source on the whole."""
     file = exported(name)
     begin, *rows = draw(3, (8, 5, 1, 11, 2))
-    prefix = file.model.prefix(begin)
-    results = file.model.generate_batch(rows, batch_size=2, after=prefix, max_new_tokens=9)
+    prefix = file.model.cache_prefix(begin)
+    results = file.model.generate_batch(rows, batch_size=2, prefix=prefix, max_new_tokens=9)
     for row, result in zip(rows, results, strict=True):
         assert list(result.token_ids) == file.family.greedy(np.concatenate([begin, row]), 9)
     chat, whole = file.model.chat(), np.zeros(0, np.int64)

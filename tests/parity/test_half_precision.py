@@ -108,7 +108,7 @@ def test_caches_in_half_are_counted_and_moved_as_such(file_of):
     layers = sum(2 * int(np.prod([s for s in c.shape if isinstance(s, int)])) for c in file.engine.decode.caches)
     assert state.nbytes == 3 * state.cache.capacity * layers
     found = [
-        [r.token_ids for r in file.model.generate_batch(rows, max_new_tokens=10, beam_size=3, batch_size=size)]
+        [r.token_ids for r in file.model.generate_batch(rows, max_new_tokens=10, num_beams=3, batch_size=size)]
         for size in (9, 3)
     ]
     assert found[0] == found[1]

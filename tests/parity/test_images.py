@@ -330,8 +330,8 @@ def test_sentences_of_options(own, pictures, monkeypatch):
     _, path, _ = own
     line = str(pictures["photo.jpg"])
     assert failed(run(path, "--ids", "1 2")) == "input 1: the model reads images, not ids: leave out --ids"
-    assert failed(run(path, line, "--truncate", "--beam-size", 2, "--similarity"), 2) == (
-        "own.onnx classifies images (image-classification): it takes no --beam-size, --truncate, --similarity"
+    assert failed(run(path, line, "--truncate", "--num-beams", 2, "--similarity"), 2) == (
+        "own.onnx classifies images (image-classification): it takes no --num-beams, --truncate, --similarity"
     )
     assert failed(run(path, line, "--top-k", 0), 2) == "--top-k must be a whole number of at least 1, not 0"
     assert failed(run(path, f"{line}\t{line}")) == (

@@ -138,7 +138,7 @@ def test_a_prefix_is_gone_on_from(held):
     file, prompt = held("wide-llama"), draw(8, 12).tolist()
     options = GenerationOptions(max_new_tokens=8)
     whole = file.model.generate(prompt, options)
-    after = file.model.generate(prompt[7:], options, after=file.model.prefix(prompt[:7]))
+    after = file.model.generate(prompt[7:], options, prefix=file.model.cache_prefix(prompt[:7]))
     assert after.token_ids == whole.token_ids
 
 
@@ -146,7 +146,7 @@ def test_a_prefix_is_gone_on_from(held):
 def test_beams_keep_their_own_past(held, name):
     """The score of each hypothesis is what the source gives its tokens."""
     file, source = held(name), draw(9, 1, 7)
-    options = GenerationOptions(beam_size=4, num_return=4, max_new_tokens=8, length_penalty=0.0)
+    options = GenerationOptions(num_beams=4, num_return_sequences=4, max_new_tokens=8, length_penalty=0.0)
     result = file.model.generate(source[0].tolist(), options)
     assert len(result.alternatives) == 3
     start = [] if file.family.decoder_only else list(file.engine.manifest.special.start)

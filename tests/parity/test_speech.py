@@ -186,7 +186,7 @@ def test_a_beam_is_at_least_as_likely(made):
     for sound in SOUNDS:
         logits = theirs(model, processor, sound)[0]
         logprobs = torch.from_numpy(logits).log_softmax(-1)[:, None]
-        found = {size: loaded.transcribe(sound, beam_size=size, timestamps=True) for size in (1, 64)}
+        found = {size: loaded.transcribe(sound, num_beams=size, timestamps=True) for size in (1, 64)}
 
         def likely(ids, logprobs=logprobs):
             """By torch's own sum over paths."""
@@ -216,7 +216,7 @@ def test_on_the_command_line(made, tmp_path):
     assert words == [[o["word"] for o in offsets] for _, _, offsets, _ in expected]
     first = [line.split("\t") for line in written(path, names[0], "--timestamps")]
     assert [word for _, _, word in first] == words[0]
-    both = [line.split("\t") for line in written(path, *names, "--timestamps", "--beam-size", "1")]
+    both = [line.split("\t") for line in written(path, *names, "--timestamps", "--num-beams", "1")]
     assert {line[0] for line in both} <= set(map(str, names))
     assert len(both) == sum(map(len, words))
 
@@ -233,8 +233,8 @@ def test_what_cannot_be_is_refused(made, tmp_path):
         list(model.transcribe_batch([SOUNDS[0], np.zeros(0, np.float32)]))
     with pytest.raises(OptionError, match="timestamps is True, 'word' or 'char'"):
         model.transcribe(SOUNDS[0], timestamps="sentence")
-    with pytest.raises(OptionError, match="beam_size must be a whole number"):
-        model.transcribe(SOUNDS[0], beam_size=0)
+    with pytest.raises(OptionError, match="num_beams must be a whole number"):
+        model.transcribe(SOUNDS[0], num_beams=0)
     with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
         model.classify([SOUNDS[0]])
 
@@ -289,7 +289,7 @@ def test_a_beam_goes_on_from_window_to_window(made):
     logits[28:32] = logits[28]  # a run that both windows have a part of
     reading = Reading((), [slice(0, 30), slice(10, None)])
     for size in (1, 8):
-        settings = task.settings({"beam_size": size, "timestamps": "char"})
+        settings = task.settings({"num_beams": size, "timestamps": "char"})
         result = task.made(reading, [[logits[:35]], [logits[20:]]], settings)
         halves = [task.result([part], settings) for part in (logits[:30], logits[30:])]
         assert result.token_ids == halves[0].token_ids + halves[1].token_ids[1:]

@@ -1,6 +1,7 @@
 """Who may import whom: the runtime nothing of ours and no torch, the compiler no models, the models one file format."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,9 @@ def test_no_architecture_is_named_in_the_compiler() -> None:
         names |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         named = {name for name in names if name.lower() in words}
         assert not named, f"{path} names {named}"
+
+
+@pytest.mark.parametrize("package", ["tformer_export", "tformer_runtime"])
+def test_every_public_name_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []

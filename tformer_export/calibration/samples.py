@@ -250,7 +250,7 @@ def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
     while some := list(islice(samples, ROWS)):
         missing = [sample for sample in some if _lacks_target(sample, engine)]
         results = model.generate_batch(
-            [dict(sample.request) for sample in missing], beam_size=1, temperature=0.0, max_new_tokens=LONGEST
+            [dict(sample.request) for sample in missing], num_beams=1, temperature=0.0, max_new_tokens=LONGEST
         )
         targets = iter(np.array(result.token_ids, np.int64) for result in results)
         for sample in some:

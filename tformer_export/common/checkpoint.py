@@ -14,7 +14,7 @@ reads it without running any code that it might hold:
 ``step``          name of the autoregressive input of ``forward``; None for a model that is run once
 ``special``       ``{"start": [ids], "end": [ids], "pad": id}`` of the step input's vocabulary
 ``defaults``      generation defaults, JSON-able
-``series``        of a model that forecasts: columns, normalisation and the rest, as `tformer_export.series` has it;
+``series``        of a model that forecasts: its columns, normalisation and the rest (`analysis.series`);
                   None for any other
 ``labels``        of a classifier, in the order of its scores; empty for any other
 ``chat_template`` Jinja text that makes a prompt of a conversation, as transformers has it; None for no conversations

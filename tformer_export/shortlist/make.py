@@ -238,8 +238,8 @@ def _decode(model: Model, samples: Sequence[Sample], shortlist: bool) -> list[np
     """Greedy results, without what decoding starts from."""
     results = model.generate_batch(
         [dict(sample.request) for sample in samples],
-        beam_size=1,
-        num_return=1,
+        num_beams=1,
+        num_return_sequences=1,
         temperature=0.0,
         max_new_tokens=LONGEST,
         shortlist=shortlist,

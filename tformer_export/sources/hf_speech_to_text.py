@@ -25,8 +25,8 @@ from tformer_runtime.tasks.speech_to_text import Opening
 
 STEP = "decoder_input_ids"  # transformers' name, of every decoder beside an encoder
 KEPT = (  # of a file's defaults; max_new_tokens is of its opening
-    "suppress", "suppress_first", "suppress_sequences", "logit_bias", "repetition_penalty", "no_repeat_ngram",
-    "min_new_tokens", "beam_size", "length_penalty", "early_stopping",
+    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "logit_bias", "repetition_penalty",
+    "no_repeat_ngram_size", "min_new_tokens", "num_beams", "length_penalty", "early_stopping",
 )  # fmt: skip
 _NOT_CARRIED = (  # of generation configs; what else changes what generate() writes
     "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "prompt_ids",

@@ -228,21 +228,21 @@ def _special(config: Any, generation: Any) -> SpecialTokens:
     return SpecialTokens(start, ends, pad if isinstance(pad, int) else None)
 
 
-_OPTIONS = {  # transformers' name → ours, of the options that mean the same
-    "max_new_tokens": "max_new_tokens",
-    "min_new_tokens": "min_new_tokens",
-    "num_beams": "beam_size",
-    "num_return_sequences": "num_return",
-    "length_penalty": "length_penalty",
-    "early_stopping": "early_stopping",
-    "num_beam_groups": "beam_groups",
-    "diversity_penalty": "diversity_penalty",
-    "suppress_tokens": "suppress",
-    "begin_suppress_tokens": "suppress_first",
-    "bad_words_ids": "suppress_sequences",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram",
-}
+_OPTIONS = (  # that mean the same here
+    "max_new_tokens",
+    "min_new_tokens",
+    "num_beams",
+    "num_return_sequences",
+    "length_penalty",
+    "early_stopping",
+    "num_beam_groups",
+    "diversity_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # and what generate() takes where unset
 _NOT_CARRIED = {  # options that change what generate() gives and that the runtime does not have; and what is none
     "encoder_no_repeat_ngram_size": 0,
@@ -272,9 +272,9 @@ def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]
     if generation is None:
         return {}
     given = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
-    found = {ours: given[theirs] for theirs, ours in _OPTIONS.items() if theirs in given}
+    found = {name: given[name] for name in _OPTIONS if name in given}
     lost = {name for name, none in _NOT_CARRIED.items() if given.get(name, none) != none}
-    if given.get("do_sample") and found.get("beam_size", 1) == 1:
+    if given.get("do_sample") and found.get("num_beams", 1) == 1:
         sampling = {name: given.get(name, default) for name, default in _SAMPLING.items()}
         found |= {name: value for name, value in sampling.items() if value is not None}
         lost |= {name for name, none in _NOT_CARRIED_SAMPLING.items() if given.get(name, none) != none}
@@ -288,7 +288,7 @@ def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]
         elif name == "min_length" or limit is None or given[name] < limit:
             lost.add(name)
     if (first := given.get("forced_bos_token_id")) is not None:
-        found |= {"first_token": first} if starts == 1 else {}
+        found |= {"forced_bos_token_id": first} if starts == 1 else {}
         lost |= {"forced_bos_token_id"} if starts != 1 else set()
     if bias := given.get("sequence_bias"):
         pairs = [(list(ids), value) for ids, value in (bias.items() if isinstance(bias, dict) else bias)]

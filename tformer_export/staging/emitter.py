@@ -1,6 +1,7 @@
 """What both programs are made with: nodes of the captured graph copied into a new one, sizes read anew.
 
-A program is a graph of ATen operations and the operators of `tformer_export.operators`, ready for torch.onnx.
+A program is a graph of ATen operations and the operators of `tformer_export.common.onnx_operators`, ready for
+torch.onnx.
 """
 
 from __future__ import annotations

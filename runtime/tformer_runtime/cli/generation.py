@@ -58,9 +58,9 @@ def _check(given: Mapping[str, Any], asked: Asked) -> None:
     """Refuse what does not go together."""
     drawn = given.get("alignments") not in (None, "-")
     if given.get("stream"):
-        if asked.ids or asked.as_json or asked.output or given.get("num_return") not in (None, "1"):
+        if asked.ids or asked.as_json or asked.output or given.get("num_return_sequences") not in (None, "1"):
             raise click.UsageError(
-                "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return"
+                "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return-sequences"
             )
         if given.get("alignments") or given.get("hidden"):
             raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")

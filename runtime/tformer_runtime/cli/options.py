@@ -55,17 +55,17 @@ GROUPS: dict[str, dict[str, Flag]] = {
     "Where a text begins and ends": {
         "max_new_tokens": Flag("--max-new-tokens", "N", "At most so many tokens, the end token included.", int),
         "min_new_tokens": Flag("--min-new-tokens", "N", "At least so many tokens before the end token.", int),
-        "stop": Flag("--stop", "TEXT", "The text ends before this; may be repeated.", list, repeated=True),
-        "prefix": Flag("--prefix", "TEXT", "Results begin with this text, or with --ids these ids.", str),
-        "first_token": Flag("--first-token", "ID", "Results begin with this id, such as a language.", int),
+        "stop_strings": Flag("--stop-strings", "TEXT", "The text ends before this; repeatable.", list, repeated=True),
+        "forced_prefix": Flag("--forced-prefix", "TEXT", "Results begin with this text, or with --ids these ids.", str),
+        "forced_bos_token_id": Flag("--forced-bos-token-id", "ID", "Results begin with this id (a language).", int),
     },
     "Beam search": {
-        "beam_size": Flag("--beam-size", "N", "Hypotheses kept at each step; 1 is greedy.", int),
-        "num_return": Flag("--num-return", "N", "Results for each input, each on a line of its own.", int),
+        "num_beams": Flag("--num-beams", "N", "Hypotheses kept at each step; 1 is greedy.", int),
+        "num_return_sequences": Flag("--num-return-sequences", "N", "Results for each input, one a line.", int),
         "length_penalty": Flag("--length-penalty", "X", "Scores are divided by length ** X.", float),
         "early_stopping": Flag("--early-stopping", "true|false|never", "Whether enough complete ones end it.", _early),
         "patience": Flag("--patience", "X", "Enough are beam size times X.", float),
-        "beam_groups": Flag("--beam-groups", "N", "As many searches, which share the beams.", int),
+        "num_beam_groups": Flag("--num-beam-groups", "N", "As many searches, which share the beams.", int),
         "diversity_penalty": Flag("--diversity-penalty", "X", "Taken from what groups before chose.", float),
     },
     "Sampling": {
@@ -76,10 +76,10 @@ GROUPS: dict[str, dict[str, Flag]] = {
         "seed": Flag("--seed", "N", "The same seed draws the same tokens for an input.", int),
     },
     "What may come": {
-        "suppress": Flag("--suppress", "IDS", "Ids that never come, between commas.", _all_ids, repeated=True),
-        "suppress_first": Flag("--suppress-first", "IDS", "Ids that do not come first.", _all_ids, repeated=True),
-        "suppress_sequences": Flag(
-            "--suppress-sequence", "IDS", "Never these ids in this order; may be repeated.", _sequences, repeated=True
+        "suppress_tokens": Flag("--suppress-tokens", "IDS", "Ids that never come: 5,9.", _all_ids, repeated=True),
+        "begin_suppress_tokens": Flag("--begin-suppress-tokens", "IDS", "Never the first.", _all_ids, repeated=True),
+        "bad_words_ids": Flag(
+            "--bad-words-ids", "IDS", "Never these ids in this order; may be repeated.", _sequences, repeated=True
         ),
         "logit_bias": Flag(
             "--logit-bias", "ID=X", "X is added to the logit of an id; may be repeated.", _biases, repeated=True
@@ -87,7 +87,7 @@ GROUPS: dict[str, dict[str, Flag]] = {
         "repetition_penalty": Flag("--repetition-penalty", "X", "Positive logits of ids so far, over X.", float),
         "presence_penalty": Flag("--presence-penalty", "X", "Taken from the logit of each id that has come.", float),
         "frequency_penalty": Flag("--frequency-penalty", "X", "The same, as many times as it has come.", float),
-        "no_repeat_ngram": Flag("--no-repeat-ngram", "N", "No sequence of N ids twice.", int),
+        "no_repeat_ngram_size": Flag("--no-repeat-ngram-size", "N", "No sequence of N ids twice.", int),
     },
     "Constraints, of which one may be set": {
         "regex": Flag("--regex", "PATTERN", "Results match this regular expression as a whole.", str),
@@ -97,7 +97,7 @@ GROUPS: dict[str, dict[str, Flag]] = {
     },
     "Speculation": {
         "draft": Flag("--draft", "FILE.onnx|prompt", "Guess tokens by a smaller model, or from what was read.", str),
-        "draft_tokens": Flag("--draft-tokens", "N", "At most so many guesses at once.", int),
+        "num_draft_tokens": Flag("--num-draft-tokens", "N", "At most so many guesses at once.", int),
     },
     "Beside the text": {
         "top_logprobs": Flag("--top-logprobs", "N", "Add the N likeliest tokens at each place to --json.", int),
@@ -140,7 +140,7 @@ def generation_options(texts: Mapping[str, Any], ids: bool, **others: Any) -> Ge
 
 
 def _value(name: str, text: Any, ids: bool) -> Any:
-    if name == "prefix" and ids:
+    if name == "forced_prefix" and ids:
         words = text.split()
         return [int(word) for word in words] if all(word.isdecimal() for word in words) else words
     try:

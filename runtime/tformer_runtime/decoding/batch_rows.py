@@ -177,7 +177,7 @@ def _may_do_with_some(task: Task) -> bool:
 def _named(task: Task) -> list[int]:
     """Ids that a task's options name to come."""
     settings = task.settings
-    first = [] if settings.first_token is None else [settings.first_token]
+    first = [] if settings.forced_bos_token_id is None else [settings.forced_bos_token_id]
     return [*task.prefix.tolist(), *first, *(token for token, _ in settings.logit_bias)]
 
 

@@ -143,7 +143,7 @@ class BeamSearch:
 
     def add(self, tasks: Sequence[Task]) -> None:
         for row, task in enumerate(tasks, self.width):
-            groups, beams = task.settings.beam_groups, task.settings.beam_size
+            groups, beams = task.settings.num_beam_groups, task.settings.num_beams
             self.tasks.append(task)
             self._beams[task] = [_Beams(task, beams // groups, row) for _ in range(groups)]
         self._held.add(len(tasks))
@@ -322,7 +322,7 @@ class BeamSearch:
             group.rows = np.arange(first, first + len(picks))
             group.length += 1
             first += len(picks)
-            if task.settings.beam_groups > 1:
+            if task.settings.num_beam_groups > 1:
                 group.chosen = ranked.tokens[g][picks].tolist()
             chosen.append(picks)
             where += [g] * len(picks)
@@ -379,7 +379,7 @@ class BeamSearch:
     def _finish(self, task: Task, groups: list[_Beams]) -> None:
         found = sorted((h for group in groups for h in group.done), key=lambda h: -h.score)
         if found:
-            task.found = found[: task.settings.num_return]
+            task.found = found[: task.settings.num_return_sequences]
         else:
             task.error = OptionError(NOTHING_LEFT)
 

@@ -55,7 +55,7 @@ class Generator:
         guide = self.guide(settings)
         if guide is not None:
             self._begin(guide, prefix)
-        codec, stop = self.codec, settings.stop
+        codec, stop = self.codec, settings.stop_strings
         task = Task(
             index=request.index,
             prompt=request.prompt,
@@ -97,7 +97,7 @@ class Generator:
     def _result(self, task: Task, found: Hypothesis) -> Result:
         ids, finish = (*task.prefix.tolist(), *found.ids), found.finish
         text = self.codec.decode(ids[:-1] if finish == "end" else ids) if self.codec else ""
-        before = cut(text, task.settings.stop)
+        before = cut(text, task.settings.stop_strings)
         if before is not None:
             text, finish = before, "stop"
         count = len(task.found[0].ids) if task.found else 1
@@ -138,7 +138,7 @@ class Generator:
         if self._tokenizer is None:
             raise OptionError(f"{kind} needs text and the file has no tokenizer")
         vocabulary, ends = int(self.engine.decode.logits.shape[-1]), self.engine.manifest.special.end
-        first = settings.first_token if not settings.prefix else None
+        first = settings.forced_bos_token_id if not settings.forced_prefix else None
         before = first if first is not None and self._silent(first) else None
         return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
 
@@ -183,7 +183,7 @@ class Told:
         """tell: is given pieces that are not empty, by the thread that decodes; the prefix at once."""
         assert generator.codec is not None
         self._generator, self._tell = generator, tell
-        self._text = None if settings.beams else Detokenizer(generator.codec, settings.stop)
+        self._text = None if settings.beams else Detokenizer(generator.codec, settings.stop_strings)
         self._request, self._settings = request, settings
         if self._text is not None:
             self._give("".join(map(self._text.push, request.prefix)))

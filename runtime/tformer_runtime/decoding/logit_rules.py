@@ -9,12 +9,12 @@ The order is that of transformers' generate(), which two options are not part of
 1. logit_bias                            (sequence_bias of single tokens)
 2. repetition_penalty
 3. presence_penalty, frequency_penalty   (no option of generate(); where vLLM has them)
-4. no_repeat_ngram                       (no_repeat_ngram_size)
-5. suppress_sequences                    (bad_words_ids)
+4. no_repeat_ngram_size                       (no_repeat_ngram_size)
+5. bad_words_ids                    (bad_words_ids)
 6. min_new_tokens
-7. first_token                           (forced_bos_token_id)
+7. forced_bos_token_id                           (forced_bos_token_id)
 8. suppress                              (suppress_tokens)
-9. suppress_first                        (begin_suppress_tokens)
+9. begin_suppress_tokens                        (begin_suppress_tokens)
 10. logits_processor                     (logits_processor)
 
 The warping of a sampler comes after them (sampling.py).
@@ -76,14 +76,16 @@ def rules_of(settings: Settings, special: SpecialTokens, vocabulary: int) -> lis
 
     vocabulary: how many scores there are. OptionError if an option names an id beyond them.
 
-    A call of any rule costs at most some passes over its own ids and over the row's; only first_token and
-    logits_processor touch all scores. suppress_sequences looks up the last ids for each length that its sequences have,
-    no_repeat_ngram compares all n-grams at once.
+    A call of any rule costs at most some passes over its own ids and over the row's; only forced_bos_token_id and
+    logits_processor touch all scores. bad_words_ids looks up the last ids for each length that its sequences have,
+    no_repeat_ngram_size compares all n-grams at once.
     """
     _check(settings, vocabulary)
-    first_token = None if settings.prefix else settings.first_token  # it is before the prefix, in the prompt
+    forced_bos_token_id = (
+        None if settings.forced_prefix else settings.forced_bos_token_id
+    )  # it is before the prefix, in the prompt
     lone_ends = {(end,) for end in special.end}
-    sequences = [sequence for sequence in settings.suppress_sequences if sequence not in lone_ends]
+    sequences = [sequence for sequence in settings.bad_words_ids if sequence not in lone_ends]
     ends = [end for end in special.end if end < vocabulary]
     rules: list[Rule] = []
     if settings.logit_bias:
@@ -92,18 +94,18 @@ def rules_of(settings: Settings, special: SpecialTokens, vocabulary: int) -> lis
         rules.append(RepetitionPenalty(settings.repetition_penalty))
     if settings.presence_penalty or settings.frequency_penalty:
         rules.append(CountPenalty(settings.presence_penalty, settings.frequency_penalty))
-    if settings.no_repeat_ngram:
-        rules.append(NoRepeatNgram(settings.no_repeat_ngram, vocabulary))
+    if settings.no_repeat_ngram_size:
+        rules.append(NoRepeatNgram(settings.no_repeat_ngram_size, vocabulary))
     if sequences:
         rules.append(SuppressSequences(sequences))
     if settings.min_new_tokens and ends:
         rules.append(SuppressUntil(ends, settings.min_new_tokens))
-    if first_token is not None:
-        rules.append(FirstToken(first_token))
-    if settings.suppress:
-        rules.append(Suppress(settings.suppress))
-    if settings.suppress_first:
-        rules.append(SuppressAt(settings.suppress_first, 0 if first_token is None else 1))
+    if forced_bos_token_id is not None:
+        rules.append(FirstToken(forced_bos_token_id))
+    if settings.suppress_tokens:
+        rules.append(Suppress(settings.suppress_tokens))
+    if settings.begin_suppress_tokens:
+        rules.append(SuppressAt(settings.begin_suppress_tokens, 0 if forced_bos_token_id is None else 1))
     if settings.logits_processor is not None:
         rules.append(Processor(settings.logits_processor))
     return rules
@@ -111,10 +113,10 @@ def rules_of(settings: Settings, special: SpecialTokens, vocabulary: int) -> lis
 
 def _check(settings: Settings, vocabulary: int) -> None:
     named: dict[str, Iterable[int]] = {
-        "first_token": () if settings.first_token is None else (settings.first_token,),
-        "suppress": settings.suppress,
-        "suppress_first": settings.suppress_first,
-        "suppress_sequences": (token for sequence in settings.suppress_sequences for token in sequence),
+        "forced_bos_token_id": () if settings.forced_bos_token_id is None else (settings.forced_bos_token_id,),
+        "suppress_tokens": settings.suppress_tokens,
+        "begin_suppress_tokens": settings.begin_suppress_tokens,
+        "bad_words_ids": (token for sequence in settings.bad_words_ids for token in sequence),
         "logit_bias": (token for token, _ in settings.logit_bias),
     }
     for name, ids in named.items():

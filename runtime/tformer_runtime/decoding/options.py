@@ -4,7 +4,7 @@ Every option is None until it is set. What the caller leaves open is taken from 
 file leaves open from the table in `Settings`. Which of the three ways of decoding is meant follows from the options:
 
 - sampling, if temperature, top_k, top_p or min_p is set and temperature is not 0;
-- else beam search, if beam_size is more than 1;
+- else beam search, if num_beams is more than 1;
 - else greedy.
 
 A caller who sets a sampling option overrules a beam size of the file, and the other way round; both set by one side
@@ -45,8 +45,8 @@ class HasEngine(Protocol):
 Draft = HasEngine | Literal["prompt"]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_GROUPS = ("beam_groups", "diversity_penalty")
-_DRAFT = ("draft", "draft_tokens")
+_GROUPS = ("num_beam_groups", "diversity_penalty")
+_DRAFT = ("draft", "num_draft_tokens")
 _CONSTRAINTS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -58,19 +58,19 @@ class GenerationOptions:
 
     max_new_tokens: at most so many tokens, the end token included; by default as many as the model can hold.
     min_new_tokens: the end token may not come before so many others.
-    stop: the text ends before the first of these strings.
-    prefix: text or ids which the result begins with, after first_token if that is set.
-    first_token: the id that generation begins with, such as the target language of a multilingual translator.
+    stop_strings: the text ends before the first of these strings.
+    forced_prefix: text or ids which the result begins with, after forced_bos_token_id if that is set.
+    forced_bos_token_id: the id that generation begins with, such as the target language of a multilingual translator.
 
     Beam search:
 
-    beam_size: hypotheses kept at each step; 1 is greedy.
-    num_return: results for one input: the best of beam_size hypotheses, or so many samples.
+    num_beams: hypotheses kept at each step; 1 is greedy.
+    num_return_sequences: results for one input: the best of num_beams hypotheses, or so many samples.
     length_penalty: a hypothesis scores its summed log-probability / length ** length_penalty.
     early_stopping: beam search ends for an input when enough hypotheses are complete and
         True: at once; False: no better one seems likely; "never": no better one is possible.
-    patience: how many are enough: round(beam_size * patience) (Kasai et al. 2022).
-    beam_groups: so many searches of beam_size / beam_groups beams each, one after the other at each step.
+    patience: how many are enough: round(num_beams * patience) (Kasai et al. 2022).
+    num_beam_groups: so many searches of num_beams / num_beam_groups beams each, one after the other at each step.
     diversity_penalty: taken from a token's log-probability for each beam of the groups before that has just chosen it
         (Hamming diversity, Vijayakumar et al. 2016).
 
@@ -84,14 +84,14 @@ class GenerationOptions:
 
     What may come, and what is to come less or more often (see rules.py for their order):
 
-    suppress: ids that never come.
-    suppress_first: ids that do not come first, or not second where first_token is set.
-    suppress_sequences: sequences of ids that never come. A lone end token is passed over: suppress takes it.
+    suppress_tokens: ids that never come.
+    begin_suppress_tokens: ids that do not come first, or not second where forced_bos_token_id is set.
+    bad_words_ids: sequences of ids that never come. A lone end token is passed over: suppress takes it.
     logit_bias: id → number added to its logit.
     repetition_penalty: logits of all ids so far, the prompt's too, are divided by it if above 0, else multiplied.
     presence_penalty: taken from the logit of each id that has been generated.
     frequency_penalty: taken from the logit of an id as many times as it has been generated.
-    no_repeat_ngram: no sequence of so many ids comes twice, the prompt's counted; 0 is no limit.
+    no_repeat_ngram_size: no sequence of so many ids comes twice, the prompt's counted; 0 is no limit.
     logits_processor: a callable (ids so far, float32 logits (vocabulary,)) → logits of that shape. In beam search it
         gets log-probabilities. It gets copies. Not for a file's defaults.
 
@@ -108,23 +108,24 @@ class GenerationOptions:
         the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a
         smaller `Model` of the same vocabulary, which reads every prompt as a whole. Load it with threads=1: threads of
         its own would wait for those of the model, which spin between steps (with them, guesses that make a request 1.6
-        times as fast made it slower, 0.86 and 0.61 times, on two cores).
-        Each token is chosen from the model's own logits. So greedy tokens are those without a draft, and so are samples
-        by a seed if the guesses are copied; but a step over several tokens may round otherwise than steps over one, in
-        float32's last digits, which of a quantised file decide now and then to which integer an activation is rounded,
-        and what rounding alone decides may be decided otherwise. A file with kernels for few tokens, optimised for
-        latency or balanced, would round all of a longer step otherwise: there a step holds no more tokens than those
-        serve, one guess with 8 bits and two with 4, unless it was tuned. Guesses that a draft model has drawn make
-        samples other ones of the same distribution, the same in every call.
-        Rows that are decoded side by side (a batch_size of more than 1, num_return, an AsyncModel) go without guesses,
-        except where a draft model draws: those are decoded row by row.
-    draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
+        times as fast made it slower, 0.86 and 0.61 times, on two cores). Each token is chosen from the model's own
+        logits. So greedy tokens are those without a draft, and so are samples by a seed if the guesses are copied; but
+        a step over several tokens may round otherwise than steps over one, in float32's last digits, which of a
+        quantised file decide now and then to which integer an activation is rounded, and what rounding alone decides
+        may be decided otherwise. A file with kernels for few tokens, optimised for latency or balanced, would round all
+        of a longer step otherwise: there a step holds no more tokens than those serve, one guess with 8 bits and two
+        with 4, unless it was tuned. Guesses that a draft model has drawn make samples other ones of the same
+        distribution, the same in every call. Rows that are decoded side by side (a batch_size of more than 1,
+        num_return_sequences, an AsyncModel) go without guesses, except where a draft model draws: those are decoded row
+        by row.
+    num_draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
 
     What is computed:
 
     shortlist: of a file with a shortlist, whether only the candidates of the source may come (the default), which is
-        faster, or all ids. Ids that prefix, first_token and logit_bias name are candidates; with a constraint or a
-        logits_processor all ids are. Log-probabilities are among candidates. Of another file it may be False only.
+        faster, or all ids. Ids that forced_prefix, forced_bos_token_id and logit_bias name are candidates; with a
+        constraint or a logits_processor all ids are. Log-probabilities are among candidates. Of another file it may be
+        False only.
 
     What is given beside the text:
 
@@ -137,36 +138,36 @@ class GenerationOptions:
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    stop: str | Sequence[str] | None = None
-    prefix: str | Sequence[int] | None = None
-    first_token: int | None = None
-    beam_size: int | None = None
-    num_return: int | None = None
+    stop_strings: str | Sequence[str] | None = None
+    forced_prefix: str | Sequence[int] | None = None
+    forced_bos_token_id: int | None = None
+    num_beams: int | None = None
+    num_return_sequences: int | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     patience: float | None = None
-    beam_groups: int | None = None
+    num_beam_groups: int | None = None
     diversity_penalty: float | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    suppress: Sequence[int] | None = None
-    suppress_first: Sequence[int] | None = None
-    suppress_sequences: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    no_repeat_ngram: int | None = None
+    no_repeat_ngram_size: int | None = None
     logits_processor: LogitsProcessor | None = field(default=None, hash=False)
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
     choices: Sequence[str] | None = None
     draft: Draft | None = None
-    draft_tokens: int | None = None
+    num_draft_tokens: int | None = None
     shortlist: bool | None = None
     top_logprobs: int | None = None
     alignments: bool | None = None
@@ -210,36 +211,36 @@ class Settings:
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    prefix: str | tuple[int, ...] = ()
-    first_token: int | None = None
-    beam_size: int = 1
-    num_return: int = 1
+    stop_strings: tuple[str, ...] = ()
+    forced_prefix: str | tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    num_beams: int = 1
+    num_return_sequences: int = 1
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     patience: float = 1.0
-    beam_groups: int = 1
+    num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    suppress: tuple[int, ...] = ()
-    suppress_first: tuple[int, ...] = ()
-    suppress_sequences: tuple[tuple[int, ...], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    no_repeat_ngram: int = 0
+    no_repeat_ngram_size: int = 0
     logits_processor: LogitsProcessor | None = field(default=None, hash=False)  # a callable may have no hash
     regex: str | None = None
     json_schema: str | None = None
     grammar: str | None = None
     choices: tuple[str, ...] | None = None
     draft: Draft | None = None
-    draft_tokens: int = 10
+    num_draft_tokens: int = 10
     shortlist: bool = True
     top_logprobs: int = 0
     alignments: bool = False
@@ -252,12 +253,12 @@ class Settings:
     @property
     def beams(self) -> bool:
         """Whether it is beam search."""
-        return self.beam_size > 1 and not self.sampling
+        return self.num_beams > 1 and not self.sampling
 
     @property
     def width(self) -> int:
         """The rows that a request takes."""
-        return max(self.beam_size, self.num_return)
+        return max(self.num_beams, self.num_return_sequences)
 
     @property
     def constraint(self) -> tuple[Kind, Any] | None:
@@ -267,7 +268,7 @@ class Settings:
     @property
     def enough(self) -> int:
         """How many complete hypotheses end a beam search."""
-        return math.floor(self.beam_size * self.patience + 0.5)
+        return math.floor(self.num_beams * self.patience + 0.5)
 
     @classmethod
     def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
@@ -275,42 +276,48 @@ class Settings:
         mine = options.given()
         files = file_defaults(defaults)
         if mine.get("temperature") != 0 and any(name in mine for name in _SAMPLING):
-            files = _without(files, ("beam_size", "num_return", "patience", *_GROUPS))
-        elif mine.get("beam_size", 1) > 1:
+            files = _without(files, ("num_beams", "num_return_sequences", "patience", *_GROUPS))
+        elif mine.get("num_beams", 1) > 1:
             files = _without(files, (*_SAMPLING, *_DRAFT))
-        elif "beam_size" in mine:
+        elif "num_beams" in mine:
             files = _without(files, ("patience", *_GROUPS))
         if any(name in mine for name in _CONSTRAINTS):
             files = _without(files, _CONSTRAINTS)
         settings = cls(**{**files, **mine})
-        if settings.draft is None and "draft_tokens" in mine:
-            raise OptionError(f"draft_tokens={settings.draft_tokens} needs a draft")
+        if settings.draft is None and "num_draft_tokens" in mine:
+            raise OptionError(f"num_draft_tokens={settings.num_draft_tokens} needs a draft")
         settings._check()
         return settings
 
     def _check(self) -> None:
-        if self.sampling and self.beam_size > 1:
-            raise OptionError(f"beam_size={self.beam_size} and sampling ({', '.join(_SAMPLING)}) cannot be had at once")
-        if not self.sampling and self.num_return > self.beam_size:
+        if self.sampling and self.num_beams > 1:
+            raise OptionError(f"num_beams={self.num_beams} and sampling ({', '.join(_SAMPLING)}) cannot be had at once")
+        if not self.sampling and self.num_return_sequences > self.num_beams:
             raise OptionError(
-                f"num_return={self.num_return} needs a beam_size of at least {self.num_return}, or sampling"
+                f"num_return_sequences={self.num_return_sequences} needs a num_beams of at least "
+                f"{self.num_return_sequences}, or sampling"
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise OptionError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
-        if self.beam_size % self.beam_groups:
-            raise OptionError(f"beam_groups={self.beam_groups} must divide beam_size, which is {self.beam_size}")
-        if self.diversity_penalty and self.beam_groups == 1:
-            raise OptionError(f"diversity_penalty={self.diversity_penalty} needs a beam_groups of at least 2")
-        if self.beam_size > 1 and self.enough < self.num_return:
+        if self.num_beams % self.num_beam_groups:
             raise OptionError(
-                f"patience={self.patience} ends at {self.enough} hypotheses, fewer than num_return={self.num_return}"
+                f"num_beam_groups={self.num_beam_groups} must divide num_beams, which is {self.num_beams}"
+            )
+        if self.diversity_penalty and self.num_beam_groups == 1:
+            raise OptionError(f"diversity_penalty={self.diversity_penalty} needs a num_beam_groups of at least 2")
+        if self.num_beams > 1 and self.enough < self.num_return_sequences:
+            raise OptionError(
+                f"patience={self.patience} ends at {self.enough} hypotheses, fewer than "
+                f"num_return_sequences={self.num_return_sequences}"
             )
         if self.draft is not None and self.beams:
             raise OptionError(
-                f"a draft guesses for one row and beam_size={self.beam_size} has more: set 1, or no draft"
+                f"a draft guesses for one row and num_beams={self.num_beams} has more: set 1, or no draft"
             )
-        if self.first_token in self.suppress:
-            raise OptionError(f"first_token={self.first_token} is one of the ids that suppress forbids")
+        if self.forced_bos_token_id in self.suppress_tokens:
+            raise OptionError(
+                f"forced_bos_token_id={self.forced_bos_token_id} is one of the ids that suppress_tokens forbids"
+            )
 
 
 def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -479,36 +486,36 @@ def _draft(name: str, value: Any) -> Draft:
 _CHECKS: dict[str, _Check] = {
     "max_new_tokens": _whole(1),
     "min_new_tokens": _whole(0),
-    "stop": _stop,
-    "prefix": _prefix,
-    "first_token": _id,
-    "beam_size": _whole(1),
-    "num_return": _whole(1),
+    "stop_strings": _stop,
+    "forced_prefix": _prefix,
+    "forced_bos_token_id": _id,
+    "num_beams": _whole(1),
+    "num_return_sequences": _whole(1),
     "length_penalty": _number("a number"),
     "early_stopping": _early,
     "patience": _number("more than 0", lambda x: x > 0),
-    "beam_groups": _whole(1),
+    "num_beam_groups": _whole(1),
     "diversity_penalty": _number("0 or more", lambda x: x >= 0),
     "temperature": _number("0 or more", lambda x: x >= 0),
     "top_k": _whole(0),
     "top_p": _number("more than 0 and at most 1", lambda x: 0 < x <= 1),
     "min_p": _number("at least 0 and at most 1", lambda x: 0 <= x <= 1),
     "seed": _whole(0),
-    "suppress": _ids,
-    "suppress_first": _ids,
-    "suppress_sequences": _sequences,
+    "suppress_tokens": _ids,
+    "begin_suppress_tokens": _ids,
+    "bad_words_ids": _sequences,
     "logit_bias": _bias,
     "repetition_penalty": _number("more than 0", lambda x: x > 0),
     "presence_penalty": _number("a number"),
     "frequency_penalty": _number("a number"),
-    "no_repeat_ngram": _whole(0),
+    "no_repeat_ngram_size": _whole(0),
     "logits_processor": _callable,
     "regex": _text,
     "json_schema": _schema,
     "grammar": _text,
     "choices": _choices,
     "draft": _draft,
-    "draft_tokens": _whole(1),
+    "num_draft_tokens": _whole(1),
     "shortlist": _flag,
     "top_logprobs": _whole(0),
     "alignments": _flag,

@@ -44,7 +44,7 @@ class Result:
         text is complete, and the model has no end token to say so).
     token_logprobs: the model's natural-log probability of each id; options do not change it.
     top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
-    alternatives: the other results if num_return is more than 1: next best first, or the other samples.
+    alternatives: the other results if num_return_sequences is more than 1: next best first, or the other samples.
     alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
         for.
     hidden: submodule of the source model → its output, (tokens, …) for one of the decoder, at the step that chose each
@@ -105,7 +105,9 @@ def make_request(
     if not len(prompt):
         raise InputError("the file names no token to start from: export the model with special={'start': [id], …}")
     prefix = _prefix(inputs, settings)
-    first = [settings.first_token] if settings.first_token is not None and len(prefix) else []  # else it is a rule
+    first = (
+        [settings.forced_bos_token_id] if settings.forced_bos_token_id is not None and len(prefix) else []
+    )  # else it is a rule
     prompt = np.concatenate([prompt, first, prefix]).astype(np.int64)
     held = manifest.max_length
     if len(prompt) >= held:
@@ -121,7 +123,7 @@ def make_request(
 
 def _prefix(inputs: Inputs, settings: Settings) -> Ints:
     """The ids that a result is to begin with."""
-    if not settings.prefix:
+    if not settings.forced_prefix:
         return np.zeros(0, np.int64)
-    prefix = settings.prefix
+    prefix = settings.forced_prefix
     return inputs.ids(inputs.step, prefix if isinstance(prefix, str) else list(prefix), special=False)

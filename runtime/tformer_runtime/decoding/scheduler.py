@@ -374,4 +374,4 @@ class Scheduler:
 def _kind(task: Task) -> object:
     """Tasks of one kind are advanced together: beams of a number, or rows that are each their own."""
     settings = task.settings
-    return (settings.beam_size, settings.beam_groups) if settings.beams else 0
+    return (settings.num_beams, settings.num_beam_groups) if settings.beams else 0

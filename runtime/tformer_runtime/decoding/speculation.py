@@ -54,7 +54,7 @@ class _Row:
     def __init__(self, engine: Engine, live: LiveRows, task: Task, guesser: Guesser) -> None:
         self._engine, self._task, self._guesser = engine, task, guesser
         self.live = live
-        few, most = engine.decode.few_tokens, task.settings.draft_tokens
+        few, most = engine.decode.few_tokens, task.settings.num_draft_tokens
         self._pace = (
             Pace(MORE + guesser.cost, most) if few is None else Pace(MORE_OF_FEW + guesser.cost, min(most, few - 1))
         )

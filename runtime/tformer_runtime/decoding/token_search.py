@@ -170,8 +170,8 @@ class RowSearch:
             seed = seed_of(task.settings)
             self.tasks.append(task)
             self._done[task] = {}
-            self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return)]
-            self._at += [at] * task.settings.num_return
+            self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return_sequences)]
+            self._at += [at] * task.settings.num_return_sequences
 
     def drop(self, over: Callable[[Task], bool]) -> Ints:
         stays = [i for i, row in enumerate(self._rows) if not over(row.task)]
@@ -228,7 +228,7 @@ class RowSearch:
 
     def _finish(self, task: Task) -> None:
         done = self._done[task]
-        if len(done) == task.settings.num_return and not task.over:
+        if len(done) == task.settings.num_return_sequences and not task.over:
             task.found = [done[copy] for copy in range(len(done))]
 
     def _forget(self, over: Callable[[Task], bool]) -> None:

@@ -57,7 +57,7 @@ class Speech(Task):
     flags = {  # noqa: RUF012
         "Speech": {
             "timestamps": switch("--timestamps", "Write a line for each word or segment: from, to (seconds) and text."),
-            "beam_size": Flag("--beam-size", "N", "Hypotheses that are kept; 1 is greedy.", int),
+            "num_beams": Flag("--num-beams", "N", "Hypotheses that are kept; 1 is greedy.", int),
         }
     }
 
@@ -121,7 +121,7 @@ class Recognition(Speech):
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
-        timestamps, size = given.pop("timestamps", False), given.pop("beam_size", 1)
+        timestamps, size = given.pop("timestamps", False), given.pop("num_beams", 1)
         asked = [name for name in ("window", "stride") if name in given]
         window = seconds("window", given.pop("window", WINDOW))
         stride = seconds("stride", given.pop("stride", window * SHARED))
@@ -140,7 +140,7 @@ class Recognition(Speech):
             raise OptionError("timestamps are of words, and the file has no vocabulary: export it with its tokenizer")
         return {
             "timestamps": timestamps,
-            "beam_size": whole("beam_size", size),
+            "num_beams": whole("num_beams", size),
             "window": self._samples(window),
             "stride": self._samples(stride),
         }
@@ -177,7 +177,7 @@ class Recognition(Speech):
     def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Transcription:
         paths, total = [], 0.0
         for (logits, *_), own in zip(outputs, reading.beside, strict=True):
-            path, score = self._path(logits[own], settings["beam_size"])
+            path, score = self._path(logits[own], settings["num_beams"])
             paths.append(path)
             total += score
         return self._told(np.concatenate(paths), total, settings["timestamps"])

@@ -167,7 +167,7 @@ class Dictation(Speech):
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in given.items() if value is not None}
-        asked = {name: given.pop(name, None) for name in ("timestamps", "beam_size", "language", "task")}
+        asked = {name: given.pop(name, None) for name in ("timestamps", "num_beams", "language", "task")}
         if given:
             raise OptionError(f"this file {self.does}: {', '.join(given)} is not asked of it")
         opening, times = self.opening, asked["timestamps"]
@@ -271,7 +271,7 @@ class Dictator:
             left[known] = scores[known]
             return left
 
-        settings = Settings.of(GenerationOptions(beam_size=1, temperature=0.0, logits_processor=others), {})
+        settings = Settings.of(GenerationOptions(num_beams=1, temperature=0.0, logits_processor=others), {})
         start = np.array(self._manifest.special.start[:1], np.int64)
         requests = [Request(sound.number, {self._input: self._window(sound)}, start, 1) for sound in sounds]
         for sound, result in zip(sounds, generate_all(self._generator, requests, settings), strict=True):
@@ -299,7 +299,7 @@ class Dictator:
             self._find_languages(unknown)
         while going := [sound for sound in sounds if sound.seek < sound.frames.shape[1]]:
             for alike in _grouped(going):
-                options = GenerationOptions(beam_size=asked["beam_size"])
+                options = GenerationOptions(num_beams=asked["num_beams"])
                 if alike[0].timestamps:
                     end = self._manifest.special.end[0]
                     rule = Times(self.task.opening, end, len(alike[0].opening))

@@ -58,7 +58,7 @@ def test_a_source_alone_gets_what_the_file_decodes(engine, tmp_path):
     model = Model(toy)
     assert found[tuple(ids("cat"))][0] == [START_ID, *ids("tac"), END_ID]
     for word in WORDS[1:]:
-        tokens = model.generate(word, beam_size=1, temperature=0.0, max_new_tokens=128).token_ids
+        tokens = model.generate(word, num_beams=1, temperature=0.0, max_new_tokens=128).token_ids
         assert found[tuple(ids(word))][:2] == ([START_ID, *tokens], 1)
 
 

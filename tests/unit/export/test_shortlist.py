@@ -193,7 +193,7 @@ def test_logits_are_those_of_all_ids_where_a_row_has_candidates(made):
     assert len(states[1].candidates.ids) == 0  # a row that wants all ids has all columns computed
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.0, "seed": 5, "num_return": 2}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 5, "num_return_sequences": 2}])
 def test_a_row_alone_is_the_same_as_among_others(made, options):
     together = [*made.file.generate_batch(SOURCES[:14], batch_size=5, **options)]  # others join as rows end
     for source, index, result in zip(SOURCES, range(14), together, strict=False):
@@ -206,7 +206,7 @@ def test_columns_are_gathered_once_while_the_rows_stay(made, monkeypatch):
     held = []
     hold = runtime.Candidates.hold
     monkeypatch.setattr(runtime.Candidates, "hold", lambda self, weight: (held.append(self.wanted), hold(self, weight)))
-    made.file.generate(SOURCES[0], beam_size=3)
+    made.file.generate(SOURCES[0], num_beams=3)
     assert [ids.tolist() for ids in held] == [allowed(made.file, SOURCES[0])]
 
 
@@ -228,9 +228,9 @@ def test_columns_wait_for_rows_that_come(made):
 
 @pytest.mark.parametrize("pays", [0, IDS])
 def test_results_do_not_depend_on_whether_columns_are_gathered(made, monkeypatch, pays):
-    expected = [*made.file.generate_batch(SOURCES[:8], beam_size=2)]
+    expected = [*made.file.generate_batch(SOURCES[:8], num_beams=2)]
     monkeypatch.setattr(runtime, "most_columns", lambda vocabulary: pays)
-    for one, other in zip(made.file.generate_batch(SOURCES[:8], beam_size=2), expected, strict=True):
+    for one, other in zip(made.file.generate_batch(SOURCES[:8], num_beams=2), expected, strict=True):
         same(one, other, made.exact)
 
 
@@ -271,8 +271,8 @@ def test_ids_that_options_name_may_come(made):
     source = SOURCES[0]
     outside = next(i for i in range(10, IDS) if i not in allowed(made.file, source))
     assert made.file.generate(source, logit_bias={outside: 1000.0}).token_ids[0] == outside
-    assert made.file.generate(source, first_token=outside).token_ids[0] == outside
-    result, every = (made.file.generate(source, prefix=[outside], shortlist=on) for on in (True, False))
+    assert made.file.generate(source, forced_bos_token_id=outside).token_ids[0] == outside
+    result, every = (made.file.generate(source, forced_prefix=[outside], shortlist=on) for on in (True, False))
     assert result.token_ids[0] == every.token_ids[0] == outside
     assert np.isfinite(result.token_logprobs[0])
     np.testing.assert_allclose(made.file.score(source, [outside]), every.token_logprobs[:1], atol=1e-4)

@@ -122,12 +122,12 @@ CARRIED = [
     (0, {"max_length": 64}, {}, ""),
     (0, {"min_length": 4}, {}, "min_length"),
     (0, {"min_length": 4, "min_new_tokens": 2}, {"min_new_tokens": 2}, ""),
-    (1, {"forced_bos_token_id": 7}, {"first_token": 7}, ""),
+    (1, {"forced_bos_token_id": 7}, {"forced_bos_token_id": 7}, ""),
     (0, {"forced_bos_token_id": 7}, {}, "forced_bos_token_id"),
     (1, {"forced_eos_token_id": 2}, {}, "forced_eos_token_id"),
     (1, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-     {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.5}, ""),
-    (1, {"num_beams": 2, "do_sample": True, "top_k": 5}, {"beam_size": 2}, r"do_sample \(with num_beams\)"),
+     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, ""),
+    (1, {"num_beams": 2, "do_sample": True, "top_k": 5}, {"num_beams": 2}, r"do_sample \(with num_beams\)"),
     (0, {"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "top_k": 50, "min_p": 0.1}, ""),
     (0, {"do_sample": True, "typical_p": 0.5}, {"temperature": 1.0, "top_k": 50}, "typical_p"),
     (0, {"temperature": 0.5, "top_k": 4}, {}, ""),
@@ -135,7 +135,7 @@ CARRIED = [
     (0, {"sequence_bias": {(5,): 1.0, (6,): 2.0}}, {"logit_bias": [[5, 1.0], [6, 2.0]]}, ""),
     (1, {"encoder_no_repeat_ngram_size": 3, "guidance_scale": 2.0, "renormalize_logits": True}, {},
      "encoder_no_repeat_ngram_size, guidance_scale, renormalize_logits"),
-    (1, {"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0}, {"no_repeat_ngram": 0}, ""),
+    (1, {"encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0}, {"no_repeat_ngram_size": 0}, ""),
 ]  # fmt: skip
 
 
@@ -152,10 +152,13 @@ def test_what_is_carried_over_and_what_is_named_as_lost(starts, config, carried,
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ({"num_beams": 4}, "the model file's generation defaults: there is no option 'num_beams'"),
-        ({"suppress": "ab"}, "the model file's generation defaults: suppress must be a sequence of token ids"),
+        ({"beam_size": 4}, "the model file's generation defaults: there is no option 'beam_size'"),
+        (
+            {"suppress_tokens": "ab"},
+            "the model file's generation defaults: suppress_tokens must be a sequence of token ids",
+        ),
         ({"logits_processor": max}, "logits_processor is a callable, which a file cannot hold"),
-        ({"num_return": 2}, "num_return=2 needs a beam_size of at least 2, or sampling"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 needs a num_beams of at least 2, or sampling"),
     ],
 )
 def test_defaults_that_no_request_could_have_are_refused_before_any_work(tmp_path, defaults, message):

@@ -84,7 +84,7 @@ def same_weights(source, folder):
 def test_a_folder_becomes_a_file_that_takes_text(folder, tmp_path):
     export(load_source(folder), tmp_path / "model.onnx", max_length=32)
     model = Model.load(tmp_path / "model.onnx", "cpu")
-    assert model.manifest.defaults["beam_size"] == 2
+    assert model.manifest.defaults["num_beams"] == 2
     assert model.manifest.tokenizer_of == {"input_ids": 0, "decoder_input_ids": 1}
     module = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -92,7 +92,7 @@ def test_a_folder_becomes_a_file_that_takes_text(folder, tmp_path):
         with torch.no_grad():
             given = tokenizer(text, return_tensors="pt")
             (ids,) = module.generate(**given, num_beams=1, do_sample=False, max_new_tokens=8).tolist()
-        result = model.generate(text, beam_size=1, max_new_tokens=8)
+        result = model.generate(text, num_beams=1, max_new_tokens=8)
         assert list(result.token_ids) == ids[1:]
         assert result.text == tokenizer.decode(ids, skip_special_tokens=True)
 

@@ -61,7 +61,7 @@ def test_round_trip(tmp_path):
         task="text2text-generation",
         step="tgt",
         special={"start": [1], "end": [2], "pad": 0},
-        defaults={"beam_size": 4},
+        defaults={"num_beams": 4},
         max_length=64,
     )
     loaded = load_checkpoint(path)
@@ -69,7 +69,7 @@ def test_round_trip(tmp_path):
     assert loaded.tokenizers == {"src": "{}", "tgt": "[]"}
     assert (loaded.task, loaded.step, loaded.max_length) == ("text2text-generation", "tgt", 64)
     assert loaded.special == {"start": [1], "end": [2], "pad": 0}
-    assert loaded.defaults == {"beam_size": 4}
+    assert loaded.defaults == {"num_beams": 4}
     again = loaded.build()
     assert not again.training
     assert again.output.weight is again.target.tokens.weight
@@ -224,5 +224,5 @@ def test_a_write_that_breaks_off_leaves_the_old_file(saved, monkeypatch):
 
 
 def test_the_format_can_be_read_about_without_torch():
-    code = "import sys, tformer_export.checkpoint; sys.exit('torch' in sys.modules)"
+    code = "import sys, tformer_export.common.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,7 +23,7 @@ RECIPE = Recipe(
     data=Part("tiny_task:successors"),
     model=Part("tformer_models.seq2seq:Seq2SeqTransformer", MODEL | {"norm": "pre"}),
     training=Training(steps=12, validate_every=4, batch_tokens=128, warmup=4, learning_rate=5e-3),
-    checkpoint=Output(defaults={"beam_size": 2}, max_length=16),
+    checkpoint=Output(defaults={"num_beams": 2}, max_length=16),
 )
 
 
@@ -66,7 +66,7 @@ def test_it_learns_and_the_checkpoint_says_all(tmp_path):
     loaded = load_checkpoint(path)
     assert loaded.arguments["source_vocabulary"] == 8
     assert loaded.special == {"start": [1], "end": [2], "pad": 0}
-    assert (loaded.defaults, loaded.max_length) == ({"beam_size": 2}, 16)
+    assert (loaded.defaults, loaded.max_length) == ({"num_beams": 2}, 16)
     model = loaded.build()
     digits = torch.tensor([[3, 4, 5]])
     assert model(digits, torch.tensor([[1]])).shape == (1, 1, 8)

@@ -33,13 +33,13 @@ TOYS = {"encoder-decoder": Toy(seed=27, extras=True), "decoder-only": Toy(seed=5
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 WAYS = [
     {"max_new_tokens": 12},
-    {"max_new_tokens": 20, "stop": "e"},
-    {"max_new_tokens": 9, "beam_size": 3, "num_return": 2},
-    {"max_new_tokens": 15, "temperature": 1.3, "seed": 4, "num_return": 2},
+    {"max_new_tokens": 20, "stop_strings": "e"},
+    {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
+    {"max_new_tokens": 15, "temperature": 1.3, "seed": 4, "num_return_sequences": 2},
     {"max_new_tokens": 25, "repetition_penalty": 1.4, "top_logprobs": 2},
     {"max_new_tokens": 7, "choices": ["abc", "abd", "zz"]},
 ]
-LONG = {"suppress": [END_ID], "max_new_tokens": 20}
+LONG = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def test_requests_yield_what_they_yield_alone(model):
 
 
 def test_streams_are_the_texts_in_pieces(model):
-    plan = [(word, way) for word, way in requests(36) if "num_return" not in way]
-    plan += [("hello", {"beam_size": 2, "max_new_tokens": 8}), ("hello", {"prefix": "ab", "max_new_tokens": 8})]
+    plan = [(word, way) for word, way in requests(36) if "num_return_sequences" not in way]
+    plan += [("hello", {"num_beams": 2, "max_new_tokens": 8}), ("hello", {"forced_prefix": "ab", "max_new_tokens": 8})]
     expected = [model.generate(word, **way).text for word, way in plan]
 
     async def run():
@@ -228,7 +228,7 @@ def test_more_requests_than_the_queue_holds_wait_outside(toy):
         assert_alike(result, toy.generate(word, max_new_tokens=5))
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.0, "num_return": 3}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 3}])
 def test_what_is_cancelled_gives_its_rows_back_at_once(toy, monkeypatch, options):
     rows = rows_of_steps(toy, monkeypatch)
 
@@ -358,15 +358,15 @@ def test_a_request_that_fails_fails_alone(files):
         (InputError, "a" * 41, {}),
         (OptionError, "ab", {"temperature": -1}),
         (OptionError, "ab", {"nonsense": 1}),
-        (OptionError, "ab", {"suppress": [999]}),
+        (OptionError, "ab", {"suppress_tokens": [999]}),
         (OptionError, "ab", {"regex": "["}),
         (OptionError, "ab", {"deadline": 0}),
         (OptionError, "ab", {"deadline": "soon"}),
-        (OptionError, "ab", {"suppress": list(range(29)), "max_new_tokens": 3}),
+        (OptionError, "ab", {"suppress_tokens": list(range(29)), "max_new_tokens": 3}),
         (ZeroDivisionError, "ab", {"logits_processor": fails, **LONG}),
-        (ZeroDivisionError, "ab", {"logits_processor": fails, "beam_size": 2, **LONG}),
+        (ZeroDivisionError, "ab", {"logits_processor": fails, "num_beams": 2, **LONG}),
         (OptionError, "ab", {"logits_processor": lambda ids, logits: "nonsense"}),
-        (MemoryBudgetError, "ab", {"beam_size": 32}),
+        (MemoryBudgetError, "ab", {"num_beams": 32}),
     ]
 
     async def run():
@@ -389,7 +389,7 @@ def test_a_request_that_fails_fails_alone(files):
 
 def test_results_have_what_was_asked_for_besides(toy):
     """Alignments and hidden states, of requests that run beside others without."""
-    ways = [{}, {"alignments": True}, {"hidden": True}, {"alignments": True, "beam_size": 2}]
+    ways = [{}, {"alignments": True}, {"hidden": True}, {"alignments": True, "num_beams": 2}]
     plan = [(word, way) for word in WORDS[:4] for way in ways]
 
     async def run():
@@ -410,19 +410,19 @@ def test_results_have_what_was_asked_for_besides(toy):
 def test_memory_is_shared_with_all_who_use_the_model(files):
     """Requests of three kinds, which are three batches, and threads of their own, where one request fits at a time."""
     free = Model.load(files["encoder-decoder"], "cpu", threads=1)
-    free.generate("onnx", beam_size=2)
+    free.generate("onnx", num_beams=2)
     model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=free.memory()["peak"] * 2)
-    ways = [{"beam_size": 2}, {"alignments": True}, {"hidden": True}]
+    ways = [{"num_beams": 2}, {"alignments": True}, {"hidden": True}]
     plan = [(word, ways[i % 3]) for i, word in enumerate(WORDS * 3)]
 
     async def run():
         async with AsyncModel(model) as aio:
             loop = asyncio.get_running_loop()
             with ThreadPoolExecutor(3) as threads:
-                beside = [loop.run_in_executor(threads, lambda w=w: model.generate(w, beam_size=2)) for w in WORDS]
+                beside = [loop.run_in_executor(threads, lambda w=w: model.generate(w, num_beams=2)) for w in WORDS]
                 return await asyncio.gather(*(aio.generate(word, **way) for word, way in plan), *beside)
 
-    expected = [free.generate(word, **way) for word, way in plan] + [free.generate(w, beam_size=2) for w in WORDS]
+    expected = [free.generate(word, **way) for word, way in plan] + [free.generate(w, num_beams=2) for w in WORDS]
     for result, alone in zip(asyncio.run(run()), expected, strict=True):
         assert_alike(result, alone)
     assert model.memory()["held"] == 0
@@ -506,7 +506,7 @@ def test_a_result_that_cannot_be_made_is_its_requests_error(toy, monkeypatch):
             result = toy.generator.result
             monkeypatch.setattr(toy.generator, "result", lambda task: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                await text_of(aio.stream("hello", beam_size=2))
+                await text_of(aio.stream("hello", num_beams=2))
             monkeypatch.setattr(toy.generator, "result", result)
             assert_alike(await aio.generate("hello"), toy.generate("hello"))
 
@@ -567,9 +567,9 @@ from tformer_runtime import AsyncModel, Model
 async def main():
     global aio
     aio = AsyncModel(Model.load(sys.argv[1], "cpu"))
-    async for piece in aio.stream("hello", suppress=[2]):
+    async for piece in aio.stream("hello", suppress_tokens=[2]):
         for _ in range(20):
-            asyncio.ensure_future(aio.generate("ab", suppress=[2]))
+            asyncio.ensure_future(aio.generate("ab", suppress_tokens=[2]))
         await asyncio.sleep(0)
         break
     print("end")

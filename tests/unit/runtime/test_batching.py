@@ -53,7 +53,7 @@ def test_of_endless_inputs_a_bounded_number_is_held(model, workers):
     assert alive() == before
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 4, "num_return": 2}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 4, "num_return_sequences": 2}])
 def test_a_run_that_goes_on_with_another(model, options):
     whole = list(model.generate_batch(WORDS, batch_size=ROWS, max_new_tokens=6, **options))
     for done in (0, 3, len(WORDS)):

@@ -19,12 +19,12 @@ from tformer_runtime import InputError, MemoryBudgetError, MissingExtraError, Mo
 KINDS = {"gqa": Toy(encoder=False, seed=5), "pair": Toy(encoder=False, seed=9, attention="scatter-pair", layers=2)}
 WAYS = {
     "greedy": {},
-    "beams": {"beam_size": 3, "num_return": 2},
-    "sampling": {"temperature": 1.2, "seed": 3, "num_return": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"temperature": 1.2, "seed": 3, "num_return_sequences": 2},
     "penalty": {"repetition_penalty": 1.8},
-    "ngrams": {"no_repeat_ngram": 2},
-    "beams-ngrams": {"beam_size": 2, "no_repeat_ngram": 2, "suppress_sequences": [[4, 5], [6, 7, 8]]},
-    "prefix": {"prefix": "ab", "top_logprobs": 2},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "beams-ngrams": {"num_beams": 2, "no_repeat_ngram_size": 2, "bad_words_ids": [[4, 5], [6, 7, 8]]},
+    "prefix": {"forced_prefix": "ab", "top_logprobs": 2},
     "regex": {"regex": "[a-f]{3,9}"},
 }
 
@@ -51,28 +51,28 @@ def ids_of(text):
 @pytest.mark.parametrize("way", list(WAYS))
 def test_what_follows_a_prefix_is_what_follows_the_whole(model, way):
     options = {"max_new_tokens": 12, **WAYS[way]}
-    prefix = model.prefix("hello")
+    prefix = model.cache_prefix("hello")
     assert prefix.ids.tolist() == [START_ID, *ids_of("hello")]
     for word in ("world", "a", "helloworld"):
         whole = model.generate("hello" + word, **options)
-        same(model.generate(word, after=prefix, **options), whole)
-        same(model.generate(ids_of(word), after=prefix, **options), whole)
-        same(model.generate({"tgt": word}, after=prefix, **options), whole)
+        same(model.generate(word, prefix=prefix, **options), whole)
+        same(model.generate(ids_of(word), prefix=prefix, **options), whole)
+        same(model.generate({"tgt": word}, prefix=prefix, **options), whole)
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "ngrams", "prefix"])
 def test_a_batch_after_a_prefix(model, way):
     options = {"max_new_tokens": 9, **WAYS[way]}
     words = ["world", "a", "mississippi", "zz", "transformer", "onnx", "b"]
-    prefix = model.prefix("hello")
-    results = model.generate_batch(words, batch_size=2, after=prefix, **options)
+    prefix = model.cache_prefix("hello")
+    results = model.generate_batch(words, batch_size=2, prefix=prefix, **options)
     for word, result in zip(words, results, strict=True):
         same(result, model.generate("hello" + word, **options))
 
 
 def test_a_stream_after_a_prefix(model):
-    prefix = model.prefix("hello")
-    pieces = list(model.stream("you", max_new_tokens=9, after=prefix))
+    prefix = model.cache_prefix("hello")
+    pieces = list(model.stream("you", max_new_tokens=9, prefix=prefix))
     assert len(pieces) > 1
     assert "".join(pieces) == model.generate("helloyou", max_new_tokens=9).text
 
@@ -81,23 +81,23 @@ def test_a_prefix_of_ids_and_one_that_ends_in_the_middle(model):
     whole = [7, 5, 9, 9, 4, 3]
     expected = model.generate(whole, max_new_tokens=8)
     for cut in range(1, len(whole)):
-        same(model.generate(whole[cut:], max_new_tokens=8, after=model.prefix(whole[:cut])), expected)
+        same(model.generate(whole[cut:], max_new_tokens=8, prefix=model.cache_prefix(whole[:cut])), expected)
 
 
 def test_hidden_states_after_a_prefix(tmp_path):
     toy = Toy(encoder=False, extras=True, seed=3)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
     whole = model.generate("helloab", hidden=True, max_new_tokens=6)
-    result = model.generate("ab", hidden=True, max_new_tokens=6, after=model.prefix("hello"))
+    result = model.generate("ab", hidden=True, max_new_tokens=6, prefix=model.cache_prefix("hello"))
     assert result.hidden["last"].shape == (len(result.token_ids), 16)
     np.testing.assert_allclose(result.hidden["last"], whole.hidden["last"], atol=1e-4)
 
 
 def test_threads_share_a_prefix(model):
-    prefix, seen = model.prefix("hello"), {}
+    prefix, seen = model.cache_prefix("hello"), {}
 
     def work(word):
-        seen[word] = model.generate(word, after=prefix, max_new_tokens=10).token_ids
+        seen[word] = model.generate(word, prefix=prefix, max_new_tokens=10).token_ids
 
     words = ["you", "me", "them", "it"] * 3
     side_by_side(work, words)
@@ -105,17 +105,17 @@ def test_threads_share_a_prefix(model):
 
 
 def test_the_memory_of_a_prefix(model):
-    prefix = model.prefix("hello")
+    prefix = model.cache_prefix("hello")
     held = model.memory()["held"]
     assert held > 0
-    model.generate("you", after=prefix, max_new_tokens=4)
+    model.generate("you", prefix=prefix, max_new_tokens=4)
     assert model.memory()["held"] == held
     prefix.release()
     assert model.memory()["held"] == 0
     for call in (model.generate, lambda *a, **k: next(model.generate_batch([*a], **k))):
         with pytest.raises(UnsupportedCallError, match="the prefix has been released, and nothing can follow it"):
-            call("you", after=prefix)
-    forgotten = model.prefix("hello")
+            call("you", prefix=prefix)
+    forgotten = model.cache_prefix("hello")
     assert model.memory()["held"] == held
     del forgotten
     gc.collect()
@@ -123,8 +123,8 @@ def test_the_memory_of_a_prefix(model):
 
 
 def test_a_prefix_that_is_released_while_it_is_used(model):
-    prefix = model.prefix("hello")
-    results = model.generate_batch(["a", "b"], after=prefix, batch_size=1, max_new_tokens=3)
+    prefix = model.cache_prefix("hello")
+    results = model.generate_batch(["a", "b"], prefix=prefix, batch_size=1, max_new_tokens=3)
     next(results)
     prefix.release()
     with pytest.raises(UnsupportedCallError, match="has been released"):
@@ -133,17 +133,17 @@ def test_a_prefix_that_is_released_while_it_is_used(model):
 
 def test_prefixes_that_cannot_be(model, tmp_path):
     with pytest.raises(InputError, match="65 tokens are more than the 64"):
-        model.prefix("a" * 64)
+        model.cache_prefix("a" * 64)
     with pytest.raises(InputError, match="the input is empty"):
-        model.generate("", after=model.prefix("a"))
+        model.generate("", prefix=model.cache_prefix("a"))
     with pytest.raises(InputError, match="the input, with the 61 before it, is 64 tokens long and the model holds 64"):
-        model.generate("abc", after=model.prefix("a" * 60))
-    assert len(model.generate("ab", after=model.prefix("a" * 60)).token_ids) == 1
+        model.generate("abc", prefix=model.cache_prefix("a" * 60))
+    assert len(model.generate("ab", prefix=model.cache_prefix("a" * 60)).token_ids) == 1
     other = Model.load(Toy(encoder=False).write(tmp_path / "other.onnx"), "cpu")
     with pytest.raises(InputError, match="the prefix was read by another model"):
-        other.generate("a", after=model.prefix("a"))
+        other.generate("a", prefix=model.cache_prefix("a"))
     encoder = Model.load(Toy().write(tmp_path / "encoder.onnx"), "cpu")
-    for call, name in ((lambda: encoder.prefix("a"), "prefix"), (encoder.chat, "chat")):
+    for call, name in ((lambda: encoder.cache_prefix("a"), "prefix"), (encoder.chat, "chat")):
         with pytest.raises(UnsupportedCallError, match=f"in an encoder, all at once: it cannot {name}"):
             call()
     assert model.memory()["held"] == 0
@@ -166,10 +166,10 @@ def test_special_tokens_come_once(tmp_path, before, after):
     model = Model.load(made, "cpu")
     first = [LETTERS.index(before)] if before else []
     last = [LETTERS.index(after)] if after else []
-    prefix = model.prefix("hello")
+    prefix = model.cache_prefix("hello")
     assert prefix.ids.tolist() == first + ids_of("hello")
     same(
-        model.generate("you", after=prefix, max_new_tokens=5),
+        model.generate("you", prefix=prefix, max_new_tokens=5),
         model.generate(first + ids_of("helloyou") + last, max_new_tokens=5),
     )
     chat = model.chat()
@@ -213,11 +213,13 @@ def test_a_turn_is_what_the_whole_conversation_gives(model, acts, way):
 
 def test_an_answer_that_ended_or_was_stopped_goes_on_with_its_ids(model):
     chat = model.chat()
-    ended = chat.send("hello", suppress_first=[END_ID], logit_bias={END_ID: 50.0})
+    ended = chat.send("hello", begin_suppress_tokens=[END_ID], logit_bias={END_ID: 50.0})
     assert ended.finish_reason == "end"
     assert len(ended.token_ids) == 2
-    stop = model.generate(chat.turns[-1].ids.tolist() + ids_of("you"), max_new_tokens=6, suppress=[END_ID]).text[2:4]
-    stopped = chat.send("you", stop=stop, suppress=[END_ID], max_new_tokens=6)
+    stop = model.generate(chat.turns[-1].ids.tolist() + ids_of("you"), max_new_tokens=6, suppress_tokens=[END_ID]).text[
+        2:4
+    ]
+    stopped = chat.send("you", stop_strings=stop, suppress_tokens=[END_ID], max_new_tokens=6)
     assert stopped.finish_reason == "stop"
     assert stop not in stopped.text
     whole = [START_ID, *ids_of("hello"), *ended.token_ids, *ids_of("you"), *stopped.token_ids, *ids_of("me")]
@@ -242,13 +244,13 @@ def test_rewinding_is_as_if_the_turns_had_not_been(model):
 
 def test_a_conversation_that_is_too_long(model):
     chat = model.chat()
-    chat.send("a" * 50, max_new_tokens=5, suppress=[END_ID])
+    chat.send("a" * 50, max_new_tokens=5, suppress_tokens=[END_ID])
     with pytest.raises(InputError, match="the conversation is 64 tokens long and the model holds 64: rewind it, or"):
         chat.send("b" * 8)
-    result = chat.send("b" * 6, suppress=[END_ID])
+    result = chat.send("b" * 6, suppress_tokens=[END_ID])
     assert len(result.token_ids) == 2
     chat.rewind()
-    assert len(chat.send("b", suppress=[END_ID]).token_ids) == 7
+    assert len(chat.send("b", suppress_tokens=[END_ID]).token_ids) == 7
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
@@ -264,9 +266,9 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
         (InputError, [99], {}),
         (InputError, {"text": "a"}, {}),
         (OptionError, "you", {"beem_size": 2}),
-        (OptionError, "you", {"num_return": 2}),
-        (OptionError, "you", {"suppress": [99]}),
-        (OptionError, "you", {"suppress": range(29)}),
+        (OptionError, "you", {"num_return_sequences": 2}),
+        (OptionError, "you", {"suppress_tokens": [99]}),
+        (OptionError, "you", {"suppress_tokens": range(29)}),
         (ZeroDivisionError, "you", {"logits_processor": spoil}),
     ]
     for kind, message, options in failures:
@@ -282,7 +284,7 @@ def test_a_turn_for_which_there_is_no_memory(model):
     chat = limited.chat()
     first = chat.send("hello", max_new_tokens=4)
     with pytest.raises(MemoryBudgetError, match=r"may need [\d,]+ bytes of cache and max_memory allows 30,000"):
-        chat.send("you", beam_size=5, max_new_tokens=40)
+        chat.send("you", num_beams=5, max_new_tokens=40)
     same(
         chat.send("you", max_new_tokens=4),
         model.generate([START_ID, *ids_of("hello"), *first.token_ids, *ids_of("you")], max_new_tokens=4),
@@ -405,8 +407,8 @@ def test_a_stream_that_is_left_is_no_turn(tmp_path):
     assert "".join(chat.stream("hello", max_new_tokens=8)) == expected.text
     same(chat.turns[0].result, expected)
     same(chat.send("inner", max_new_tokens=8), other.send("inner", max_new_tokens=8))
-    with pytest.raises(OptionError, match="num_return must be 1 for a stream"):
-        next(chat.stream("hello", num_return=2, beam_size=2))
+    with pytest.raises(OptionError, match="num_return_sequences must be 1 for a stream"):
+        next(chat.stream("hello", num_return_sequences=2, num_beams=2))
 
 
 def test_a_prompt_needs_a_template(tmp_path):
@@ -419,9 +421,9 @@ def test_options_of_a_turn_in_a_template(tmp_path):
     model, theirs = conversing(tmp_path, PLAIN)
     chat, messages = model.chat(), []
     turns = [
-        {"prefix": "he", "top_logprobs": 1},
-        {"beam_size": 3, "num_return": 3},
-        {"stop": ["a", "e"], "temperature": 1.0, "seed": 2},
+        {"forced_prefix": "he", "top_logprobs": 1},
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"stop_strings": ["a", "e"], "temperature": 1.0, "seed": 2},
         {"regex": "(ab|cd)+", "repetition_penalty": 1.3},
     ]
     for options in turns:

@@ -86,22 +86,22 @@ class Random:
 WAYS = {
     "greedy": {},
     "greedy with alternatives": {"top_logprobs": 3},
-    "beams": {"beam_size": 3, "num_return": 3, "length_penalty": 0.6},
-    "beams with alternatives": {"beam_size": 4, "num_return": 2, "top_logprobs": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.6},
+    "beams with alternatives": {"num_beams": 4, "num_return_sequences": 2, "top_logprobs": 3},
 }
 FORBIDDING = {
     "least": {"min_new_tokens": 9},
-    "suppressed": {"suppress": [4, 5, 6, 900]},
-    "not first": {"suppress_first": [END, 4, 5, 6]},
-    "bad words": {"suppress_sequences": [[4], [5, 6], [6, 5], [7, 7], [7, 8], [8, 9, 10], [2, 4, 5, 6, 7]]},
-    "ngrams": {"no_repeat_ngram": 1},
-    "first token": {"first_token": 7, "suppress_first": [8, 9]},
+    "suppressed": {"suppress_tokens": [4, 5, 6, 900]},
+    "not first": {"begin_suppress_tokens": [END, 4, 5, 6]},
+    "bad words": {"bad_words_ids": [[4], [5, 6], [6, 5], [7, 7], [7, 8], [8, 9, 10], [2, 4, 5, 6, 7]]},
+    "ngrams": {"no_repeat_ngram_size": 1},
+    "first token": {"forced_bos_token_id": 7, "begin_suppress_tokens": [8, 9]},
     "together": {
         "min_new_tokens": 7,
-        "suppress": [4],
-        "suppress_first": [5, 6],
-        "suppress_sequences": [[4], [5, 5], [5, 6]],
-        "no_repeat_ngram": 2,
+        "suppress_tokens": [4],
+        "begin_suppress_tokens": [5, 6],
+        "bad_words_ids": [[4], [5, 5], [5, 6]],
+        "no_repeat_ngram_size": 2,
     },
 }
 
@@ -136,14 +136,14 @@ def test_what_is_forbidden_changes_no_more_than_it_did(way, seed, ruled):
     model, options = Random(seed), WAYS[way]
     fast = decoded(model, options)
     # A first token is a rule that does more, at one step; beams of one kind are ranked together, one way or the other.
-    assert len(ruled) == (3 * len(FORBIDDING) if "beam_size" in options else 3)
+    assert len(ruled) == (3 * len(FORBIDDING) if "num_beams" in options else 3)
     del ruled[:]
     slow = decoded(model, {**options, "logits_processor": lambda ids, scores: scores})
     assert len(ruled) > 3 * len(FORBIDDING)
     assert fast == slow
     for i, name in enumerate(FORBIDDING):
         for h in (h for found in fast[3 * i : 3 * i + 3] for h in found):
-            assert not set(h.ids) & set(FORBIDDING[name].get("suppress", ()))
+            assert not set(h.ids) & set(FORBIDDING[name].get("suppress_tokens", ()))
             assert len(h.ids) > FORBIDDING[name].get("min_new_tokens", 0)
             assert name != "ngrams" or len(set(h.ids)) == len(h.ids)
             assert name != "first token" or h.ids[0] == 7
@@ -167,14 +167,14 @@ def test_a_row_comes_from_a_device_where_what_is_likeliest_there_is_forbidden(wa
     if way == "greedy":
         assert 0 < OnDevice.reads < 12 * len(FORBIDDING)
         OnDevice.reads = 0
-        decoded(device, {"suppress": [900]}, ["not first"])  # nothing that would have come
+        decoded(device, {"suppress_tokens": [900]}, ["not first"])  # nothing that would have come
         assert OnDevice.reads == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 2}, {"temperature": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"temperature": 1.0}])
 @pytest.mark.parametrize("device", [False, True])
 def test_no_id_that_may_come(options, device):
-    settings = Settings.of(GenerationOptions(suppress=range(VOCABULARY), max_new_tokens=3, **options), {})
+    settings = Settings.of(GenerationOptions(suppress_tokens=range(VOCABULARY), max_new_tokens=3, **options), {})
     rules = rules_of(settings, SpecialTokens((1,), (END,), 0), VOCABULARY)
     tasks = [Task(0, np.array([1]), 3, settings, (END,), rules), Task(1, np.array([1]), 3, Settings(), (END,))]
     scheduler = Scheduler(Random(1, device))

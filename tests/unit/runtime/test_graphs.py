@@ -177,7 +177,7 @@ def test_buffers_are_lent_once_at_a_time(files):
 
 
 @toys
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.5, "top_k": 9, "seed": 5}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.5, "top_k": 9, "seed": 5}])
 def test_generation_on_a_device_finds_what_the_cpu_finds(files, name, options):
     """Rows that leave, beams that move and caches that grow, all of which pass through the device's buffers."""
     inputs = rows_of(8, (4, 9, 2, 6, 3))
@@ -272,11 +272,11 @@ def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
         ({"top_k": 40}, "none"),
         ({"temperature": 1.6, "top_k": 12, "top_p": 0.8, "min_p": 0.02}, "none"),
         ({"temperature": 0.6, "top_p": 0.9}, "few"),
-        ({"min_p": 0.05, "num_return": 3}, "few"),
+        ({"min_p": 0.05, "num_return_sequences": 3}, "few"),
         ({"temperature": 3.0, "top_p": 0.93}, "some"),
         ({"temperature": 1.2}, "all"),
         ({"top_k": 40, "repetition_penalty": 1.2}, "all"),
-        ({"top_k": 40, "suppress": (5, 6)}, "all"),
+        ({"top_k": 40, "suppress_tokens": (5, 6)}, "all"),
         ({"top_p": 0.9, "top_logprobs": 3}, "all"),
         ({"top_k": 300}, "all"),
     ],

@@ -16,7 +16,7 @@ from tformer_runtime.cli.result_file import ResultFile
 
 INPUTS = [f"input {i}" for i in range(11)]
 EXPECTED = "".join(f"{i}: {line}\n" for i, line in enumerate(INPUTS))
-ASKED = {"--beam-size": 2, "--json": None}
+ASKED = {"--num-beams": 2, "--json": None}
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +134,8 @@ def test_what_stands_in_the_way(tmp_path):
     assert refused(path) == (
         "out.part is there, of a run that did not end: give --resume to go on, or --force to start over"
     )
-    assert refused(path, resume=True, asked=ASKED | {"--beam-size": 3}) == (
-        "--beam-size is 3, and was 2 for out.part: ask for the same, or start over with --force"
+    assert refused(path, resume=True, asked=ASKED | {"--num-beams": 3}) == (
+        "--num-beams is 3, and was 2 for out.part: ask for the same, or start over with --force"
     )
     assert "--json is given, and was not given for" in refused(path, resume=True, asked=ASKED | {"--json": True})
     assert "--ids is given, and was not given" in refused(path, resume=True, asked=ASKED | {"--ids": True})

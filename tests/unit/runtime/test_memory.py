@@ -23,10 +23,10 @@ from tformer_runtime.engine.shortlist import Candidates
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
 WAYS = [
     {},
-    {"beam_size": 3},
-    {"temperature": 1.0, "seed": 1, "num_return": 2},
+    {"num_beams": 3},
+    {"temperature": 1.0, "seed": 1, "num_return_sequences": 2},
     {"max_new_tokens": 3},
-    {"suppress": [END_ID], "max_new_tokens": 20},
+    {"suppress_tokens": [END_ID], "max_new_tokens": 20},
 ]
 TOYS = {
     "encoder-decoder": Toy(seed=27, layers=2, extras=True),
@@ -53,7 +53,7 @@ def cost(model: Model, words: list[str], **options) -> int:
 
 
 def of_length(model: Model, length: int) -> Task:
-    settings = model.settings(None, {"max_new_tokens": length, "suppress": [END_ID]})
+    settings = model.settings(None, {"max_new_tokens": length, "suppress_tokens": [END_ID]})
     return model.generator.task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
 
 
@@ -164,7 +164,7 @@ def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
 
 
 def test_a_request_that_never_fits_says_what_it_needs(files):
-    options = {"beam_size": 2, "max_new_tokens": 5}
+    options = {"num_beams": 2, "max_new_tokens": 5}
     need = cost(loaded(files), ["hello"], **options)
     model = loaded(files, limit=need - 1)
     said = rf"may need {need:,} bytes of cache and max_memory allows {need - 1:,}"
@@ -177,29 +177,29 @@ def test_a_request_that_never_fits_says_what_it_needs(files):
 def test_what_is_kept_is_not_waited_for(files):
     """A prefix ends when its owner says so, and a stream when its owner has read it: here they would never."""
     model = loaded(files, limit=cost(loaded(files), ["hello"]))
-    prefix = model.prefix("ab")
+    prefix = model.cache_prefix("ab")
     for word in ("hello", "a"):
         with pytest.raises(MemoryBudgetError, match=r"384 of max_memory=8,192 are held by what does not end before"):
             model.generate(word)
     assert len(model.generate("hello", max_new_tokens=3).token_ids) <= 3
     prefix.release()
-    stream = model.stream("hello", suppress=[END_ID])
+    stream = model.stream("hello", suppress_tokens=[END_ID])
     next(stream)
     with pytest.raises(MemoryBudgetError, match="streams that are not read to their end"):
         model.generate("hello")
     with pytest.raises(MemoryBudgetError):
-        model.prefix("hello")
+        model.cache_prefix("hello")
     stream.close()
     assert model.generate("hello") == loaded(files).generate("hello")
 
 
 def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
     model = loaded(files)
-    prefix = model.prefix("hello")
+    prefix = model.cache_prefix("hello")
     chat = model.chat()
     chat.send("hello", max_new_tokens=3)
     assert model.memory()["held"] == 6 * 128 + 4096  # a prefix grows no more, and a conversation does
-    assert_alike(model.generate("a", after=prefix), model.generate("helloa"))
+    assert_alike(model.generate("a", prefix=prefix), model.generate("helloa"))
     del prefix
     assert model.memory()["held"] == 4096
     del chat
@@ -209,11 +209,11 @@ def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
 
 def test_nothing_follows_what_was_released(files):
     model = loaded(files)
-    prefix, chat = model.prefix("hello"), model.chat()
+    prefix, chat = model.cache_prefix("hello"), model.chat()
     chat.send("ab", max_new_tokens=3)
     prefix.release()
     chat.release()
-    for call in (lambda: model.generate("a", after=prefix), lambda: chat.send("c")):
+    for call in (lambda: model.generate("a", prefix=prefix), lambda: chat.send("c")):
         with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it"):
             call()
     assert model.memory()["held"] == 0

@@ -64,7 +64,7 @@ def test_greedy_is_that_of_the_full_computation(both):
     assert ended
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 0.8, "seed": 1}, {"min_new_tokens": 12}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 0.8, "seed": 1}, {"min_new_tokens": 12}])
 def test_a_batch_is_its_inputs_alone_in_their_order(both, options):
     _, model = both
     results = list(model.generate_batch(iter(WORDS), batch_size=3, max_new_tokens=15, **options))
@@ -92,19 +92,19 @@ def test_the_company_of_an_input_changes_nothing(models, words, batch_size, samp
 
 def test_beams_have_scores_and_alternatives(both):
     _, model = both
-    result = model.generate("hello", GenerationOptions(beam_size=4), num_return=3, max_new_tokens=10)
+    result = model.generate("hello", GenerationOptions(num_beams=4), num_return_sequences=3, max_new_tokens=10)
     ranked = [result, *result.alternatives]
     assert len(ranked) == 3
     assert [r.score for r in ranked] == sorted((r.score for r in ranked), reverse=True)
     assert len({r.token_ids for r in ranked}) == 3
     greedy = model.generate("hello", max_new_tokens=10)
-    wide = model.generate("hello", beam_size=4, max_new_tokens=10, length_penalty=0.0, early_stopping="never")
+    wide = model.generate("hello", num_beams=4, max_new_tokens=10, length_penalty=0.0, early_stopping="never")
     assert wide.score >= sum(greedy.token_logprobs) - 1e-5
 
 
 def test_beams_of_one_row_are_those_of_the_full_computation(both):
     toy, model = both
-    result = model.generate("ab", beam_size=3, num_return=3, max_new_tokens=6)
+    result = model.generate("ab", num_beams=3, num_return_sequences=3, max_new_tokens=6)
     for r in (result, *result.alternatives):
         np.testing.assert_allclose(_logprobs(toy, "ab", r.token_ids), r.token_logprobs, atol=1e-4)
         assert r.score == pytest.approx(sum(r.token_logprobs) / len(r.token_ids), abs=1e-5)
@@ -119,7 +119,7 @@ def _logprobs(toy: Toy, word: str, ids: tuple[int, ...]) -> np.ndarray:
 
 def test_samples_differ_and_repeat_by_seed(both):
     _, model = both
-    options = GenerationOptions(temperature=1.5, num_return=4, max_new_tokens=12)
+    options = GenerationOptions(temperature=1.5, num_return_sequences=4, max_new_tokens=12)
     first = model.generate("hello", options, seed=1)
     assert len({first.token_ids, *(r.token_ids for r in first.alternatives)}) == 4
     assert model.generate("hello", options, seed=1) == first
@@ -134,20 +134,22 @@ def test_temperature_zero_and_top_k_one_are_greedy(both):
     assert model.generate("hello", top_k=1, max_new_tokens=12).token_ids == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 2}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"temperature": 1.0, "seed": 3}])
 def test_a_stop_string_ends_the_text_also_across_tokens(both, options):
     _, model = both
     whole = model.generate("hello", max_new_tokens=12, min_new_tokens=8, **options)
     stop = whole.text[3:5]
-    result = model.generate("hello", max_new_tokens=12, min_new_tokens=8, stop=["££", stop], **options)
-    if "beam_size" not in options:  # a beam that stops early competes with others
+    result = model.generate("hello", max_new_tokens=12, min_new_tokens=8, stop_strings=["££", stop], **options)
+    if "num_beams" not in options:  # a beam that stops early competes with others
         assert result.text == whole.text[: whole.text.find(stop)]
         assert len(result.token_ids) < len(whole.token_ids)
     assert result.finish_reason == "stop" or stop not in result.text
     assert stop not in result.text
 
 
-@pytest.mark.parametrize("options", [{}, {"stop": "m"}, {"stop": ["££"]}, {"beam_size": 2}, {"top_p": 0.9, "seed": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"stop_strings": "m"}, {"stop_strings": ["££"]}, {"num_beams": 2}, {"top_p": 0.9, "seed": 1}]
+)
 def test_a_stream_is_the_text_in_pieces(both, options):
     _, model = both
     pieces = list(model.stream("hello", max_new_tokens=20, **options))
@@ -173,8 +175,8 @@ def test_a_stream_checks_before_it_starts(both):
     _, model = both
     with pytest.raises(InputError, match="not in the model's vocabulary"):
         model.stream("é")
-    with pytest.raises(OptionError, match="num_return must be 1"):
-        model.stream("a", beam_size=2, num_return=2)
+    with pytest.raises(OptionError, match="num_return_sequences must be 1"):
+        model.stream("a", num_beams=2, num_return_sequences=2)
 
 
 def test_scores_are_the_models_own(both):
@@ -266,7 +268,7 @@ def test_workers_yield_what_one_batch_yields(both):
             raise KeyError("mine")
         return logits
 
-    for options in ({"max_new_tokens": 12}, {"beam_size": 3, "max_new_tokens": 6}, {"temperature": 1.0, "seed": 3}):
+    for options in ({"max_new_tokens": 12}, {"num_beams": 3, "max_new_tokens": 6}, {"temperature": 1.0, "seed": 3}):
         expected = list(model.generate_batch(inputs, batch_size=4, **options))
         found = list(model.generate_batch(inputs, batch_size=2, workers=3, **options))
         assert [r.token_ids for r in found] == [r.token_ids for r in expected]
@@ -293,7 +295,7 @@ def test_a_file_without_a_tokenizer(tmp_path):
     with pytest.raises(UnsupportedCallError, match="no tokenizer"):
         model.stream([5])
     with pytest.raises(OptionError, match="stop needs text"):
-        model.generate([5], stop="a")
+        model.generate([5], stop_strings="a")
     with pytest.raises(InputError, match="99 is beyond one of the model's tables"):
         model.generate([99])
 
@@ -314,17 +316,17 @@ def test_a_model_that_is_run_once_says_so(tmp_path):
 
 
 def test_the_files_defaults_count(tmp_path):
-    toy = Toy(defaults={"max_new_tokens": 3, "beam_size": 2})
+    toy = Toy(defaults={"max_new_tokens": 3, "num_beams": 2})
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu")
     assert len(model.generate("hello").token_ids) <= 3
-    assert len(model.generate("hello", beam_size=1, max_new_tokens=5, min_new_tokens=5).token_ids) == 5
-    assert model.generate("hello", num_return=2).alternatives
+    assert len(model.generate("hello", num_beams=1, max_new_tokens=5, min_new_tokens=5).token_ids) == 5
+    assert model.generate("hello", num_return_sequences=2).alternatives
 
 
 def test_an_end_token_is_in_the_ids_and_not_in_the_text(tmp_path, models):
     end = models["encoder-decoder"].generate("hello").token_ids[5]  # a token that its tokenizer would show
     model = Model.load(replace(TOYS["encoder-decoder"], end=(end,)).write(tmp_path / "toy.onnx"), "cpu")
-    for options in ({}, {"stop": "££"}, {"beam_size": 2, "early_stopping": True}):
+    for options in ({}, {"stop_strings": "££"}, {"num_beams": 2, "early_stopping": True}):
         result = model.generate("hello", **options)
         assert result.finish_reason == "end"
         assert result.token_ids[-1] == end

@@ -19,11 +19,11 @@ def settled(defaults=None, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bem_size": 2}, "no option 'bem_size': did you mean beam_size?"),
+        ({"num_bems": 2}, "no option 'num_bems': did you mean num_beams?"),
         ({"zzz": 2}, "no option 'zzz': there are max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, not 0"),
-        ({"beam_size": 2.0}, "beam_size must be a whole number of at least 1, not 2.0"),
-        ({"beam_size": True}, "beam_size must be a whole number"),
+        ({"num_beams": 2.0}, "num_beams must be a whole number of at least 1, not 2.0"),
+        ({"num_beams": True}, "num_beams must be a whole number"),
         ({"min_new_tokens": -1}, "min_new_tokens must be"),
         ({"top_k": -1}, "top_k must be"),
         ({"seed": -1}, "seed must be"),
@@ -35,25 +35,25 @@ def settled(defaults=None, **options):
         ({"length_penalty": "1"}, "length_penalty must be a number"),
         ({"early_stopping": 1}, "early_stopping must be True, False or"),
         ({"early_stopping": "always"}, "early_stopping must be"),
-        ({"stop": ""}, "stop must be strings that are not empty"),
-        ({"stop": ["a", 3]}, "stop must be strings"),
-        ({"stop": 5}, "stop must be strings"),
+        ({"stop_strings": ""}, "stop_strings must be strings that are not empty"),
+        ({"stop_strings": ["a", 3]}, "stop_strings must be strings"),
+        ({"stop_strings": 5}, "stop_strings must be strings"),
         ({"patience": 0}, "patience must be more than 0, not 0"),
-        ({"beam_groups": 0}, "beam_groups must be a whole number of at least 1"),
+        ({"num_beam_groups": 0}, "num_beam_groups must be a whole number of at least 1"),
         ({"diversity_penalty": -0.5}, "diversity_penalty must be 0 or more"),
         ({"min_p": 1.5}, "min_p must be at least 0 and at most 1, not 1.5"),
         ({"min_p": -0.1}, "min_p must be"),
-        ({"first_token": -1}, "first_token must be a token id, a whole number of at least 0, not -1"),
-        ({"first_token": True}, "first_token must be a token id"),
-        ({"prefix": 3}, "prefix must be text or a sequence of token ids"),
-        ({"prefix": ["a"]}, "prefix must be a sequence of token ids, not ['a']"),
-        ({"suppress": "ab"}, "suppress must be a sequence of token ids, not 'ab'"),
-        ({"suppress": [1.0]}, "suppress must be"),
-        ({"suppress": {1: 2}}, "suppress must be"),
-        ({"suppress_first": np.array(3)}, "suppress_first must be"),
-        ({"suppress_sequences": [1, 2]}, "suppress_sequences must be a sequence of sequences of token ids, none of"),
-        ({"suppress_sequences": [[1], []]}, "suppress_sequences must be"),
-        ({"suppress_sequences": 7}, "suppress_sequences must be"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id must be a token id, a whole number of at least 0, not -1"),
+        ({"forced_bos_token_id": True}, "forced_bos_token_id must be a token id"),
+        ({"forced_prefix": 3}, "forced_prefix must be text or a sequence of token ids"),
+        ({"forced_prefix": ["a"]}, "forced_prefix must be a sequence of token ids, not ['a']"),
+        ({"suppress_tokens": "ab"}, "suppress_tokens must be a sequence of token ids, not 'ab'"),
+        ({"suppress_tokens": [1.0]}, "suppress_tokens must be"),
+        ({"suppress_tokens": {1: 2}}, "suppress_tokens must be"),
+        ({"begin_suppress_tokens": np.array(3)}, "begin_suppress_tokens must be"),
+        ({"bad_words_ids": [1, 2]}, "bad_words_ids must be a sequence of sequences of token ids, none of"),
+        ({"bad_words_ids": [[1], []]}, "bad_words_ids must be"),
+        ({"bad_words_ids": 7}, "bad_words_ids must be"),
         ({"logit_bias": [1, 2]}, "logit_bias must be a mapping from token ids to numbers, each id once, not [1, 2]"),
         ({"logit_bias": {"a": 2}}, "logit_bias must be"),
         ({"logit_bias": {1: "2"}}, "logit_bias must be"),
@@ -62,7 +62,7 @@ def settled(defaults=None, **options):
         ({"logit_bias": 3}, "logit_bias must be"),
         ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
         ({"presence_penalty": None, "frequency_penalty": "1"}, "frequency_penalty must be a number"),
-        ({"no_repeat_ngram": -1}, "no_repeat_ngram must be a whole number of at least 0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be a whole number of at least 0"),
         ({"top_logprobs": -1}, "top_logprobs must be a whole number of at least 0"),
         ({"logits_processor": 3}, "logits_processor must be a callable"),
         ({"regex": ""}, "regex must be a string that is not empty"),
@@ -85,16 +85,22 @@ def test_what_is_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_size": 2, "temperature": 0.5}, "beam_size=2 and sampling"),
-        ({"num_return": 2}, "num_return=2 needs a beam_size of at least 2, or sampling"),
-        ({"num_return": 5, "beam_size": 4}, "needs a beam_size of at least 5"),
+        ({"num_beams": 2, "temperature": 0.5}, "num_beams=2 and sampling"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 needs a num_beams of at least 2, or sampling"),
+        ({"num_return_sequences": 5, "num_beams": 4}, "needs a num_beams of at least 5"),
         ({"min_new_tokens": 3, "max_new_tokens": 2}, "min_new_tokens=3 is more than max_new_tokens=2"),
-        ({"beam_size": 2, "min_p": 0.1}, "beam_size=2 and sampling"),
-        ({"beam_size": 4, "beam_groups": 3}, "beam_groups=3 must divide beam_size, which is 4"),
-        ({"beam_groups": 2}, "beam_groups=2 must divide beam_size, which is 1"),
-        ({"beam_size": 2, "diversity_penalty": 0.5}, "diversity_penalty=0.5 needs a beam_groups of at least 2"),
-        ({"beam_size": 4, "patience": 0.3, "num_return": 2}, "patience=0.3 ends at 1 hypotheses, fewer than num_retu"),
-        ({"suppress": [4, 5], "first_token": 5}, "first_token=5 is one of the ids that suppress forbids"),
+        ({"num_beams": 2, "min_p": 0.1}, "num_beams=2 and sampling"),
+        ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups=3 must divide num_beams, which is 4"),
+        ({"num_beam_groups": 2}, "num_beam_groups=2 must divide num_beams, which is 1"),
+        ({"num_beams": 2, "diversity_penalty": 0.5}, "diversity_penalty=0.5 needs a num_beam_groups of at least 2"),
+        (
+            {"num_beams": 4, "patience": 0.3, "num_return_sequences": 2},
+            "patience=0.3 ends at 1 hypotheses, fewer than num_retu",
+        ),
+        (
+            {"suppress_tokens": [4, 5], "forced_bos_token_id": 5},
+            "forced_bos_token_id=5 is one of the ids that suppress_tokens forbids",
+        ),
     ],
 )
 def test_what_contradicts_itself(options, message):
@@ -103,20 +109,20 @@ def test_what_contradicts_itself(options, message):
 
 
 def test_the_callers_over_the_files_over_the_built_in():
-    settings = settled({"beam_size": 4, "length_penalty": 0.6}, beam_size=2)
-    assert (settings.beam_size, settings.length_penalty, settings.num_return) == (2, 0.6, 1)
-    assert settled({"beam_size": 4}, beam_size=1).beam_size == 1
+    settings = settled({"num_beams": 4, "length_penalty": 0.6}, num_beams=2)
+    assert (settings.num_beams, settings.length_penalty, settings.num_return_sequences) == (2, 0.6, 1)
+    assert settled({"num_beams": 4}, num_beams=1).num_beams == 1
 
 
 def test_a_caller_who_samples_overrules_the_files_beams_and_the_other_way_round():
-    assert settled({"beam_size": 4, "num_return": 3}, temperature=0.7) == Settings(temperature=0.7)
-    assert settled({"top_k": 5}, beam_size=4) == Settings(beam_size=4)
-    assert settled({"beam_size": 4}, temperature=0).beam_size == 4
-    groups = {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.5, "patience": 0.3}
+    assert settled({"num_beams": 4, "num_return_sequences": 3}, temperature=0.7) == Settings(temperature=0.7)
+    assert settled({"top_k": 5}, num_beams=4) == Settings(num_beams=4)
+    assert settled({"num_beams": 4}, temperature=0).num_beams == 4
+    groups = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "patience": 0.3}
     assert settled(groups, min_p=0.1) == Settings(min_p=0.1)
-    assert settled(groups, beam_size=1) == Settings()
-    assert settled(groups, beam_size=6).beam_groups == 2
-    assert settled({"min_p": 0.1}, beam_size=4) == Settings(beam_size=4)
+    assert settled(groups, num_beams=1) == Settings()
+    assert settled(groups, num_beams=6).num_beam_groups == 2
+    assert settled({"min_p": 0.1}, num_beams=4) == Settings(num_beams=4)
 
 
 def test_a_callers_constraint_overrules_the_files():
@@ -127,7 +133,7 @@ def test_a_callers_constraint_overrules_the_files():
 
 @pytest.mark.parametrize(("patience", "enough"), [(1.0, 5), (2.0, 10), (0.5, 3), (0.3, 2)])
 def test_how_many_hypotheses_are_enough(patience, enough):
-    assert settled(beam_size=5, patience=patience).enough == enough  # halves up, as C++ rounds
+    assert settled(num_beams=5, patience=patience).enough == enough  # halves up, as C++ rounds
 
 
 @pytest.mark.parametrize(
@@ -147,21 +153,21 @@ def test_when_tokens_are_drawn(options, sampling):
 
 
 def test_bad_defaults_are_the_files_fault():
-    with pytest.raises(OptionError, match="the model file's generation defaults: there is no option 'num_beams'"):
-        settled({"num_beams": 4})
+    with pytest.raises(OptionError, match="the model file's generation defaults: there is no option 'beam_size'"):
+        settled({"beam_size": 4})
 
 
 JSON = {
-    "prefix": [3, 4],
-    "first_token": 3,
-    "suppress": [5, 6],
-    "suppress_first": [],
-    "suppress_sequences": [[1], [2, 3]],
+    "forced_prefix": [3, 4],
+    "forced_bos_token_id": 3,
+    "suppress_tokens": [5, 6],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [[1], [2, 3]],
     "logit_bias": {"10": 1, "9": -2.5},
     "json_schema": {"type": "object", "properties": {"b": {}, "a": {}}},
-    "stop": ["a"],
+    "stop_strings": ["a"],
     "patience": 2,
-    "beam_size": 4,
+    "num_beams": 4,
 }
 
 
@@ -170,19 +176,19 @@ def test_a_files_defaults_come_as_json_and_python_gives_the_same():
     from_python = settled(
         **{
             **JSON,
-            "prefix": np.array([3, 4]),
-            "suppress": (5, np.int32(6)),
-            "suppress_sequences": ((1,), (2, 3)),
+            "forced_prefix": np.array([3, 4]),
+            "suppress_tokens": (5, np.int32(6)),
+            "bad_words_ids": ((1,), (2, 3)),
             "logit_bias": {9: -2.5, 10: 1.0},
             "json_schema": '{"type":"object", "properties": {"b": {}, "a": {}}}',
-            "stop": "a",
+            "stop_strings": "a",
             "patience": 2.0,
         }
     )
     assert from_file == from_python
     assert hash(from_file) == hash(from_python)
     assert from_file.logit_bias == ((9, -2.5), (10, 1.0))
-    assert from_file.suppress_sequences == ((1,), (2, 3))
+    assert from_file.bad_words_ids == ((1,), (2, 3))
     assert list(json.loads(from_file.json_schema)["properties"]) == ["b", "a"]
 
 
@@ -193,7 +199,9 @@ def test_what_is_kept_is_taken_again():
 
 
 def test_an_empty_prefix_is_none():
-    assert settled({"prefix": "a"}, prefix="").prefix == settled(prefix=[]).prefix == ()
+    assert (
+        settled({"forced_prefix": "a"}, forced_prefix="").forced_prefix == settled(forced_prefix=[]).forced_prefix == ()
+    )
 
 
 def test_settings_with_one_processor_are_equal_and_with_two_are_not():
@@ -214,10 +222,10 @@ def test_no_file_holds_a_callable():
 
 
 def test_options_are_frozen_and_compare():
-    options = GenerationOptions(stop=["a", "b"])
-    assert options == GenerationOptions(stop=("a", "b"))
-    assert GenerationOptions(stop="a").stop == ("a",)
-    assert options.with_({"beam_size": 2}).given() == {"stop": ("a", "b"), "beam_size": 2}
+    options = GenerationOptions(stop_strings=["a", "b"])
+    assert options == GenerationOptions(stop_strings=("a", "b"))
+    assert GenerationOptions(stop_strings="a").stop_strings == ("a",)
+    assert options.with_({"num_beams": 2}).given() == {"stop_strings": ("a", "b"), "num_beams": 2}
     assert dataclasses.replace(options, seed=3).seed == 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.seed = 1

@@ -32,10 +32,10 @@ def test_the_public_names():
 PROGRAM = """
 import sys, json
 from tformer_runtime import Model
-import tformer_runtime.cli
+import tformer_runtime.cli.main
 imported_early = "onnxruntime" in sys.modules
 model = Model.load(sys.argv[1])
-text = model.generate("hello", beam_size=2, max_new_tokens=5).text
+text = model.generate("hello", num_beams=2, max_new_tokens=5).text
 ours = ("asyncio", "torch", "onnx", "tformer_export", "tformer_models", "transformers", "onnxscript", "onnx_ir")
 print(json.dumps([text != "", imported_early, [name for name in ours if name in sys.modules]]))
 """

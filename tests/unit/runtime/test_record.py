@@ -22,7 +22,7 @@ KINDS = [
     Toy(seed=2, extras=True, attention="scatter-pair", select=False),
     Toy(seed=11, extras=True, stride=3),  # attention sees every third position of the source
 ]
-WAYS = [{}, {"beam_size": 4, "num_return": 3}, {"temperature": 1.5, "seed": 3, "num_return": 2}]
+WAYS = [{}, {"num_beams": 4, "num_return_sequences": 3}, {"temperature": 1.5, "seed": 3, "num_return_sequences": 2}]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda toy: f"{toy.attention}-{toy.stride}")

@@ -24,9 +24,9 @@ TOYS = {
 }
 WAYS = {
     "greedy": {},
-    "beams": {"beam_size": 3, "num_return": 2},
-    "groups": {"beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.7, "num_return": 3},
-    "sampling": {"temperature": 1.4, "top_k": 30, "seed": 8, "num_return": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7, "num_return_sequences": 3},
+    "sampling": {"temperature": 1.4, "top_k": 30, "seed": 8, "num_return_sequences": 3},
 }
 CLOSE = dict(rtol=0, atol=1e-4)  # sums of float32 log-probabilities
 
@@ -108,12 +108,12 @@ def test_a_constrained_text_is_what_was_asked_for(made, kind, way):
     definition, holds, beginning, most = CONSTRAINTS[kind]
     for more in (
         {},
-        {"prefix": beginning},
-        {"prefix": ids_of(beginning), "top_logprobs": 2, "repetition_penalty": 1.3},
+        {"forced_prefix": beginning},
+        {"forced_prefix": ids_of(beginning), "top_logprobs": 2, "repetition_penalty": 1.3},
         {"min_new_tokens": 6},
-        {"stop": ["££"], "suppress_sequences": [[4, 4], [11, 12, 13]]},
-        {"first_token": FRENCH},
-        {"first_token": FRENCH, "prefix": beginning, "suppress_first": [END_ID]},
+        {"stop_strings": ["££"], "bad_words_ids": [[4, 4], [11, 12, 13]]},
+        {"forced_bos_token_id": FRENCH},
+        {"forced_bos_token_id": FRENCH, "forced_prefix": beginning, "begin_suppress_tokens": [END_ID]},
     ):
         options = {"max_new_tokens": most + 1, kind: definition, **WAYS[way], **more}
         for word, result in zip(("hello", "b"), model.generate_batch(["hello", "b"], **options), strict=True):
@@ -122,7 +122,7 @@ def test_a_constrained_text_is_what_was_asked_for(made, kind, way):
                 assert r.token_ids[-1] == END_ID
                 assert holds(r.text), (word, more, r.text)
                 assert r.text == characters().decode(list(r.token_ids))
-                given = [FRENCH] * ("first_token" in more) + ids_of(beginning) * ("prefix" in more)
+                given = [FRENCH] * ("forced_bos_token_id" in more) + ids_of(beginning) * ("forced_prefix" in more)
                 assert list(r.token_ids[: len(given)]) == given
                 assert len(r.token_logprobs) == len(r.token_ids)
                 if "min_new_tokens" in more and kind == "regex":
@@ -138,7 +138,7 @@ def test_a_constrained_text_is_what_was_asked_for(made, kind, way):
 def test_a_text_of_a_file_without_end_tokens_is_complete(tmp_path, way):
     model = Model.load(written(Toy(seed=27, vocabulary=len(NAMES), tokenizer=False, end=()), tmp_path), "cpu")
     for kind, (definition, holds, beginning, most) in CONSTRAINTS.items():
-        for more in ({}, {"prefix": beginning}, {"first_token": FRENCH}):
+        for more in ({}, {"forced_prefix": beginning}, {"forced_bos_token_id": FRENCH}):
             result = model.generate("hello", max_new_tokens=most + 1, **{kind: definition}, **WAYS[way], **more)
             for r in every(result):
                 if r.finish_reason != "stop":  # it could have gone on
@@ -152,18 +152,18 @@ def test_what_ends_a_constrained_text_before_its_end(made):
     _, model = made
     cut = model.generate("hello", regex="(ab){9}", max_new_tokens=5)
     assert (cut.text, cut.finish_reason) == ("ababa", "length")
-    stopped = model.generate("hello", regex="(ab){9}", stop="bab")
+    stopped = model.generate("hello", regex="(ab){9}", stop_strings="bab")
     assert (stopped.text, stopped.finish_reason) == ("a", "stop")
-    for options in ({}, {"beam_size": 2}, {"temperature": 1.0}):
+    for options in ({}, {"num_beams": 2}, {"temperature": 1.0}):
         with pytest.raises(OptionError, match="the options leave no token that may come next"):
-            model.generate("hello", regex="(ab){9}", suppress=ids_of("b"), **options)
+            model.generate("hello", regex="(ab){9}", suppress_tokens=ids_of("b"), **options)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_first_token_that_shows_nothing_is_no_part_of_the_text(made, way):
     """A constraint that allows every text changes nothing."""
     _, model = made
-    options = {"max_new_tokens": 9, "first_token": FRENCH, "suppress": [0, 1], **WAYS[way]}
+    options = {"max_new_tokens": 9, "forced_bos_token_id": FRENCH, "suppress_tokens": [0, 1], **WAYS[way]}
     plain = model.generate("hello", **options)
     free = model.generate("hello", regex='[a-z0-9{}\\[\\]":,. -]*', **options)
     seen = 0
@@ -177,12 +177,12 @@ def test_a_first_token_that_shows_nothing_is_no_part_of_the_text(made, way):
 
 
 @pytest.mark.parametrize("kind", list(CONSTRAINTS))
-@pytest.mark.parametrize("options", [{}, {"beam_size": 2}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
 def test_a_prefix_that_is_no_beginning_is_refused(made, kind, options):
     definition, _, beginning, _ = CONSTRAINTS[kind]
     for wrong in ("q", beginning + "q"):
         with pytest.raises(OptionError, match=f"no text that the constraint allows begins with the prefix {wrong!r}"):
-            made[1].generate("hello", prefix=wrong, **{kind: definition}, **options)
+            made[1].generate("hello", forced_prefix=wrong, **{kind: definition}, **options)
 
 
 def test_constraints_need_text(tmp_path):
@@ -199,7 +199,13 @@ def test_constraints_need_text(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "maybe"])
 def test_top_logprobs_are_the_models_own(made, way, prefix):
     toy, model = made
-    options = {"max_new_tokens": 7, "top_logprobs": 4, "prefix": prefix, "suppress": [6], "logit_bias": {9: 1.5}}
+    options = {
+        "max_new_tokens": 7,
+        "top_logprobs": 4,
+        "forced_prefix": prefix,
+        "suppress_tokens": [6],
+        "logit_bias": {9: 1.5},
+    }
     for r in every(model.generate("hello", **options, **WAYS[way])):
         expected = logprobs(toy, "hello", r.token_ids)
         assert len(r.top_logprobs) == len(r.token_logprobs) == len(r.token_ids)
@@ -220,7 +226,7 @@ def test_a_score_is_of_what_follows_the_prefix(made, way, penalty):
     if way == "groups":
         options["diversity_penalty"] = 0.0
     for prefix in ("", "ab"):
-        for r in every(model.generate("hello", prefix=prefix, **options)):
+        for r in every(model.generate("hello", forced_prefix=prefix, **options)):
             own = r.token_logprobs[len(prefix) :]
             assert 1 <= len(own) <= 6
             assert r.score == pytest.approx(sum(own) / len(own) ** penalty, abs=1e-4)
@@ -231,10 +237,12 @@ def test_a_prefix_is_given_as_the_model_itself_would_have_begun(made):
     toy, model = made
     whole = model.generate("hello", max_new_tokens=12, min_new_tokens=12)
     for cut in range(1, 12):
-        begun = model.generate("hello", max_new_tokens=12 - cut, min_new_tokens=12 - cut, prefix=whole.token_ids[:cut])
+        begun = model.generate(
+            "hello", max_new_tokens=12 - cut, min_new_tokens=12 - cut, forced_prefix=whole.token_ids[:cut]
+        )
         assert begun.token_ids == whole.token_ids
         np.testing.assert_allclose(begun.token_logprobs, whole.token_logprobs, **CLOSE)
-    forced = model.generate("hello", first_token=FRENCH, prefix="ab", max_new_tokens=3)
+    forced = model.generate("hello", forced_bos_token_id=FRENCH, forced_prefix="ab", max_new_tokens=3)
     assert list(forced.token_ids[:3]) == [FRENCH, *ids_of("ab")]
     assert forced.text.startswith("ab")
     at = [0, 1, 2], forced.token_ids[:3]
@@ -245,13 +253,13 @@ def test_prefixes_that_cannot_be(made, tmp_path):
     toy, model = made
     for wrong, message in (("é", "'é' .* is not in the model's vocabulary"), ([99], "id 99 .* is not in the model's")):
         with pytest.raises(InputError, match=message):
-            model.generate("hello", prefix=wrong)
+            model.generate("hello", forced_prefix=wrong)
     with pytest.raises(InputError, match=r"is \d+ tokens long and the model holds 64, what it generates included"):
-        model.generate("hello", prefix="a" * 64)
+        model.generate("hello", forced_prefix="a" * 64)
     if toy.encoder:
         bare = Model.load(written(Toy(start=(), vocabulary=len(NAMES), tokenizer=False), tmp_path), "cpu")
         with pytest.raises(InputError, match="the file names no token to start from"):
-            bare.generate("hello", prefix="ab")
+            bare.generate("hello", forced_prefix="ab")
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -273,7 +281,7 @@ def test_a_request_tells_its_time(made, way, monkeypatch):
     monkeypatch.setattr(model.engine, "step", timed)
     monkeypatch.setattr(model.generator, "task", begun)
     for most, per_token in ((1, 0.0), (9, 1.0)):
-        options = {"max_new_tokens": most, "suppress": [END_ID], **WAYS[way]}
+        options = {"max_new_tokens": most, "suppress_tokens": [END_ID], **WAYS[way]}
         results = [model.generate("hello", **options), *model.generate_batch(["a", "hello"], **options)]
         assert {r.timing for result in results for r in every(result)} == {Timing(7.0, per_token)}
 
@@ -295,7 +303,9 @@ def test_a_logits_processor_has_the_last_word(made, way):
         return scores.tolist()
 
     before = [START_ID] + ([] if toy.encoder else ids_of("hello"))
-    result = model.generate("hello", logits_processor=only, max_new_tokens=4, suppress=[7], prefix="zz", **WAYS[way])
+    result = model.generate(
+        "hello", logits_processor=only, max_new_tokens=4, suppress_tokens=[7], forced_prefix="zz", **WAYS[way]
+    )
     for r in every(result):
         assert r.token_ids[:2] == tuple(ids_of("zz"))
         assert set(r.token_ids[2:]) <= {5, 6}
@@ -304,7 +314,7 @@ def test_a_logits_processor_has_the_last_word(made, way):
     assert any(list(result.token_ids[:-1]) == ids[len(before) :] for ids in seen)
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 2}, {"temperature": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"temperature": 1.0}])
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -329,7 +339,7 @@ WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx",
 def test_alignments_and_hidden_states_are_each_rows_own(tmp_path, way, prefix):
     toy = Toy(seed=27, extras=True, layers=2)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
-    options = {"alignments": True, "hidden": True, "max_new_tokens": 12, "prefix": prefix, **WAYS[way]}
+    options = {"alignments": True, "hidden": True, "max_new_tokens": 12, "forced_prefix": prefix, **WAYS[way]}
     lengths = set()
     for word, result in zip(WORDS, model.generate_batch(WORDS, batch_size=2, **options), strict=True):
         for r in every(result):
@@ -355,12 +365,12 @@ COMPANY = {
 ANY_WAY = st.sampled_from(
     [
         {},
-        {"beam_size": 3, "num_return": 2},
-        {"temperature": 1.3, "seed": 7, "num_return": 2},
-        {"prefix": "ab", "top_logprobs": 1},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"temperature": 1.3, "seed": 7, "num_return_sequences": 2},
+        {"forced_prefix": "ab", "top_logprobs": 1},
         {"regex": "[a-m]+z?[n-y]{2,9}"},
-        {"no_repeat_ngram": 2, "repetition_penalty": 1.4},
-        {"beam_size": 2, "min_new_tokens": 4, "stop": ["ab", "q"]},
+        {"no_repeat_ngram_size": 2, "repetition_penalty": 1.4},
+        {"num_beams": 2, "min_new_tokens": 4, "stop_strings": ["ab", "q"]},
     ]
 )
 
@@ -399,7 +409,7 @@ def test_what_never_fits_is_refused_before_it_starts(made):
     with pytest.raises(
         MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache and max_memory allows 10,0"
     ):
-        limited.generate("hello", beam_size=8, max_new_tokens=40, logits_processor=lambda i, s: calls.append(i) or s)
+        limited.generate("hello", num_beams=8, max_new_tokens=40, logits_processor=lambda i, s: calls.append(i) or s)
     assert not calls
     assert limited.memory() == {"held": 0, "peak": 0, "limit": 10_000}
     assert limited.generate("hello", max_new_tokens=5) == model.generate("hello", max_new_tokens=5)
@@ -425,7 +435,7 @@ def test_what_does_not_fit_yet_waits(made):
     """Rows for all would need several times as much; one that never fits fails in its turn, by its number."""
     toy, model = made
     words = [word * (1 + i % 3) for i, word in enumerate(WORDS * 2)]
-    options = {"beam_size": 2, "num_return": 2, "max_new_tokens": 20}
+    options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 20}
     expected = list(model.generate_batch(words, **options))
     limited = Model(model.engine, max_memory=60_000)
     results = list(limited.generate_batch(words, **options))

@@ -27,22 +27,22 @@ SEQUENCES = st.lists(TOKENS, min_size=1, max_size=8).filter(lambda ss: not all(s
 THEIRS = {
     "logit_bias": ("sequence_bias", lambda bias: [[[token], added] for token, added in bias.items()]),
     "repetition_penalty": ("repetition_penalty", None),
-    "no_repeat_ngram": ("no_repeat_ngram_size", None),
-    "suppress_sequences": ("bad_words_ids", None),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", None),
+    "bad_words_ids": ("bad_words_ids", None),
     "min_new_tokens": ("min_new_tokens", None),
-    "first_token": ("forced_bos_token_id", None),
-    "suppress": ("suppress_tokens", None),
-    "suppress_first": ("begin_suppress_tokens", None),
+    "forced_bos_token_id": ("forced_bos_token_id", None),
+    "suppress_tokens": ("suppress_tokens", None),
+    "begin_suppress_tokens": ("begin_suppress_tokens", None),
 }
 VALUES = {
     "logit_bias": st.dictionaries(TOKEN, st.floats(-9, 9, width=32), min_size=1),
     "repetition_penalty": st.floats(0.5, 2).filter(lambda penalty: penalty != 1),
-    "no_repeat_ngram": st.integers(1, 4),
-    "suppress_sequences": SEQUENCES,
+    "no_repeat_ngram_size": st.integers(1, 4),
+    "bad_words_ids": SEQUENCES,
     "min_new_tokens": st.integers(1, 8),
-    "first_token": TOKEN,
-    "suppress": TOKENS,
-    "suppress_first": TOKENS,
+    "forced_bos_token_id": TOKEN,
+    "suppress_tokens": TOKENS,
+    "begin_suppress_tokens": TOKENS,
 }
 
 
@@ -90,8 +90,11 @@ def processed(options, ids, prompt, scores, custom=()):
 def possible(options, row):
     """transformers forces a first token after a prompt of one id only, and a prompt is never empty."""
     ids, prompt, scores = row
-    if "first_token" in options:
-        options = {**options, "suppress": [t for t in options.get("suppress", ()) if t != options["first_token"]]}
+    if "forced_bos_token_id" in options:
+        options = {
+            **options,
+            "suppress_tokens": [t for t in options.get("suppress_tokens", ()) if t != options["forced_bos_token_id"]],
+        }
         options = {name: value for name, value in options.items() if value != []}
         prompt = 1
     return options, ids, prompt, scores
@@ -137,7 +140,7 @@ def test_presence_and_frequency_are_what_openai_documents(presence, frequency, r
 def test_counts_are_taken_off_after_the_repetition_penalty_and_before_what_is_suppressed():
     scores = np.array([4, -4, 4, 4], np.float32)
     actual = ruled(
-        {"repetition_penalty": 2.0, "presence_penalty": 1, "frequency_penalty": 0.5, "suppress": [3]},
+        {"repetition_penalty": 2.0, "presence_penalty": 1, "frequency_penalty": 0.5, "suppress_tokens": [3]},
         np.array([0, 0, 1, 1, 2]),
         1,
         scores,
@@ -148,12 +151,12 @@ def test_counts_are_taken_off_after_the_repetition_penalty_and_before_what_is_su
 
 def test_a_first_token_goes_before_a_prefix_and_so_is_of_the_prompt():
     ids, scores = np.array([0, 5, 6]), np.zeros(VOCABULARY, np.float32)
-    actual = ruled({"first_token": 5, "prefix": [6], "suppress_first": [1]}, ids, 3, scores)
+    actual = ruled({"forced_bos_token_id": 5, "forced_prefix": [6], "begin_suppress_tokens": [1]}, ids, 3, scores)
     assert np.flatnonzero(np.isinf(actual)).tolist() == [1]
 
 
 def test_a_first_token_is_forced_after_a_prompt_of_any_length():
-    actual = ruled({"first_token": 5}, np.array([0, 1, 2]), 3, np.ones(VOCABULARY, np.float32))
+    actual = ruled({"forced_bos_token_id": 5}, np.array([0, 1, 2]), 3, np.ones(VOCABULARY, np.float32))
     assert actual.argmax() == 5
     assert np.isfinite(actual).sum() == 1
 
@@ -165,10 +168,10 @@ def test_no_option_is_no_rule():
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"first_token": 12}, "first_token"),
-        ({"suppress": [3, 12]}, "suppress"),
-        ({"suppress_first": [12]}, "suppress_first"),
-        ({"suppress_sequences": [[1, 2], [12, 1]]}, "suppress_sequences"),
+        ({"forced_bos_token_id": 12}, "forced_bos_token_id"),
+        ({"suppress_tokens": [3, 12]}, "suppress_tokens"),
+        ({"begin_suppress_tokens": [12]}, "begin_suppress_tokens"),
+        ({"bad_words_ids": [[1, 2], [12, 1]]}, "bad_words_ids"),
         ({"logit_bias": {12: 1.0}}, "logit_bias"),
     ],
 )
@@ -225,11 +228,11 @@ class Ours(LogitsProcessor):
 OPTIONS = {
     "logit_bias": {4: 0.3, 9: -0.1},
     "repetition_penalty": 1.3,
-    "no_repeat_ngram": 2,
-    "suppress_sequences": [[2], [4], [8, 9], [9, 8, 1]],
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[2], [4], [8, 9], [9, 8, 1]],
     "min_new_tokens": 6,
-    "suppress": [5],
-    "suppress_first": [3, 8],
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [3, 8],
 }
 
 
@@ -263,7 +266,7 @@ def test_an_encoder_decoder_generates_with_the_rules_what_it_does_with_the_optio
     sizes |= dict(encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=40, init_std=0.5)
     tokens = dict(pad_token_id=0, bos_token_id=0, eos_token_id=2, forced_eos_token_id=None)
     model = BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, **tokens, **sizes)).eval()
-    sources, options = torch.tensor([[3, 4, 8, 2], [5, 5, 1, 2]]), {**OPTIONS, "first_token": 10}
+    sources, options = torch.tensor([[3, 4, 8, 2], [5, 5, 1, 2]]), {**OPTIONS, "forced_bos_token_id": 10}
     expected = _generated(model, sources, beams, options=options, decoder_start_token_id=2)
     assert all(row[:2] == [2, 10] for row in expected[0])
     assert _generated(model, sources, beams, [Ours(options, 1)], decoder_start_token_id=2) == expected

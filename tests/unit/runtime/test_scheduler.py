@@ -19,10 +19,10 @@ from tformer_runtime.engine.memory_budget import Budget
 WAYS = [
     {"max_new_tokens": 7},
     {"max_new_tokens": 12, "repetition_penalty": 1.3},
-    {"max_new_tokens": 6, "beam_size": 3, "num_return": 3},
-    {"max_new_tokens": 9, "beam_size": 2},
-    {"max_new_tokens": 8, "temperature": 1.5, "seed": 4, "num_return": 2},
-    {"max_new_tokens": 5, "beam_size": 4, "beam_groups": 2, "diversity_penalty": 0.7},
+    {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 3},
+    {"max_new_tokens": 9, "num_beams": 2},
+    {"max_new_tokens": 8, "temperature": 1.5, "seed": 4, "num_return_sequences": 2},
+    {"max_new_tokens": 5, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7},
 ]
 
 
@@ -66,7 +66,7 @@ def test_rows_that_are_free_are_taken():
     starter = hf.HfStarter(hf.marian(1))
     scheduler = Scheduler(starter, rows=8)
     limits = [2, 20, 2, 20, 2, 20, 2, 20, 5, 5, 5, 5]
-    tasks, _ = tasks_for("marian", [0, 1, 2, 3] * 3, most=limits, suppress=[hf.END])
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3] * 3, most=limits, suppress_tokens=[hf.END])
     for t in tasks:
         scheduler.submit(t)
     steps = 0
@@ -81,7 +81,7 @@ def test_rows_that_are_free_are_taken():
 
 def test_finished_rows_leave_at_once():
     limits = [3, 9, 5, 7]
-    tasks, _ = tasks_for("marian", [0, 1, 2, 3], most=limits, suppress=[hf.END])
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3], most=limits, suppress_tokens=[hf.END])
     _, starter = decoded(hf.marian(1), tasks)
     assert starter.batches[0].calls == [sum(n > i + 1 for n in limits) for i in range(max(limits) - 1)]
 
@@ -93,7 +93,7 @@ def test_a_task_that_fails_fails_alone():
         if len(ids) - prompt == 3:
             raise ZeroDivisionError("of the caller's")
 
-    for options in ({"max_new_tokens": 8}, {"max_new_tokens": 8, "beam_size": 2}):
+    for options in ({"max_new_tokens": 8}, {"max_new_tokens": 8, "num_beams": 2}):
         tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
         tasks[1].rules = [fails]
         run(Scheduler(hf.HfStarter(hf.gpt2(4))), tasks)
@@ -119,10 +119,10 @@ def test_a_task_that_cannot_begin_keeps_no_other_from_it():
     assert [t.error is None for t in tasks] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"temperature": 1.0, "num_return": 3, "seed": 1}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 3, "seed": 1}])
 def test_what_is_cancelled_or_late_gives_its_rows_away(options):
     model = hf.gpt2(4)
-    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=12, suppress=[hf.END], **options)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=12, suppress_tokens=[hf.END], **options)
     tasks[2].deadline = time.monotonic() - 1
     scheduler = Scheduler(hf.HfStarter(model), rows=9)
     for t in tasks:
@@ -135,7 +135,7 @@ def test_what_is_cancelled_or_late_gives_its_rows_away(options):
     while not scheduler.idle:
         scheduler.step()
     for i in (1, 3):
-        ((alone,), _) = tasks_for("gpt2", [i], max_new_tokens=12, suppress=[hf.END], **options)
+        ((alone,), _) = tasks_for("gpt2", [i], max_new_tokens=12, suppress_tokens=[hf.END], **options)
         alone.index = tasks[i].index
         decoded(model, [alone])
         assert found(tasks[i]) == found(alone)
@@ -144,7 +144,7 @@ def test_what_is_cancelled_or_late_gives_its_rows_away(options):
 @pytest.mark.parametrize("steps", range(1, 8))
 def test_beams_keep_to_their_rows_when_others_have_left(steps):
     model = hf.gpt2(0)
-    options = {"max_new_tokens": 10, "beam_size": 2, "suppress": [hf.END]}
+    options = {"max_new_tokens": 10, "num_beams": 2, "suppress_tokens": [hf.END]}
     tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
     scheduler = Scheduler(hf.HfStarter(model))
     for t in tasks:
@@ -161,7 +161,7 @@ def test_beams_keep_to_their_rows_when_others_have_left(steps):
 
 def test_a_long_prompt_is_begun_beside_what_runs():
     starter = hf.HfStarter(hf.gpt2(4))
-    tasks, _ = tasks_for("gpt2", [0, 1, 2], max_new_tokens=6, suppress=[hf.END])
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], max_new_tokens=6, suppress_tokens=[hf.END])
     scheduler = Scheduler(starter, positions=1)
     scheduler.submit(tasks[0])
     scheduler.step()
@@ -177,10 +177,10 @@ def test_a_long_prompt_is_begun_beside_what_runs():
 def test_a_budget_of_memory():
     """HfStarter says that a task needs as many bytes as it has rows."""
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=Budget(5).share())
-    ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, beam_size=6)
+    ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, num_beams=6)
     with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
         scheduler.submit(wide)
-    tasks = [*tasks_for("gpt2", [0, 1], max_new_tokens=6, beam_size=3)[0], *tasks_for("gpt2", [2], max_new_tokens=3)[0]]
+    tasks = [*tasks_for("gpt2", [0, 1], max_new_tokens=6, num_beams=3)[0], *tasks_for("gpt2", [2], max_new_tokens=3)[0]]
     for t in tasks:
         scheduler.submit(t)
     while not scheduler.idle:
@@ -199,7 +199,7 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
 
     broken = True
     scheduler = Scheduler(Broken(hf.gpt2(4)))
-    tasks, _ = tasks_for("gpt2", [0, 1], max_new_tokens=6, suppress=[hf.END])
+    tasks, _ = tasks_for("gpt2", [0, 1], max_new_tokens=6, suppress_tokens=[hf.END])
     for t in tasks:
         scheduler.submit(t)
     assert scheduler.step() == []  # the first tokens are known
@@ -208,14 +208,14 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
     assert scheduler.fail(ZeroDivisionError()) == tasks
     assert scheduler.idle
     broken = False
-    again, _ = tasks_for("gpt2", [0], max_new_tokens=6, suppress=[hf.END])
+    again, _ = tasks_for("gpt2", [0], max_new_tokens=6, suppress_tokens=[hf.END])
     run(scheduler, again)
     assert len(again[0].found[0].ids) == 6
 
 
 def test_prompts_are_read_in_portions():
     starter = hf.HfStarter(hf.gpt2(4))
-    tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress=[hf.END])
+    tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress_tokens=[hf.END])
     run(Scheduler(starter, rows=32, positions=12), tasks)
     assert starter.begun[0] == 2  # prompts of five tokens
     assert sum(starter.begun) == 5
@@ -223,10 +223,10 @@ def test_prompts_are_read_in_portions():
     assert np.array_equal(tasks[0].prompt, tasks[1].prompt)
 
 
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "num_return": 2, "seed": 3}])
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
 def test_a_token_is_told_before_the_model_reads_it(way):
     told = []
-    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress=[hf.END], **way)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     for t in tasks:
         t.listen = lambda token, index=t.index: told.append((index, token.copy, sum(map(len, calls()))))
     starter = hf.HfStarter(hf.gpt2(4))
@@ -242,11 +242,11 @@ def test_a_token_is_told_before_the_model_reads_it(way):
         assert over == {2: tasks[:1], 5: tasks[1:]}.get(steps, [])
         assert sum(map(len, calls())) == steps
     assert scheduler.idle
-    copies = way.get("num_return", 1)
+    copies = way.get("num_return_sequences", 1)
     assert sorted(told) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.most)]
 
 
-@pytest.mark.parametrize("way", [{}, {"beam_size": 3}, {"temperature": 1.0, "num_return": 2, "seed": 3}])
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
 def test_times_are_of_when_tokens_are_known(way, monkeypatch):
     """By a clock that only the model moves: 10 seconds to read prompts, 1 for each step."""
     clock = [0.0]
@@ -265,7 +265,7 @@ def test_times_are_of_when_tokens_are_known(way, monkeypatch):
             rows.step = timed
             return rows, logits
 
-    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[1, 5, 8], max_new_tokens=8, suppress=[hf.END], **way)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[1, 5, 8], max_new_tokens=8, suppress_tokens=[hf.END], **way)
     for t in tasks:
         t.began = 0.0
     run(Scheduler(Timed(hf.gpt2(4))), tasks)
@@ -273,12 +273,12 @@ def test_times_are_of_when_tokens_are_known(way, monkeypatch):
     assert [t.ended - t.first for t in tasks] == [0.0, 4.0, 7.0]
 
 
-@pytest.mark.parametrize("way", [{}, {"beam_size": 3}])
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
 def test_what_comes_and_goes_while_the_model_runs(way):
     """It is taken in before the next tokens are chosen: who comes has its first token with the others' next, and who
     goes, or is late by then, is told of no more."""
     model, starter = hf.gpt2(4), hf.HfStarter(hf.gpt2(4))
-    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=6, suppress=[hf.END], **way)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     scheduler = Scheduler(starter)
     for t in tasks[:3]:
         scheduler.submit(t)
@@ -290,7 +290,7 @@ def test_what_comes_and_goes_while_the_model_runs(way):
         tasks[1].deadline = time.monotonic() - 1
 
     assert scheduler.step(come) == tasks[:2]
-    width = way.get("beam_size", 1)
+    width = way.get("num_beams", 1)
     assert starter.batches[0].calls == [3 * width]
     assert scheduler.running == tasks[2:]
     assert all(t.first for t in tasks)
@@ -299,7 +299,7 @@ def test_what_comes_and_goes_while_the_model_runs(way):
     assert starter.batches[0].calls == [3 * width, width]
     while not scheduler.idle:
         scheduler.step()
-    (alone,), _ = tasks_for("gpt2", [2], max_new_tokens=6, suppress=[hf.END], **way)
+    (alone,), _ = tasks_for("gpt2", [2], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     decoded(model, [alone])
     assert found(tasks[2]) == found(alone)
     assert [type(t.error) for t in tasks] == [KeyError, DeadlineError, type(None), KeyError]

@@ -62,12 +62,12 @@ def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
     model = MODELS[kind](seed)
     tasks, inputs = tasks_for(kind, rows, ends, **ours)
     found, _ = decoded(model, tasks)
-    beams = ours.get("beam_size", 1)
+    beams = ours.get("num_beams", 1)
     lengths = set()
     for given, hypotheses in zip(inputs, found, strict=True):
         options = {"max_new_tokens": ours["max_new_tokens"], "num_beams": beams, **theirs}
         if beams > 1:
-            options["num_return_sequences"] = ours.get("num_return", 1)
+            options["num_return_sequences"] = ours.get("num_return_sequences", 1)
         expected, scores = hf.generate(model, given, **options)
         if beams > 1:
             np.testing.assert_allclose([h.score for h in hypotheses], scores, rtol=1e-6, atol=1e-5)
@@ -90,7 +90,7 @@ def test_greedy_yields_the_tokens_of_generate(kind, most, least):
 
 
 BEAMS = [
-    {"beam_size": b, "length_penalty": p, "early_stopping": e}
+    {"num_beams": b, "length_penalty": p, "early_stopping": e}
     for b, p, e in itertools.product([2, 4], [1.0, 0.0, -0.7, 2.0], [False, True, "never"])
 ]
 
@@ -99,15 +99,19 @@ BEAMS = [
 @pytest.mark.parametrize("options", BEAMS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_beams_find_the_hypotheses_of_generate(kind, options):
     theirs = {"length_penalty": options["length_penalty"], "early_stopping": options["early_stopping"]}
-    seed = 1 if options["beam_size"] == 2 else 2
-    same_as_generate(kind, [0, 1, 2], seed, theirs, max_new_tokens=10, num_return=options["beam_size"], **options)
+    seed = 1 if options["num_beams"] == 2 else 2
+    same_as_generate(
+        kind, [0, 1, 2], seed, theirs, max_new_tokens=10, num_return_sequences=options["num_beams"], **options
+    )
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 @pytest.mark.parametrize("early", [False, True, "never"])
 def test_beams_of_other_models(kind, early):
     theirs = {"early_stopping": early}
-    same_as_generate(kind, [3, 0, 2], 5, theirs, max_new_tokens=12, beam_size=3, num_return=3, early_stopping=early)
+    same_as_generate(
+        kind, [3, 0, 2], 5, theirs, max_new_tokens=12, num_beams=3, num_return_sequences=3, early_stopping=early
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_beams_of_other_models(kind, early):
 @KINDS
 def test_beams_with_several_ends_and_a_minimum(kind, theirs, ends, least):
     same_as_generate(
-        kind, [3, 0, 2], 3, theirs, ends, max_new_tokens=9, beam_size=3, num_return=3, min_new_tokens=least
+        kind, [3, 0, 2], 3, theirs, ends, max_new_tokens=9, num_beams=3, num_return_sequences=3, min_new_tokens=least
     )
 
 
@@ -129,17 +133,17 @@ def test_beams_with_several_ends_and_a_minimum(kind, theirs, ends, least):
 RULES = {
     "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
     "encouraged": ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
-    "ngrams": ({"no_repeat_ngram": 2}, {"no_repeat_ngram_size": 2}),
-    "suppressed": ({"suppress": [5, 9, 13]}, {"suppress_tokens": [5, 9, 13]}),
-    "not first": ({"suppress_first": [hf.END, 7, 8]}, {"begin_suppress_tokens": [hf.END, 7, 8]}),
-    "bad words": ({"suppress_sequences": [[6], [11, 12], [5, 5]]}, {"bad_words_ids": [[6], [11, 12], [5, 5]]}),
+    "ngrams": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    "suppressed": ({"suppress_tokens": [5, 9, 13]}, {"suppress_tokens": [5, 9, 13]}),
+    "not first": ({"begin_suppress_tokens": [hf.END, 7, 8]}, {"begin_suppress_tokens": [hf.END, 7, 8]}),
+    "bad words": ({"bad_words_ids": [[6], [11, 12], [5, 5]]}, {"bad_words_ids": [[6], [11, 12], [5, 5]]}),
     "biased": ({"logit_bias": {4: 2.0, 10: -3.0}}, {"sequence_bias": {(4,): 2.0, (10,): -3.0}}),
     "least": ({"min_new_tokens": 4}, {"min_new_tokens": 4}),
 }
 WAYS = {
     "greedy": {},
-    "beams": {"beam_size": 3, "num_return": 3},
-    "short beams": {"beam_size": 2, "length_penalty": 0.4},
+    "beams": {"num_beams": 3, "num_return_sequences": 3},
+    "short beams": {"num_beams": 2, "length_penalty": 0.4},
 }
 
 
@@ -158,19 +162,21 @@ def test_rules_together(kind, draw):
     chosen = random.Random(draw).sample([r for r in RULES if r != "encouraged"], 4)
     ours = {name: value for rule in chosen for name, value in RULES[rule][0].items()}
     theirs = {name: value for rule in chosen for name, value in RULES[rule][1].items()}
-    way = [{}, {"beam_size": 2, "num_return": 2}, {"beam_size": 4, "num_return": 4}][draw % 3]
+    way = [{}, {"num_beams": 2, "num_return_sequences": 2}, {"num_beams": 4, "num_return_sequences": 4}][draw % 3]
     same_as_generate(kind, [0, 3, 1], draw, theirs, max_new_tokens=11, **ours, **way)
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_forced_first_token(kind, beams):
-    same_as_generate(kind, [0, 1, 2], 2, {"forced_bos_token_id": 9}, max_new_tokens=8, first_token=9, beam_size=beams)
+    same_as_generate(
+        kind, [0, 1, 2], 2, {"forced_bos_token_id": 9}, max_new_tokens=8, forced_bos_token_id=9, num_beams=beams
+    )
 
 
 @pytest.mark.parametrize("early", [False, True, "never"])
 def test_a_beam_search_does_not_depend_on_its_neighbours(early):
-    options = {"beam_size": 3, "num_return": 3, "early_stopping": early, "max_new_tokens": 12}
+    options = {"num_beams": 3, "num_return_sequences": 3, "early_stopping": early, "max_new_tokens": 12}
     most, model = [8, 3, 12, 5], hf.gpt2(4)
     together, _ = decoded(model, tasks_for("gpt2", [0, 1, 2, 3], most=most, **options)[0])
     for row in range(4):
@@ -182,7 +188,7 @@ def test_patience_waits_for_more():
     """More complete hypotheses are waited for, so the best is never worse, and sometimes better."""
     better = []
     for seed in range(6):
-        plain = {"max_new_tokens": 12, "beam_size": 3, "early_stopping": True, "length_penalty": 2.0}
+        plain = {"max_new_tokens": 12, "num_beams": 3, "early_stopping": True, "length_penalty": 2.0}
         first, _ = decoded(hf.marian(seed), tasks_for("marian", [0, 1, 2], **plain)[0])
         patient, _ = decoded(hf.marian(seed), tasks_for("marian", [0, 1, 2], **plain, patience=3.0)[0])
         better += [b[0].score - a[0].score for a, b in zip(first, patient, strict=True)]
@@ -214,8 +220,14 @@ def diverse(model, source, groups, beams, penalty, most):
 @pytest.mark.parametrize(("groups", "penalty"), [(2, 0.5), (4, 1.5), (2, 0.0)])
 def test_diverse_groups(groups, penalty):
     model, most = hf.marian(3), 5
-    options = {"beam_size": 4, "num_return": 4, "beam_groups": groups, "max_new_tokens": most, "length_penalty": 0.0}
-    tasks, inputs = tasks_for("marian", [0, 2], suppress=[hf.END], diversity_penalty=penalty, **options)
+    options = {
+        "num_beams": 4,
+        "num_return_sequences": 4,
+        "num_beam_groups": groups,
+        "max_new_tokens": most,
+        "length_penalty": 0.0,
+    }
+    tasks, inputs = tasks_for("marian", [0, 2], suppress_tokens=[hf.END], diversity_penalty=penalty, **options)
     for task, source, found in zip(tasks, inputs, decoded(model, tasks)[0], strict=True):
         expected = diverse(model, source, groups, 4, penalty, most)
         np.testing.assert_allclose([h.score for h in found], [score for score, _ in expected], atol=1e-4)
@@ -225,7 +237,7 @@ def test_diverse_groups(groups, penalty):
 
 def test_scores_and_alternatives_add_up():
     tasks, _ = tasks_for(
-        "marian", [0, 2], max_new_tokens=8, beam_size=4, num_return=4, length_penalty=0.5, top_logprobs=3
+        "marian", [0, 2], max_new_tokens=8, num_beams=4, num_return_sequences=4, length_penalty=0.5, top_logprobs=3
     )
     tasks += tasks_for("marian", [0, 2], max_new_tokens=8, top_logprobs=3)[0]
     for found in decoded(hf.marian(1), tasks)[0]:
@@ -242,7 +254,7 @@ def test_scores_and_alternatives_add_up():
 
 
 def test_no_token_that_may_come():
-    tasks, _ = tasks_for("gpt2", [0], max_new_tokens=4, suppress=list(range(hf.VOCABULARY)), beam_size=2)
+    tasks, _ = tasks_for("gpt2", [0], max_new_tokens=4, suppress_tokens=list(range(hf.VOCABULARY)), num_beams=2)
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(0)))
     scheduler.submit(tasks[0])
     while not scheduler.idle:

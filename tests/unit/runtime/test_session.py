@@ -196,5 +196,5 @@ def test_threads(path):
 
 
 def test_manifests_survive_json():
-    for toy in (Toy(), Toy(encoder=False), Toy(attention="scatter-pair", defaults={"beam_size": 4})):
+    for toy in (Toy(), Toy(encoder=False), Toy(attention="scatter-pair", defaults={"num_beams": 4})):
         assert Manifest.from_json(toy.manifest().to_json()) == toy.manifest()

@@ -31,12 +31,12 @@ DRAFTS = ("prompt", "twin", "other")
 WAYS = {
     "greedy": {},
     "length": {"min_new_tokens": 12, "max_new_tokens": 14},
-    "stop": {"stop": ["i", "ab"]},
-    "prefix": {"prefix": "ab", "top_logprobs": 2},
-    "first": {"first_token": 9},
-    "suppressed": {"suppress": [4, 5], "suppress_first": [11], "suppress_sequences": [[6], [11, 12]]},
+    "stop": {"stop_strings": ["i", "ab"]},
+    "prefix": {"forced_prefix": "ab", "top_logprobs": 2},
+    "first": {"forced_bos_token_id": 9},
+    "suppressed": {"suppress_tokens": [4, 5], "begin_suppress_tokens": [11], "bad_words_ids": [[6], [11, 12]]},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-    "ngrams": {"no_repeat_ngram": 2},
+    "ngrams": {"no_repeat_ngram_size": 2},
     "bias": {"logit_bias": {5: 3.0}, "top_logprobs": 3},
     "callable": {"logits_processor": lambda ids, logits: np.roll(logits, len(ids))},
     "regex": {"regex": "[a-f]{3,9}(x|y)"},
@@ -44,7 +44,7 @@ WAYS = {
 }
 DRAWN = {
     "sampling": {"temperature": 1.2, "seed": 3},
-    "warped": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 7, "no_repeat_ngram": 3},
+    "warped": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 7, "no_repeat_ngram_size": 3},
     "constrained": {"temperature": 1.0, "seed": 1, "regex": "[a-f]{3,9}(x|y)"},
 }
 
@@ -146,7 +146,7 @@ class Scripted:
 
 @given(
     st.lists(st.lists(st.booleans(), max_size=7), max_size=20),
-    st.sampled_from([{}, {"no_repeat_ngram": 2}, {"regex": "[a-z]{3,19}"}, {"temperature": 1.1, "seed": 2}]),
+    st.sampled_from([{}, {"no_repeat_ngram_size": 2}, {"regex": "[a-z]{3,19}"}, {"temperature": 1.1, "seed": 2}]),
 )
 @settings(max_examples=40, suppress_health_check=[*HealthCheck])
 def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
@@ -199,7 +199,7 @@ def test_streams_batches_and_asyncio_give_the_same(models, draft):
 
 
 def test_several_samples_are_those_without_a_draft(models):
-    options = {"temperature": 1.0, "seed": 2, "num_return": 3, "max_new_tokens": 12}
+    options = {"temperature": 1.0, "seed": 2, "num_return_sequences": 3, "max_new_tokens": 12}
     plain = models["model"].generate("hello", **options)
     assert_alike(models["model"].generate("hello", **options, draft=models["twin"]), plain)
 
@@ -212,8 +212,8 @@ def test_after_a_prefix_and_in_a_conversation(files, draft, way):
     paths = {"twin": files[name], "other": files[name, "other"]}
     guesser = "prompt" if draft == "prompt" else Model.load(paths[draft], "cpu", threads=1)
     options = {"max_new_tokens": 12, **WAYS[way]}
-    prefix = model.prefix("abcab")
-    result = model.generate("hello", after=prefix, draft=guesser, **options)
+    prefix = model.cache_prefix("abcab")
+    result = model.generate("hello", prefix=prefix, draft=guesser, **options)
     assert_same(result, model.generate("abcabhello", **options))
     one, other = model.chat(), model.chat()
     for message in ("hello", "you", "ab"):
@@ -253,7 +253,7 @@ def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
     monkeypatch.setattr(Share, "take", checked)
     paths = {"twin": files[name], "other": files[name, "other"]}
     guesser = "prompt" if draft == "prompt" else Model.load(paths[draft], "cpu", threads=1)
-    options = {"draft": guesser, "suppress": [END_ID]}
+    options = {"draft": guesser, "suppress_tokens": [END_ID]}
     free = Model.load(files[name], "cpu", threads=1)
     result = free.generate("abcabc", **options)
     assert len(result.token_ids) > 50
@@ -452,13 +452,13 @@ def test_drafts_that_cannot_be(files, tmp_path):
     assert "a model with another vocabulary" in refused(Model.load(shuffled, "cpu"))
     for wrong in ("promt", 3, files["decoder-only"]):
         assert 'draft must be a Model or "prompt", not ' in refused(wrong)
-    assert refused("prompt", beam_size=3) == "a draft guesses for one row and beam_size=3 has more: set 1, or no draft"
-    assert refused("prompt", draft_tokens=0) == "draft_tokens must be a whole number of at least 1, not 0"
-    with pytest.raises(OptionError, match="draft_tokens=3 needs a draft"):
-        model.generate("hello", draft_tokens=3)
+    assert refused("prompt", num_beams=3) == "a draft guesses for one row and num_beams=3 has more: set 1, or no draft"
+    assert refused("prompt", num_draft_tokens=0) == "num_draft_tokens must be a whole number of at least 1, not 0"
+    with pytest.raises(OptionError, match="num_draft_tokens=3 needs a draft"):
+        model.generate("hello", num_draft_tokens=3)
 
 
 def test_a_file_may_ask_for_guesses(tmp_path):
     model = Model.load(Toy(seed=27, defaults={"draft": "prompt"}).write(tmp_path / "toy.onnx"), "cpu", threads=1)
     assert model.generate("hello", max_new_tokens=9).speculation is not None
-    assert model.generate("hello", max_new_tokens=9, beam_size=2).speculation is None
+    assert model.generate("hello", max_new_tokens=9, num_beams=2).speculation is None

@@ -22,10 +22,10 @@ TOYS = {
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 WAYS = [
     {"max_new_tokens": 12},
-    {"max_new_tokens": 20, "stop": ["e", "££"], "suppress": [END_ID]},
-    {"max_new_tokens": 9, "beam_size": 3, "num_return": 2},
-    {"max_new_tokens": 15, "temperature": 1.3, "seed": 4, "num_return": 2},
-    {"max_new_tokens": 10, "repetition_penalty": 1.4, "top_logprobs": 2, "no_repeat_ngram": 2},
+    {"max_new_tokens": 20, "stop_strings": ["e", "££"], "suppress_tokens": [END_ID]},
+    {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
+    {"max_new_tokens": 15, "temperature": 1.3, "seed": 4, "num_return_sequences": 2},
+    {"max_new_tokens": 10, "repetition_penalty": 1.4, "top_logprobs": 2, "no_repeat_ngram_size": 2},
     {"max_new_tokens": 7, "choices": ["abc", "abd", "zz"]},
     {"max_new_tokens": 9, "regex": "(ab|c)+"},
 ]
@@ -68,10 +68,10 @@ def calls(model: Model) -> list:
     made += [lambda w=word: model.score(w, "abc") for word in WORDS]
     made += [lambda: refused(model)] * 3
     if model.manifest.encode is None:
-        shared = model.prefix("instructions")
-        made += [lambda w=word: model.generate(w, after=shared, max_new_tokens=8) for word in WORDS]
-        made += [lambda: list(model.generate_batch(WORDS, after=shared, beam_size=2, max_new_tokens=5))] * 2
-        made += [lambda w=word: model.generate("ab", after=model.prefix(w), max_new_tokens=5) for word in WORDS]
+        shared = model.cache_prefix("instructions")
+        made += [lambda w=word: model.generate(w, prefix=shared, max_new_tokens=8) for word in WORDS]
+        made += [lambda: list(model.generate_batch(WORDS, prefix=shared, num_beams=2, max_new_tokens=5))] * 2
+        made += [lambda w=word: model.generate("ab", prefix=model.cache_prefix(w), max_new_tokens=5) for word in WORDS]
         made += [lambda w=word: conversation(model, w) for word in WORDS]
     else:
         made += [lambda w=word: model.align(w, "abc") for word in WORDS]

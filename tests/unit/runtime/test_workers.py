@@ -15,7 +15,7 @@ from tformer_runtime import MemoryBudgetError, Model
 from tformer_runtime.decoding.request import make_request
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
-LONG = {"suppress": [END_ID], "max_new_tokens": 20}
+LONG = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ PROGRAM = """
 import itertools, sys
 from tformer_runtime import Model
 sys.modules["kept"] = results = Model.load(sys.argv[1], "cpu", threads=1).generate_batch(
-    itertools.cycle(["hello", "transformer"]), batch_size=4, workers=2, suppress=[2]
+    itertools.cycle(["hello", "transformer"]), batch_size=4, workers=2, suppress_tokens=[2]
 )
 print(len(next(results).token_ids) > 1)
 sys.exit()

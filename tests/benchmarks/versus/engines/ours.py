@@ -69,7 +69,7 @@ class Engine:
         if self.kind == "embed":
             return None, self.model.embed(inputs, batch_size=case.batch).tolist()
         made = self.model.generate_batch(
-            inputs, batch_size=case.batch, beam_size=case.beams, max_new_tokens=case.new, min_new_tokens=case.new
+            inputs, batch_size=case.batch, num_beams=case.beams, max_new_tokens=case.new, min_new_tokens=case.new
         )
         results = list(made)
         first = max(result.timing.first_token for result in results)
