@@ -1,5 +1,7 @@
+# make help   this list
 # make demo   export the g2p checkpoint to int8 and pronounce some words
-# make test   the test suite; make thorough, the models that it leaves out for their minutes
+# make test   the test suite
+# make thorough   the models that the suite leaves out for their minutes
 # make test-avx2  the suite with the kernels of processors without AVX-512, on one that has it
 # make check  lint and types
 # make evaluate   the model card's error rates, from exported files
@@ -14,7 +16,11 @@ WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/same.txt
 
-.PHONY: demo test test-avx2 thorough check evaluate bench clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-avx2 thorough check evaluate bench clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 # What is installed is told as it comes: it is a gigabyte and takes minutes.
 $(READY): pyproject.toml constraints.txt
