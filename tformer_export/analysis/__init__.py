@@ -1,4 +1,4 @@
-"""What the traced graph does: found by running its operations, never by its name.
+"""What the traced graph does: by its operations and by running them, never by the name of a model.
 
 binding_time       when each value is known: constant, by the request, or by each step
 attention          softmax(scale · QKᵀ + bias) · V, in whatever operations it is written
@@ -8,6 +8,6 @@ size_branches      code that depends on a size
 determinism        results that do not depend on chance or on earlier calls
 last_position      models that give logits for the last position only
 attention_weights  attention that a file gives besides its logits
-series             normalisation of a forecaster
+series             what was said of a forecaster's series, checked against the graph
 interpreter        run parts of a graph
 """

@@ -1,4 +1,8 @@
-"""Rewrites of the ONNX model, one per file; each is `run(model) → how many places it changed`."""
+"""Rewrites of the ONNX model, one per file; `run` of each returns how many places it changed.
+
+`run_passes` runs them in order. `half_precision` and `emulate_half_on_cpu` are for files in half precision, which
+`build.py` makes.
+"""
 
 from __future__ import annotations
 

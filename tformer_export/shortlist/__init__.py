@@ -2,7 +2,7 @@
 
 learn    pairs of source and target ids → which go together
 make     … → the shortlist of a model, as large as the data ask for, measured
-graph    the output projection apart from the decode stage, of all ids or of gathered columns
+columns  the output projection apart from the decode stage, of all ids or of gathered columns
 check    what the file computes with candidates against what it computes without
 add      all of it, for a file
 """

@@ -1,5 +1,6 @@
 """Everything that can be exported, in one form: a `Source`.
 
+base                 `Source` itself; adapter: inputs that forward() takes in another way
 load                 SOURCE of the command line → one of these
 torch_module         any nn.Module with an example of its inputs
 checkpoint_source    a `model.pt` of save_checkpoint
@@ -11,7 +12,9 @@ hugging_face         a transformers model, in memory or in a folder
   hf_images, hf_audio, hf_speech_to_text   its processors
 sentence_encoder     a folder of sentence-transformers
 tokenizer            tokenizers of any of these, as tokenizers' JSON
-pooling              a vector for each row of an encoder
+pooling              a vector for each row of an encoder; pooled_module: the module that computes it
+chat_template        a conversation's template beside a model
+reference_pipelines  the source's own results, to be compared with
 outcome              what outputs mean, as the user says
 """
 

@@ -82,7 +82,7 @@ class GenerationOptions:
     min_p: draw from the tokens that are at least p times as likely as the likeliest.
     seed: the same seed draws the same tokens for the input of the same index, whatever is beside it in the batch.
 
-    What may come, and what is to come less or more often (see rules.py for their order):
+    What may come, and what is to come less or more often (see logit_rules.py for their order):
 
     suppress_tokens: ids that never come.
     begin_suppress_tokens: ids that do not come first, or not second where forced_bos_token_id is set.
@@ -102,7 +102,7 @@ class GenerationOptions:
     grammar: belongs to this grammar, written as Lark's are;
     choices: is one of these.
 
-    Speculation, which makes greedy decoding and sampling of one row faster and changes nothing else (speculate.py):
+    Speculation, which makes greedy decoding and sampling of one row faster and changes nothing else (speculation.py):
 
     draft: where guesses come from, several of which a step of the model reads at once. "prompt": from what the prompt,
         the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a

@@ -1,4 +1,4 @@
-"""Tasks besides generating, each in a module of its own.
+"""Tasks besides generating.
 
 base                    what a task is: settings, one input's arrays, a result from outputs, a line of text
 classification          labels and their probabilities
@@ -11,6 +11,7 @@ ctc_recognition         speech to text, by scores of tokens at each frame
 speech_to_text          speech to text, by a model that generates
 forecasting             the steps that follow a series of numbers
 single_pass             run a model once for each of many inputs, whatever its task
+windows                 run many inputs in batches, results in their order
 settings                options of the command line
 
 To add a task, write a class like these and put it into `TASKS`.

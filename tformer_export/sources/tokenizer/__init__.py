@@ -1,7 +1,8 @@
 """The tokenizer of a Hugging Face folder → tokenizers' JSON, checked: it reads and writes what the original does.
 
-Nobody asks what kind of tokenizer it is: several forms are proposed (`forms`), and the first that agrees with the
-original (`original`) on texts and ids (`check`) is taken.
+Nobody asks what kind of tokenizer it is: `candidates` proposes several, and the first that agrees with the original
+(`reference`) on texts and ids (`check`) is taken. `sentencepiece` makes one of a SentencePiece model. `load` is the
+way.
 """
 
 from tformer_export.sources.tokenizer.load import (
