@@ -294,7 +294,7 @@ def test_a_file_without_a_tokenizer(tmp_path):
         model.generate("ab")
     with pytest.raises(UnsupportedCallError, match="no tokenizer"):
         model.stream([5])
-    with pytest.raises(OptionError, match="stop needs text"):
+    with pytest.raises(OptionError, match="stop_strings needs text"):
         model.generate([5], stop_strings="a")
     with pytest.raises(InputError, match="99 is beyond one of the model's tables"):
         model.generate([99])
