@@ -94,6 +94,7 @@ def _exchange(graph: GraphProto) -> None:
             assert len(inputs) == 3
             node.op_type = "Product"
         else:
+            assert not any(inputs[5:6])  # weights around zero
             biased = len(inputs) > 6 and inputs[6]
             node.op_type = "ProductToFloatBiased" if biased else "ProductToFloat"
             del node.input[:]

@@ -80,7 +80,8 @@ class Mixture:
 @dataclass
 class Plan:
     """bits: product → 4, 8 or 32, which is float; those that are not named have 8. ready: product → its integers, as
-    `weights.per_column` or `weights.in_blocks` give them; those that are not named are rounded to nearest."""
+    `round_nearest.per_column` or `round_nearest.in_blocks` give them; those that are not named are rounded to
+    nearest."""
 
     bits: dict[str, int] = field(default_factory=dict)
     ready: dict[str, Integers] = field(default_factory=dict)

@@ -145,7 +145,7 @@ def quantize(
     bits: of the weights, 8 or 4, for all products or by a product's name; one of 16 or 32 stays in float. A matrix that
     is an embedding too has 8. optimize_for: which products have the form for few rows; none, all, or large ones.
     step: the graph input that tells how many new tokens there are; without it they are not known to be few.
-    ready: integers of products by name, as `weights` gives them; those that are not named are rounded to nearest.
+    ready: integers of products by name, as `rounding` gives them; those that are not named are rounded to nearest.
     on_cpu: onnxruntime's own operators may be used, and what is fast there.
     few_rows: bits → new tokens up to which that form is run; none of it for bits that are not named. By default FEW.
     fixed: name of a product → the steps of what it reads; what is not named has steps of its own for each row.

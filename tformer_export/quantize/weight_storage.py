@@ -189,8 +189,8 @@ class Store:
         return self._derive(home, "Expand", [by_column, self._shape(1, -(-inner // block))], f"{name}.scales")
 
     def _pairs(self, home: ir.Graph) -> ir.Value:
-        """int8 (16 · 256, 2): at 256 · m + byte, the two numbers of the byte times m. It is made of 16 numbers, for a
-        small file is hardly larger than the table."""
+        """int8 ((MOST + 1) · 256, 2): at 256 · m + byte, the two numbers of the byte times m. It is made of 16 numbers,
+        for a small file is hardly larger than the table."""
         numbers = self.constant(
             "unpack.numbers", np.arange(round_nearest.LOWEST, round_nearest.HIGHEST + 1, dtype=np.int32)
         )
@@ -232,5 +232,7 @@ class Store:
 
 
 def digest(matrix: np.ndarray) -> bytes:
-    """Of a matrix' numbers."""
-    return hashlib.sha256(np.ascontiguousarray(matrix).data).digest()
+    """Of a matrix' shape and numbers."""
+    found = hashlib.sha256(repr(matrix.shape).encode())
+    found.update(np.ascontiguousarray(matrix).data)
+    return found.digest()

@@ -78,6 +78,20 @@ def test_a_table_that_is_the_output_projection_too_is_held_once(turned):
     assert (found.argmax(1) == expected.argmax(1)).all()
 
 
+def test_matrices_of_equal_numbers_and_different_shapes_are_two():
+    """As two projections that begin as zeros, up and down again."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "up"], ["h"], name="p1"),
+        helper.make_node("MatMul", ["h", "down"], ["y"], name="p2"),
+    ]
+    held = {"up": np.zeros((64, 32), np.float32), "down": np.zeros((32, 64), np.float32)}
+    model = ir.from_proto(model_of(nodes, {"x": ["rows", 64]}, {"y": ["rows", 64]}, held))
+    made = quantize(model)
+    assert [(p.inner, p.columns) for p in made.products.values()] == [(64, 32), (32, 64)]
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    assert not session.run(None, {"x": np.ones((3, 64), np.float32)})[0].any()
+
+
 def test_small_matrices_stay():
     weight = np.eye(8, dtype=np.float32)
     shape = ["rows", 8]

@@ -31,7 +31,7 @@ class Rounding:
     def fit(self, manifest: Manifest, samples: Sequence[Sample], bits: Sequence[int], path: Path) -> None:
         """Make the integers of all matrices that samples tell of, in these numbers of bits, by GPTQ.
 
-        path: for a copy of the model. Time and memory: those of `second_moments` and `gptq`.
+        path: for a copy of the model. Time and memory: those of `second_moments` and `round_gptq`.
         """
         for name, hessian in second_moments(self.model, manifest, samples, path):
             matrix = self.matrices[name]

@@ -6,10 +6,10 @@ most, as a size, in each column. Then for all activations a ≤ 255
 
     |a₁ w₁ + a₂ w₂| ≤ 255 · max(|w₁|, |w₂|, |w₁ + w₂|) ≤ 255 · 128 = 32,640 < 2¹⁵
 
-and a file computes the same integers on every processor, in every program that opens it. (Newer processors add up in 32
+and integer products are exact on every processor, in every program that opens a file. (Newer processors add up in 32
 bits. Arm has the activations around zero: 2 · 128 · 127 < 2¹⁵.)
 
-docs/quantization.md has what it costs, and what the other ways would.
+docs/measured.md, "Eight bits on every processor", has what it costs, and what the other ways would.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def column_scale(weight: np.ndarray) -> np.ndarray:
 def round_columns(ratio: np.ndarray) -> np.ndarray:
     """int8 (K, N) nearest to `ratio` (weights over their scales) with weights and pairs in range.
 
-    A pair that is beyond its limit moves there by the shortest way. Time: three passes over the weights.
+    A pair that is beyond its limit moves there by the shortest way. Time: three passes over the weights. Memory:
+    another copy of `ratio` for a moment.
     """
     rounded = np.rint(ratio)
     q: np.ndarray = rounded.clip(-WEIGHT_MAX, WEIGHT_MAX, out=rounded).astype(np.int8)
+    del rounded
     pairs, exact = _pairs(q), _pairs(ratio)
     sums = pairs.sum(1, dtype=np.int16)
-    at, column = np.nonzero(np.abs(sums) > PAIR_MAX)
+    at, column = np.nonzero((sums > PAIR_MAX) | (sums < -PAIR_MAX))
     if len(at):
         total = sums[at, column]
         sign, excess = np.sign(total), np.abs(total) - PAIR_MAX

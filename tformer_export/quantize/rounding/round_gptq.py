@@ -3,8 +3,8 @@
 The result of a product x · w errs by x · (w − ŵ), whose mean square over the data is (w − ŵ)ᵀ H (w − ŵ), H = mean x xᵀ.
 Inputs are correlated, so that the error of one row of weights can be cancelled in part by those that are not rounded
 yet: row k of the upper Cholesky factor U of H⁻¹ tells how. Rows with the loudest inputs are rounded first (the paper's
-"act-order"), while all others can still make up for them; the scales are those of `scales`, fixed beforehand, so the
-order is free. Last, each column's scale is fitted to its integers by least squares.
+"act-order"), while all others can still make up for them; the scales are those of `round_least_error`, fixed
+beforehand, so the order is free. Last, each column's scale is fitted to its integers by least squares.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hessian:
 
 
 def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.ndarray]:
-    """int8 (K, N) and float32 scales (N,), as `weights.per_column` gives them.
+    """int8 (K, N) and float32 scales (N,), as `round_nearest.per_column` gives them.
 
     Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
     """
@@ -65,7 +65,7 @@ def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.nda
 
 
 def in_blocks(weight: np.ndarray, hessian: Hessian, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """4-bit q (K, N), multipliers (⌈K / block⌉, N) and float32 scales (N,), as `weights.in_blocks` gives them."""
+    """4-bit q (K, N), multipliers (⌈K / block⌉, N) and float32 scales (N,), as `round_nearest.in_blocks` gives them."""
     _, multipliers, scale = round_least_error.in_blocks(weight, block, hessian.importance)
     of_rows = np.repeat(multipliers, block, 0)[: len(weight)]
     q = feed_back(weight, hessian, of_rows * scale, round_nearest.LOWEST, round_nearest.HIGHEST)

@@ -31,7 +31,7 @@ ROUNDS = 3  # of least squares for a column's scale and rounding to it
 
 
 def per_column(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """As `weights.per_column`, with the scales of least error. Time: 30 passes over the weights, on all cores."""
+    """As `round_nearest.per_column`, with the scales of least error. Time: 30 passes over the weights, on all cores."""
     shares = _shares(weight, importance)
     parts = _of_parts(weight, lambda part: _columns(part, shares))
     return np.concatenate([q for q, _ in parts], 1), np.concatenate([s for _, s in parts])
@@ -40,8 +40,8 @@ def per_column(weight: np.ndarray, importance: np.ndarray | None = None) -> tupl
 def in_blocks(
     weight: np.ndarray, block: int, importance: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `weights.in_blocks`, with the scales and multipliers of least error. Time: 60 passes over the weights, on all
-    cores: about a microsecond a weight on one, half of that on two."""
+    """As `round_nearest.in_blocks`, with the scales and multipliers of least error. Time: some 30 passes over the
+    weights, on all cores."""
     shares = _shares(weight, importance)
     parts = _of_parts(weight, lambda part: _blocks(part, block, shares))
     q, m, scale = zip(*parts, strict=True)

@@ -29,7 +29,7 @@ def per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_blocks(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(K, N) float → q int8 (K, N) in -8 … 7, m uint8 (⌈K / block⌉, N) in 1 … 15 and float32 scales (N,).
+    """(K, N) float → q int8 (K, N) in -8 … 7, m uint8 (⌈K / block⌉, N) in 1 … MOST and float32 scales (N,).
 
     Rounded to nearest, with the scales that reach each block's extremes.
     """
