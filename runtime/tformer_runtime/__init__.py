@@ -67,9 +67,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "AsyncModel"
-    ):  # only whoever asks for it waits for asyncio to load, a tenth of the time to a first result
+    # Only whoever asks for it waits for asyncio to load, a tenth of the time to a first result.
+    if name == "AsyncModel":
         from tformer_runtime.async_model import AsyncModel
 
         return AsyncModel

@@ -54,9 +54,8 @@ def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: s
     for p in STANDARD if target == "portable" else PASSES:
         name = p.__name__.rsplit(".", 1)[1]
         changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
-        if (
-            p is shared_encoder_context and GIVEN.of(forms) != GIVEN.default
-        ):  # not before: it knows the attention by its operator
+        # Not before that pass, which knows the attention by its operator.
+        if p is shared_encoder_context and GIVEN.of(forms) != GIVEN.default:
             decompose_attention.run(model, "decode/")
     if target == "cpu":
         changed["full_score_attention"] = full_score_attention.run(model, longest)

@@ -24,16 +24,18 @@ class Source:
     """module(*example.values()) gives logits (batch, time, vocabulary), or the outputs of a model that is run once.
 
     masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
-    in `example` too. types: inputs that the runtime has from the tokenizer beside another's ids, by name. step: the
-    autoregressive input, of ids or of numbers. series: what is said of a series, as `tformer_export.analysis.series`
+    in `example` too.
+    types: inputs that the runtime has from the tokenizer beside another's ids, by name.
+    step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `analysis.series`
     reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
-    tokens that the chat template may name, and their texts. outcome: what the outputs of a model that is run once stand
-    for. outputs: their names in the file, if `module` gives several, as a tuple. answer: its own way from a text, or a
-    pair, cut to so many tokens, to its output without a batch axis, or, for tasks of `by_token`, to its result; by
-    default its tokenizer and `module`. pairs: whether it takes pairs of texts. preparation: how inputs are made of what
-    a user has, such as pictures or sounds, by name. shortest: positions that an input has at least, where one is not
-    enough, by name. written: the model's own way from an output to a text; dictated: its own from samples to the ids
-    that it writes, with times among them or without, of each window at most so many.
+    tokens that the chat template may name, and their texts.
+    outcome: what the outputs of a model that is run once stand for. outputs: their names in the file, if `module` gives
+    several, as a tuple. answer: its own way from a text, or a pair, cut to so many tokens, to its output without a
+    batch axis, or, for tasks of `reference_pipelines`, to its result; by default its tokenizer and `module`. pairs:
+    whether it takes pairs of texts. preparation: how inputs are made of what a user has, such as pictures or sounds.
+    shortest: positions that an input has at least, where one is not enough, by name. written: the model's own way from
+    an output to a text; dictated: its own from samples to the ids that it writes, with times among them or without, of
+    each window at most so many.
     """
 
     module: nn.Module

@@ -6,16 +6,16 @@ search, as in transformers; repetition_penalty, which asks for their sign, does 
 
 The order is that of transformers' generate(), which two options are not part of:
 
-1. logit_bias                            (sequence_bias of single tokens)
+1. logit_bias (sequence_bias of single tokens)
 2. repetition_penalty
-3. presence_penalty, frequency_penalty   (no option of generate(); where vLLM has them)
-4. no_repeat_ngram_size                       (no_repeat_ngram_size)
-5. bad_words_ids                    (bad_words_ids)
+3. presence_penalty, frequency_penalty (no options of generate(); as in vLLM)
+4. no_repeat_ngram_size
+5. bad_words_ids
 6. min_new_tokens
-7. forced_bos_token_id                           (forced_bos_token_id)
-8. suppress                              (suppress_tokens)
-9. begin_suppress_tokens                        (begin_suppress_tokens)
-10. logits_processor                     (logits_processor)
+7. forced_bos_token_id
+8. suppress_tokens
+9. begin_suppress_tokens
+10. logits_processor
 
 The warping of a sampler comes after them (sampling.py).
 

@@ -556,7 +556,7 @@ def test_a_loop_that_is_gone_leaves_the_thread_alive(toy):
 def test_a_model_that_nobody_has_any_more_ends_its_thread(toy):
     thread = AsyncModel(toy)._worker._thread
     gc.collect()
-    thread.join(60)
+    thread.join()
     assert not thread.is_alive()
 
 

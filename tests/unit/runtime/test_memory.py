@@ -271,7 +271,7 @@ def test_a_thread_that_holds_what_others_wait_for_is_not_behind_them():
         assert more.ask(5)
         more.end()
         mine.end()
-        assert waiting.result(30)
+        assert waiting.result()
 
 
 def test_threads_that_could_only_wait_for_each_other_do_not():
@@ -295,7 +295,7 @@ def test_threads_that_could_only_wait_for_each_other_do_not():
         with pytest.raises(MemoryBudgetError):
             more.ask(5)
         mine.end()
-        over.result(30)
+        over.result()
 
 
 def test_what_is_kept_grows_when_there_is_room():
@@ -307,7 +307,7 @@ def test_what_is_kept_grows_when_there_is_room():
         growing = threads.submit(kept.take, 3)
         until_waiting(budget, 1)
         running.end()
-        growing.result(30)
+        growing.result()
     assert budget.held == kept.held == 6
     with pytest.raises(MemoryBudgetError):
         running.ask(5)
