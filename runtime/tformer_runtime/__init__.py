@@ -1,4 +1,4 @@
-"""Run models that tformer-export has written, with onnxruntime and without PyTorch.
+"""Run files of tformer-export with onnxruntime, without PyTorch.
 
 from tformer_runtime import Model
 model = Model.load("model.onnx")
@@ -28,7 +28,7 @@ from tformer_runtime.base.errors import (
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result, Speculation, Timing
 from tformer_runtime.model import Model
-from tformer_runtime.tasks import Answer, Candidate, Classification, Segment, Span, Transcription
+from tformer_runtime.tasks import Answer, Classification, MaskCandidate, Segment, Span, Transcription
 
 if TYPE_CHECKING:
     from tformer_runtime.async_model import AsyncModel
@@ -38,12 +38,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "AsyncModel",
-    "Candidate",
     "Classification",
     "DeadlineError",
     "DeviceError",
     "GenerationOptions",
     "InputError",
+    "MaskCandidate",
     "MemoryBudgetError",
     "MissingExtraError",
     "Model",
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Only whoever asks for it waits for asyncio to load, a tenth of the time to a first result.
+    # Importing asyncio takes long, so it is imported only for AsyncModel.
     if name == "AsyncModel":
         from tformer_runtime.async_model import AsyncModel
 

@@ -1,12 +1,12 @@
-"""`AsyncModel`: requests from asyncio that decode together, each joining the batch that is running.
+"""`AsyncModel`: a model for asyncio. Requests join the running batch and are decoded together.
 
     async with AsyncModel(Model.load("model.onnx")) as model:
         result = await model.generate("a text", deadline=2.0)
         async for piece in model.stream("another"):
             print(piece, end="")
 
-One thread decodes; the event loop only waits. A request that is cancelled, or whose deadline passes, gives its rows to
-others at the next token; one that fails, fails alone.
+One thread decodes, and the event loop only waits. A request that is cancelled, or whose deadline passes, leaves the
+batch at the next token. An error ends only the request that it belongs to.
 """
 
 from __future__ import annotations
@@ -20,32 +20,38 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tformer_runtime.base.errors import DeadlineError, OptionError, UnsupportedCallError
-from tformer_runtime.base.validation import whole
-from tformer_runtime.decoding.generator import Told
+from tformer_runtime.base.validation import check_int
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import Request, Result, make_request
-from tformer_runtime.decoding.scheduler import LATE, ROWS, Scheduler
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE, MAX_BATCH_ROWS, Scheduler
+from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.decoding.speculation import speculates
+from tformer_runtime.decoding.streaming import TextStream
+from tformer_runtime.decoding.worker_pool import wait_for_work
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
 
-QUEUE = 1024  # requests that are running or wait; more wait outside, in `await`
+MAX_PENDING_REQUESTS = 1024
 
 
 class AsyncModel:
-    """A `Model` for asyncio. To be used in one event loop; `close` it, or use it in `async with`.
+    """A `Model` for asyncio, for one event loop. Use it in `async with`, or `close` it.
 
-    Other threads may go on using the `Model` itself. Several of these on one model share its memory and nothing else.
+    Other threads may use the `Model` at the same time. Several AsyncModels of one model share only its memory.
     """
 
-    def __init__(self, model: Model, rows: int = ROWS, queue: int = QUEUE) -> None:
-        """rows: decoded at once. queue: how many requests are taken before `generate` and `stream` wait."""
-        whole("rows", rows)
-        whole("queue", queue)
+    def __init__(
+        self, model: Model, max_batch_size: int = MAX_BATCH_ROWS, max_pending: int = MAX_PENDING_REQUESTS
+    ) -> None:
+        """
+        max_batch_size: the maximum number of rows that are decoded together.
+        max_pending: the maximum number of requests that run or are queued; further calls wait in `await`.
+        """
+        check_int("max_batch_size", max_batch_size)
+        check_int("max_pending", max_pending)
         self.model = model
-        self._room = asyncio.Semaphore(queue)
-        self._worker = _Worker(model, rows)
+        self._free_places = asyncio.Semaphore(max_pending)
+        self._worker = _Worker(model, max_batch_size)
 
     def __del__(self) -> None:
         if hasattr(self, "_worker"):
@@ -58,59 +64,56 @@ class AsyncModel:
         await self.close()
 
     async def close(self) -> None:
-        """End what still runs or waits, with an UnsupportedCallError, and the thread."""
+        """End all requests with an UnsupportedCallError, and end the thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._worker.close)
 
     async def generate(
         self, input: Input, options: GenerationOptions | None = None, deadline: float | None = None, **overrides: Any
     ) -> Result:
-        """As `Model.generate`. deadline: seconds from now, after which DeadlineError is raised."""
+        """Generate as `Model.generate` does. deadline: seconds from now, after which DeadlineError is raised."""
         settings = self.model.settings(options, overrides)
-        async with self._job(input, settings, deadline, stream=False) as job:
-            await job.over
-        return self.model.generator.result(job.task)
+        async with self._run_job(input, settings, deadline, stream=False) as job:
+            await job.finished
+        return self.model.generator.make_result(job.task)
 
     async def stream(
         self, input: Input, options: GenerationOptions | None = None, deadline: float | None = None, **overrides: Any
     ) -> AsyncIterator[str]:
-        """As `Model.stream`. Leaving the loop ends the request, at once if it is left through `aclose`."""
+        """Generate as `Model.stream` does. Leaving the loop ends the request; `aclose` ends it at once."""
         settings = self.model.stream_settings(options, overrides)
-        async with self._job(input, settings, deadline, stream=True) as job:
+        async with self._run_job(input, settings, deadline, stream=True) as job:
             while (piece := await job.pieces.get()) is not None:
                 yield piece
         if job.task.error is not None:
             raise job.task.error
 
     @contextlib.asynccontextmanager
-    async def _job(self, input: Input, settings: Settings, deadline: float | None, stream: bool) -> AsyncIterator[_Job]:
-        """A request that runs; it is cancelled if it is still running at the end."""
-        until = _until(deadline)
+    async def _run_job(
+        self, input: Input, settings: Settings, deadline: float | None, stream: bool
+    ) -> AsyncIterator[_Job]:
+        """Submit a request. On exit, cancel it if it still runs."""
+        deadline_at = _deadline_at(deadline)
         try:
-            async with asyncio.timeout(None if until is None else until - time.monotonic()):
-                await self._room.acquire()
+            async with asyncio.timeout(None if deadline_at is None else deadline_at - time.monotonic()):
+                await self._free_places.acquire()
         except TimeoutError:
-            raise DeadlineError(LATE) from None
+            raise DeadlineError(DEADLINE_MESSAGE) from None
         try:
-            if settings.constraint is not None:  # a grammar is compiled, and kept, elsewhere: it may take long
+            if settings.constraint is not None:  # compiling a grammar may take long; the result is cached
                 await asyncio.to_thread(self.model.generator.guide, settings)
-            job = _Job(
-                self.model,
-                make_request(self.model.manifest, self.model.inputs, input, 0, settings),
-                settings,
-                until,
-                stream,
-            )
+            request = make_request(self.model.manifest, self.model.inputs, input, 0, settings)
+            job = _Job(self.model, request, settings, deadline_at, stream)
             self._worker.submit(job)
             try:
                 yield job
             finally:
                 self._worker.cancel(job)
         finally:
-            self._room.release()
+            self._free_places.release()
 
 
-def _until(deadline: float | None) -> float | None:
-    """The time, by `time.monotonic`, when so many seconds are over."""
+def _deadline_at(deadline: float | None) -> float | None:
+    """Return the time of a deadline by `time.monotonic`. deadline: seconds from now."""
     if deadline is None:
         return None
     if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
@@ -119,155 +122,149 @@ def _until(deadline: float | None) -> float | None:
 
 
 class _Job:
-    """A task and who waits for it.
+    """A task and the coroutine that waits for it.
 
-    over: set when the task is. pieces: of a stream; None ends it.
+    finished: set when the task is finished.
+    pieces: of a stream; None ends it.
     """
 
-    def __init__(self, model: Model, request: Request, settings: Settings, until: float | None, stream: bool) -> None:
+    def __init__(
+        self, model: Model, request: Request, settings: Settings, deadline_at: float | None, stream: bool
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self._loop.create_future()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
         self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
         generator = model.generator
-        self._told = Told(generator, request, settings, self._tell) if stream else None
-        self.task: Task = self._told.task() if self._told else generator.task(request, settings)
-        self.task.deadline = until
+        self._stream = TextStream(generator, request, settings, self._on_piece) if stream else None
+        self.task: SequenceTask = self._stream.make_task() if self._stream else generator.make_task(request, settings)
+        self.task.deadline = deadline_at
 
-    def _tell(self, piece: str) -> None:
-        self._call(self.pieces.put_nowait, piece)
+    def _on_piece(self, piece: str) -> None:
+        self._call_in_loop(self.pieces.put_nowait, piece)
 
     def finish(self) -> None:
-        """Tell whoever waits that the task is over. Called by the thread that decodes; raises nothing."""
-        if self._told and self.task.error is None:
+        """Notify the coroutine that the task is finished. The decoding thread calls this. It raises no error."""
+        if self._stream and self.task.error is None:
             try:
-                self._told.finish(self.task)
+                self._stream.finish(self.task)
             except Exception as error:
                 self.task.error = error
-        self._call(self.pieces.put_nowait, None)
-        self._call(self._set)
+        self._call_in_loop(self.pieces.put_nowait, None)
+        self._call_in_loop(self._set_finished)
 
-    def _set(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
+    def _set_finished(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
 
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def _call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
 class _Worker:
-    """The thread that decodes. Requests of one kind share a scheduler: what a file gives besides is given to all, and
-    rows read ahead or do not.
+    """The thread that decodes.
 
-    It sleeps on the condition of the model's memory, which it may have to wait for as well.
+    Requests share a scheduler if they need the same extra outputs of the file, and if all or none of them speculate.
+    The thread sleeps on the condition of the model's memory budget, because it may have to wait for memory, too.
     """
 
     def __init__(self, model: Model, rows: int) -> None:
         self._generator, self._rows = model.generator, rows
         self._schedulers: dict[tuple[bool, bool, bool], Scheduler] = {}
-        self._jobs: dict[Task, _Job] = {}
-        self._came: list[_Job] = []
-        self._gone: list[_Job] = []
+        self._jobs: dict[SequenceTask, _Job] = {}
+        self._new_jobs: list[_Job] = []
+        self._cancelled_jobs: list[_Job] = []
         self._closing = False
         self._memory = self._generator.budget
-        self._wake = self._memory.changed
-        self._seen = 0  # the memory's changes before the latest step
+        self._condition = self._memory.changed
+        self._change_count = 0  # of the memory, before the latest step
         self._thread = threading.Thread(target=self._run, name="tformer", daemon=True)
-        atexit.register(self.close)  # a thread that is in native code when the interpreter goes may abort the process
+        atexit.register(self.close)  # a thread in native code may abort the process when the interpreter ends
         self._thread.start()
 
     def submit(self, job: _Job) -> None:
-        with self._wake:
+        with self._condition:
             if self._closing:
                 raise UnsupportedCallError("the model is closed: make another AsyncModel")
-            self._came.append(job)
-            self._wake.notify_all()
+            self._new_jobs.append(job)
+            self._condition.notify_all()
 
     def cancel(self, job: _Job) -> None:
-        """Free the rows of a job that nobody waits for; nothing if it is over."""
-        with self._wake:
-            if not job.task.over:
-                self._gone.append(job)
-                self._wake.notify_all()
+        """Free the rows of a job; nothing happens if the job is finished."""
+        with self._condition:
+            if not job.task.finished:
+                self._cancelled_jobs.append(job)
+                self._condition.notify_all()
 
     def stop(self) -> None:
-        """End soon."""
-        with self._wake:
+        """Ask the thread to end."""
+        with self._condition:
             self._closing = True
-            self._wake.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
-        """End now."""
+        """End the thread, and wait for its end."""
         self.stop()
         if self._thread.is_alive():  # starting it may have been interrupted
             self._thread.join()
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._step():
                 pass
-        finally:  # whatever ended it, nobody is left waiting
+        finally:  # after an error, too, no coroutine may wait for ever
             self.stop()
-            for job in (*self._jobs.values(), *self._came):
-                job.task.error = job.task.error or _ended(closed=True)
+            for job in (*self._jobs.values(), *self._new_jobs):
+                job.task.error = job.task.error or _end_error(closed=True)
                 job.finish()
             for scheduler in self._schedulers.values():
-                scheduler.fail(_ended(closed=True))
+                scheduler.fail(_end_error(closed=True))
             atexit.unregister(self.close)
 
-    def _turn(self) -> bool:
-        """One step of everything. False when it is closed and all is over."""
-        with self._wake:
-            self._sleep()
-            self._seen = self._memory.changes
-        closing = self._take_in()
+    def _step(self) -> bool:
+        """Run one step of all schedulers. Return False when the worker is closed and all jobs are finished."""
+        deadline_at = min((task.deadline for task in self._jobs if task.deadline is not None), default=None)
+        with self._condition:
+            wait_for_work(self._memory, self._schedulers.values(), self._change_count, self._has_new_work, deadline_at)
+            self._change_count = self._memory.change_count
+        closing = self._process_requests()
         for scheduler in list(self._schedulers.values()):
-            for task in scheduler.turn(self._take_in) if not scheduler.idle else ():
+            for task in scheduler.step_or_fail(self._process_requests) if not scheduler.idle else ():
                 self._jobs.pop(task).finish()
         return not closing or bool(self._jobs)
 
-    def _take_in(self) -> bool:
-        """Take what came, and drop what is gone. Whether it is closed."""
-        with self._wake:
-            came, self._came = self._came, []
-            gone, self._gone = self._gone, []
-            self._jobs |= {job.task: job for job in came}
+    def _has_new_work(self) -> bool:
+        return bool(self._new_jobs or self._cancelled_jobs or self._closing)
+
+    def _process_requests(self) -> bool:
+        """Submit new jobs and cancel jobs. Return whether the worker is closed; then all jobs are cancelled."""
+        with self._condition:
+            new_jobs, self._new_jobs = self._new_jobs, []
+            cancelled_jobs, self._cancelled_jobs = self._cancelled_jobs, []
+            self._jobs |= {job.task: job for job in new_jobs}
             closing = self._closing
-        for job in came:
-            self._take(job)
-        for job in (*gone, *(list(self._jobs.values()) if closing else ())):
+        for job in new_jobs:
+            self._submit(job)
+        for job in (*cancelled_jobs, *(list(self._jobs.values()) if closing else ())):
             if job.task in self._jobs:
-                self._scheduler(job.task).cancel(job.task, _ended(closing))
+                self._scheduler(job.task).cancel(job.task, _end_error(closing))
         return closing
 
-    def _sleep(self) -> None:
-        """Until there is something to do: of what waits for memory, when that changes or a deadline passes."""
-        while not (self._came or self._gone or self._closing):
-            if not self._jobs:
-                self._wake.wait()
-                continue
-            if self._memory.changes != self._seen or not all(s.idle or s.stalled for s in self._schedulers.values()):
-                return
-            until = min((task.deadline for task in self._jobs if task.deadline is not None), default=None)
-            left = threading.TIMEOUT_MAX if until is None else min(until - time.monotonic(), threading.TIMEOUT_MAX)
-            if left <= 0:
-                return
-            self._wake.wait(left)
-
-    def _take(self, job: _Job) -> None:
+    def _submit(self, job: _Job) -> None:
         try:
             self._scheduler(job.task).submit(job.task)
         except Exception as error:
             job.task.error = error
             self._jobs.pop(job.task).finish()
 
-    def _scheduler(self, task: Task) -> Scheduler:
+    def _scheduler(self, task: SequenceTask) -> Scheduler:
+        """Return the scheduler of a task's kind."""
         settings = task.settings
-        key = settings.alignments, settings.hidden, speculates(settings, self._rows)
+        key = settings.cross_attentions, settings.hidden_states, speculates(settings, self._rows)
         if key not in self._schedulers:
-            self._schedulers[key] = self._generator.scheduler(settings, self._rows, waits=False)
+            self._schedulers[key] = self._generator.new_scheduler(settings, self._rows, waits=False)
         return self._schedulers[key]
 
 
-def _ended(closed: bool) -> Exception:
+def _end_error(closed: bool) -> Exception:
     return UnsupportedCallError("the model was closed" if closed else "the request was cancelled")

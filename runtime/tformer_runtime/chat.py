@@ -1,11 +1,11 @@
-"""What has been read stays read: a prefix that many requests begin with, and a conversation that goes on.
+"""Caches that outlive a request: a common prefix of many requests, and a conversation.
 
 instructions = model.cache_prefix("You are …")          # computed once
 model.generate("a question", prefix=instructions)
 
 chat = model.chat()
 print(chat.send("a question").text)
-chat.rewind()                                      # as if that turn had not been
+chat.rewind()                                           # remove the turn
 """
 
 from __future__ import annotations
@@ -18,52 +18,58 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.decoding.generator import Generator, generate_all, generate_stream
+from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
-from tformer_runtime.decoding.request import Base, Request, Result, make_request
+from tformer_runtime.decoding.request import PromptPrefix, Request, Result, make_request
+from tformer_runtime.decoding.streaming import generate_stream
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.engine.state import State
 from tformer_runtime.preprocess.chat_template import Message, Template, conversation
 from tformer_runtime.preprocess.inputs import Inputs
 
-CHUNK = 256  # positions that are read at once
+PREFILL_CHUNK_TOKENS = 256  # of one step
 
 
-class Prefix:
-    """Tokens that a decoder-only model has read, for any number of requests to go on from.
+class CachedPrefix:
+    """The cache of a prompt prefix of a decoder-only model, for any number of requests.
 
-    Holds their cache until `release`, or until nobody refers to it. Safe to share between threads.
+    The memory is freed by `release`, or when the object is deleted. Safe to share between threads.
     """
 
-    def __init__(self, engine: Engine, ids: Ints, budget: Budget) -> None:
+    def __init__(self, engine: Engine, ids: Ints, budget: MemoryBudget) -> None:
+        """Use `Model.cache_prefix`."""
         self.engine, self.ids = engine, ids
-        share = budget.share(kept=True)
-        self._state = engine.start(None, 1, budget=share, most=[len(ids)])
-        share.ask(engine.sizing.need(len(ids), {}))  # all at once: nothing is read that cannot be read to its end
+        share = budget.new_share(persistent=True)
+        self._state = engine.start(None, 1, budget=share, max_tokens=[len(ids)])
+        # Reserve the memory of all ids, so that a prefix that does not fit is refused before the first step.
+        share.reserve(engine.memory_estimate.bytes_needed(len(ids), {}))
         try:
-            read(engine, self._state, ids)
+            prefill(engine, self._state, ids)
         except BaseException:
             self.release()
             raise
         finally:
-            share.end()
+            share.release_reservation()
 
     @property
-    def base(self) -> Base:
-        """UnsupportedCallError once it has been released."""
+    def base(self) -> PromptPrefix:
+        """The prefix for a request. Raise UnsupportedCallError after `release`."""
         if self._state.released:
             raise UnsupportedCallError("the prefix has been released, and nothing can follow it: read it again")
-        return Base(self._state, self.ids)
+        return PromptPrefix(self._state, self.ids)
 
     def release(self) -> None:
-        """Give the memory back; requests can no longer begin with it."""
+        """Free the memory. Later requests cannot use the prefix."""
         self._state.release()
 
 
 @dataclass
 class Turn:
-    """What was said and answered. ids: of the conversation up to and with the answer."""
+    """A message and its answer.
+
+    ids: of the conversation up to the end of the answer.
+    """
 
     message: Any
     result: Result
@@ -71,85 +77,95 @@ class Turn:
 
 
 class Chat:
-    """A conversation with a decoder-only model, whose cache is kept from turn to turn. To be used by one thread.
+    """A conversation with a decoder-only model. Its cache is kept from turn to turn. Not safe to share between threads.
 
-    A turn costs what is new in it: the message, and reading the model's own last answer. Where the file has a chat
-    template, messages are texts that are put into it, as are the answers' texts. Else each message follows what was
-    before as it is, and so do the answers' ids.
+    The cost of a turn is the generation of its answer, and reading its message and the previous answer. In a file with
+    a chat template, messages and answers are texts, formatted by the template. Otherwise the ids of messages and
+    answers are concatenated.
     """
 
     def __init__(
         self,
         generator: Generator,
         inputs: Inputs,
-        settle: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
-        settle_stream: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        settings: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
+        stream_settings: Callable[[GenerationOptions | None, Mapping[str, Any]], Settings],
         template: Template | None,
         system: str | None,
     ) -> None:
-        """Use `Model.chat`. settle(options, overrides): the settings of a turn; settle_stream: of one that is streamed.
-        template: the file's, if it has one."""
-        self._generator, self._inputs, self._settle, self._settle_stream = generator, inputs, settle, settle_stream
+        """Use `Model.chat`.
+
+        settings, stream_settings: from options and overrides to the settings of `send` and of `stream`.
+        template: the chat template of the file; None without one.
+        system: a system message before the conversation; None without one.
+        """
+        self._generator, self._inputs = generator, inputs
+        self._settings, self._stream_settings = settings, stream_settings
         self._engine, self._template, self._system = generator.engine, template, system
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
-        self._state = self._engine.start(None, 1, budget=generator.budget.share(kept=True))
-        self._read: Ints = np.zeros(0, np.int64)  # what the state has read, or the beginning of it
+        self._state = self._engine.start(None, 1, budget=generator.budget.new_share(persistent=True))
+        self._cached_ids: Ints = np.zeros(0, np.int64)  # a prefix of the ids in the cache
         self.turns: list[Turn] = []
 
     def send(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Result:
-        """Say something, text or ids, and generate the answer. Options are those of `Model.generate`.
+        """Generate the answer to a message.
 
-        If it raises, the conversation is what it was before. InputError also for one that has become too long.
+        message: text or ids.
+        options, overrides: as of `Model.generate`.
+        An error leaves the conversation unchanged. Raise InputError also for a conversation that is too long.
         """
-        settings = self._settle(options, overrides)
+        settings = self._settings(options, overrides)
         request, ids = self._request(message, settings)
         (result,) = generate_all(self._generator, [request], settings)
-        self._take(message, ids, result)
+        self._add_turn(message, ids, result)
         return result
 
     def stream(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
-        """Pieces of the text of `send`, as soon as each is certain. Only when the last was taken is it a turn."""
-        settings = self._settle_stream(options, overrides)
+        """Yield the text of the answer of `send` in pieces, without waiting for the last token.
+
+        The turn is added to the conversation after the last piece.
+        """
+        settings = self._stream_settings(options, overrides)
         request, ids = self._request(message, settings)
         result = yield from generate_stream(self._generator, request, settings)
-        self._take(message, ids, result)
+        self._add_turn(message, ids, result)
 
     def _request(self, message: Any, settings: Settings) -> tuple[Request, Ints]:
-        """What is to be answered, once all before it has been read; and the ids of all."""
+        """Cache the conversation up to its last id. Return the request for the answer, and the ids up to the answer."""
         ids = self._prompt(message)
-        most = self._engine.manifest.max_length
-        if len(ids) >= most:
+        max_length = self._engine.manifest.max_length
+        if len(ids) >= max_length:
             raise InputError(
-                f"the conversation is {len(ids)} tokens long and the model holds {most}: rewind it, or begin another"
+                f"the conversation is {len(ids)} tokens long and the model holds {max_length}: rewind it, or begin "
+                "another"
             )
-        common = min(_common(self._read, ids), len(ids) - 1)
+        common = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._state.rewind(common)
-        self._read = ids[:common]
-        read(self._engine, self._state, ids[common:-1])
-        self._read = ids[:-1]
-        return make_request(
-            self._engine.manifest, self._inputs, ids[-1:], 0, settings, Base(self._state, self._read)
-        ), ids
+        self._cached_ids = ids[:common]
+        prefill(self._engine, self._state, ids[common:-1])
+        self._cached_ids = ids[:-1]
+        prefix = PromptPrefix(self._state, self._cached_ids)
+        return make_request(self._engine.manifest, self._inputs, ids[-1:], 0, settings, prefix), ids
 
-    def _take(self, message: Any, ids: Ints, result: Result) -> None:
+    def _add_turn(self, message: Any, ids: Ints, result: Result) -> None:
         self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))
 
     def rewind(self, turns: int = 1) -> None:
-        """Forget the last turns. Costs nothing: what they share with what comes next is not read again."""
+        """Remove the last turns. The cache of their common prefix with the next turn is reused."""
         if not 0 <= turns <= len(self.turns):
             raise OptionError(f"there are {len(self.turns)} turns, and {turns} cannot be taken back")
         del self.turns[len(self.turns) - turns :]
 
     def release(self) -> None:
-        """Give the memory back; the conversation is over."""
+        """Free the memory. The conversation cannot continue."""
         self._state.release()
 
     def _prompt(self, message: Any) -> Ints:
-        """The ids of the whole conversation, up to what is to be answered."""
+        """Return the ids of the conversation up to the answer."""
         if self._template is None:
             before = [turn.ids for turn in self.turns[-1:]]
-            return np.concatenate([*before, self._inputs.parts(message, first=not self.turns)[1]])
+            return np.concatenate([*before, self._inputs.generation_inputs(message, starts_prompt=not self.turns)[1]])
         if not isinstance(message, str):
             raise InputError("a chat template takes text")
         messages: list[Message] = []
@@ -157,17 +173,17 @@ class Chat:
             messages.append({"role": "user", "content": turn.message})
             messages.append({"role": "assistant", "content": turn.result.text})
         text = self._template(conversation([*messages, {"role": "user", "content": message}], self._system))
-        return self._inputs.ids(self._engine.decode.step.name, text, special=False)
+        return self._inputs.ids(self._engine.decode.step.name, text, add_special_tokens=False)
 
 
-def read(engine: Engine, state: State, ids: Ints) -> None:
-    """Feed ids to a state of one row, some at a time."""
-    for at in range(0, len(ids), CHUNK):
-        engine.step(state, ids[None, at : at + CHUNK])
+def prefill(engine: Engine, state: State, ids: Ints) -> None:
+    """Add ids to the cache of a state with one row, a chunk per step."""
+    for begin in range(0, len(ids), PREFILL_CHUNK_TOKENS):
+        engine.step(state, ids[None, begin : begin + PREFILL_CHUNK_TOKENS])
 
 
-def _common(one: Ints, other: Ints) -> int:
-    """How many ids two sequences begin with alike."""
+def _common_length(one: Ints, other: Ints) -> int:
+    """Return the length of the common prefix of two sequences."""
     count = min(len(one), len(other))
-    differ = np.flatnonzero(one[:count] != other[:count])
-    return int(differ[0]) if len(differ) else count
+    differences = np.flatnonzero(one[:count] != other[:count])
+    return int(differences[0]) if len(differences) else count

@@ -1,4 +1,4 @@
-"""`Model`: a file, ready to be asked."""
+"""`Model`: a loaded model file, and the calls of all tasks."""
 
 from __future__ import annotations
 
@@ -13,60 +13,65 @@ import numpy.typing as npt
 
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError, numbered
-from tformer_runtime.base.validation import whole
-from tformer_runtime.chat import Chat, Prefix
+from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError, with_input_number
+from tformer_runtime.base.validation import check_int
+from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.drafting import check_draft
-from tformer_runtime.decoding.generator import Generator, generate_all, generate_stream
-from tformer_runtime.decoding.options import GenerationOptions, HasEngine, Settings
-from tformer_runtime.decoding.ordered import in_order
-from tformer_runtime.decoding.request import Base, Request, Result, make_request
+from tformer_runtime.decoding.generator import Generator, generate_all
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.ordered import generate_in_order
+from tformer_runtime.decoding.request import PromptPrefix, Request, Result, make_request
 from tformer_runtime.decoding.sampling import log_normalizer
+from tformer_runtime.decoding.streaming import generate_stream
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.info import file_info
-from tformer_runtime.format.manifest import ALIGNMENTS, ATTENTION, HIDDEN, Extra, Manifest
+from tformer_runtime.format.manifest import ATTENTIONS, CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput, Manifest
 from tformer_runtime.preprocess.chat_template import Message, Template, conversation, template_of
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
-from tformer_runtime.preprocess.series import Series
+from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     Answer,
-    Answers,
     Classification,
     Classifier,
-    Entities,
+    CtcRecognition,
     Features,
     Filled,
-    Filling,
-    Recognition,
+    FillMask,
+    QuestionAnswering,
     Span,
     Task,
+    TokenClassification,
     Transcription,
-    dictates,
     generates,
+    is_speech_to_text,
     task_of,
 )
 from tformer_runtime.tasks.forecasting import Forecaster
 from tformer_runtime.tasks.single_pass import run_once
-from tformer_runtime.tasks.speech_to_text import Dictation, Dictator
+from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
 
-_CHUNK = 128  # positions that score() computes at once
+_TARGET_CHUNK_TOKENS = 128  # tokens of one step in score(), align() and hidden_states()
 
 
 class Model:
     """An exported model. Safe to share between threads.
 
-    An input is a text, or a sequence of ids, which is taken as it is: nothing is put before or after it. A model with
-    several inputs takes a mapping from their names.
+    An input is a text, or a sequence of ids, to which no tokens are added. For a model with several inputs it is a
+    mapping from the names of the inputs.
     """
 
-    def __init__(self, engine: Engine, max_memory: int | None = None) -> None:
-        """Use `Model.load`."""
+    def __init__(self, engine: Engine, max_memory: int | None = None, index_offset: int = 0) -> None:
+        """Use `Model.load`.
+
+        max_memory: see `Model.load`. index_offset: see `numbered_from`.
+        """
         self.engine = engine
+        self._index_offset = index_offset
         self.manifest: Manifest = engine.manifest
         self.inputs = Inputs(engine.manifest)
-        self.budget = Budget(max_memory)
+        self.budget = MemoryBudget(max_memory)
         self.generator = Generator(engine, self.inputs.output_codec, self.inputs.output_tokenizer, self.budget)
 
     @classmethod
@@ -77,138 +82,173 @@ class Model:
         threads: int | None = None,
         max_memory: int | None = None,
     ) -> Model:
-        """Open a file that tformer-export has written.
+        """Load a file of tformer-export.
 
-        device: "auto" (CUDA if the file was made for it and it can be had), "cpu" or "cuda".
-        threads: threads for one operator, by default what the file was tuned to, or one per core.
-        max_memory: bytes that the caches and contexts of all requests may hold at once, beside the weights; a request
-            that cannot fit is refused before it starts (MemoryBudgetError), others wait for their turn. None: no limit.
-        Raises ModelFileError, DeviceError, MissingExtraError.
+        path: the file.
+        device: "auto" (CUDA if the file supports it and a device is available), "cpu" or "cuda".
+        threads: threads of one operator; by default the tuned number of the file, or one per core.
+        max_memory: bytes of the caches and encoder outputs of all requests, without the weights; None for no limit.
+            A request that can never fit raises MemoryBudgetError before it starts. Others wait for memory.
+        Raise ModelFileError, DeviceError or MissingExtraError.
         """
         return cls(Engine(Session(path, device, threads)), max_memory)
 
+    def numbered_from(self, index_offset: int) -> Model:
+        """Return a model with the same weights and its own memory budget, for the rest of an interrupted run.
+
+        index_offset: the number of finished inputs. Numbers of inputs in errors, and seeds, continue from it.
+        """
+        return Model(self.engine, self.budget.limit, index_offset)
+
     @property
     def device(self) -> str:
-        """Where the model runs: "cpu" or "cuda"."""
+        """The device of the model: "cpu" or "cuda"."""
         return self.engine.session.device
 
     def generate(
-        self, input: Input, options: GenerationOptions | None = None, prefix: Prefix | None = None, **overrides: Any
+        self,
+        input: Input,
+        options: GenerationOptions | None = None,
+        prefix: CachedPrefix | None = None,
+        **overrides: Any,
     ) -> Result:
-        """Generate for one input. `overrides` are options by name, on top of `options`.
+        """Generate for one input.
 
-        prefix: what has been read already, before the input. Raises InputError, OptionError, MemoryBudgetError, and
-        UnsupportedCallError for a model that does not generate.
+        input: see `Model`.
+        options: generation options.
+        prefix: a cached prefix that goes before the input, from `cache_prefix`.
+        overrides: options by name. They take precedence over `options`.
+        Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not generate.
         """
         settings = self.settings(options, overrides)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(prefix))
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
         return generate_all(self.generator, [request], settings)[0]
 
-    def cache_prefix(self, input: Input) -> Prefix:
-        """Read an input once, for many requests to go on from: `generate(…, prefix=prefix)`.
+    def cache_prefix(self, input: Input) -> CachedPrefix:
+        """Compute the cache of an input once, as the prefix of many requests: `generate(…, prefix=prefix)`.
 
-        A request then gives what it gives for the ids of both, one after the other; each text is turned into ids by
-        itself, with what the tokenizer puts around a text coming once. UnsupportedCallError for a model with an
-        encoder, where all that a request reads follows from its source.
+        The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special
+        tokens of the tokenizer occur once, before the prefix and after the input.
+        Raise UnsupportedCallError for a model with an encoder, which reads a source as a whole.
         """
-        self._must_go_on("prefix")
-        return Prefix(self.engine, self.inputs.parts(input, last=False)[1], self.budget)
+        self._must_be_decoder_only("prefix")
+        return CachedPrefix(self.engine, self.inputs.generation_inputs(input, ends_prompt=False)[1], self.budget)
 
     def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Ints:
-        """The ids of a conversation in the file's chat template, up to the answer: an input of `generate` and its like.
+        """Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template.
 
-        messages: a text, or mappings of "role" and "content". system: a message before them. Raises InputError for what
-        is no conversation or what the template refuses, MissingExtraError without jinja2, and UnsupportedCallError for
-        a file without a template.
+        messages: a text, or mappings of "role" and "content".
+        system: a system message before them.
+        Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
+        UnsupportedCallError for a file without a template.
         """
-        self._must_go_on("chat")
+        self._must_be_decoder_only("chat")
         text = self._template(conversation(messages, system))
-        return self.inputs.ids(self.engine.decode.step.name, text, special=False)
+        return self.inputs.ids(self.engine.decode.step.name, text, add_special_tokens=False)
 
     @cached_property
     def _template(self) -> Template:
         return template_of(self.manifest)
 
     def chat(self, system: str | None = None) -> Chat:
-        """A conversation, whose cache is kept from turn to turn. system: a message before it, for a chat template."""
-        self._must_go_on("chat")
+        """Start a conversation, whose cache is kept from turn to turn.
+
+        system: a system message, for a file with a chat template.
+        """
+        self._must_be_decoder_only("chat")
         template = None if self.manifest.chat_template is None else self._template
         return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
-        """Bytes: held by caches and contexts now, the most that were, and what max_memory allows."""
-        return {"held": self.budget.held, "peak": self.budget.peak, "limit": self.budget.limit}
+        """Return bytes of caches and encoder outputs: "held" now, "peak" so far, and "limit", which is max_memory."""
+        return {"held": self.budget.used_bytes, "peak": self.budget.peak_bytes, "limit": self.budget.limit}
 
     def generate_batch(
         self,
         inputs: Iterable[Input],
         options: GenerationOptions | None = None,
         batch_size: int = 32,
-        prefix: Prefix | None = None,
+        prefix: CachedPrefix | None = None,
         workers: int = 1,
-        first: int = 0,
         **overrides: Any,
     ) -> Iterator[Result]:
-        """Results for any number of inputs, in their order, `batch_size` of them at once, of like lengths.
+        """Generate for any number of inputs. Return the results in the order of the inputs.
 
-        Inputs are read as they are needed. An InputError names the input that it comes from, counted from 1.
-
-        workers: how many batches are decoded side by side, each by a thread. With many inputs, as many workers as
-            there are cores and a model that was loaded with threads=1 give the most results a second.
-        first: how many inputs came before these, in a run that goes on with another: these are drawn for by seed, and
-            named in errors, as those that follow.
+        inputs: read lazily. Inputs of similar length are batched together.
+        batch_size: inputs that are computed together.
+        workers: batches that are decoded in parallel, each by a thread. For many inputs the throughput is highest with
+            one worker per core and a model that is loaded with threads=1.
+        Other arguments and errors as of `generate`. An InputError has the number of its input, from 1.
         """
-        whole("batch_size", batch_size)
-        whole("workers", workers)
+        check_int("batch_size", batch_size)
+        check_int("workers", workers)
         settings = self.settings(options, overrides)
         generator = self.generator
-        base = self._base(prefix)
-        requests = (self._numbered(index, input, settings, base) for index, input in enumerate(inputs, first))
+        base = self._prompt_prefix(prefix)
+        requests = (
+            self._request(index, input, settings, base) for index, input in enumerate(inputs, self._index_offset)
+        )
         rows = batch_size * settings.width
-        schedulers = [generator.scheduler(settings, rows, waits=workers == 1) for _ in range(workers)]
-        return in_order(requests, lambda r: generator.task(r, settings), generator.result, schedulers, batch_size)
+        schedulers = [generator.new_scheduler(settings, rows, waits=workers == 1) for _ in range(workers)]
+        return generate_in_order(
+            requests, lambda r: generator.make_task(r, settings), generator.make_result, schedulers, batch_size
+        )
 
     def stream(
-        self, input: Input, options: GenerationOptions | None = None, prefix: Prefix | None = None, **overrides: Any
+        self,
+        input: Input,
+        options: GenerationOptions | None = None,
+        prefix: CachedPrefix | None = None,
+        **overrides: Any,
     ) -> Iterator[str]:
-        """Pieces of the text of `generate`, as soon as each is certain. Together they are its text."""
+        """Generate for one input. Yield the text in pieces, without waiting for the last token.
+
+        Arguments and errors as of `generate`. Raise OptionError also for several results, cross_attentions and
+        hidden_states.
+        """
         settings = self.stream_settings(options, overrides)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._base(prefix))
+        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
         return generate_stream(self.generator, request, settings)
 
     def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+        """Return the settings of a stream. Errors as of `stream`."""
         settings = self.settings(options, overrides)
         if self.inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return_sequences > 1:
             raise OptionError("num_return_sequences must be 1 for a stream")
-        if settings.alignments or settings.hidden:
-            raise OptionError("a stream gives text alone: generate() gives alignments and hidden states")
+        if settings.cross_attentions or settings.hidden_states:
+            raise OptionError("a stream gives text alone: generate() gives cross_attentions and hidden_states")
         return settings
 
     def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
-        """The natural-log probability of each token of `target` given `source` and the tokens before it.
+        """Return the natural logarithm of the probability of each token of `target`, given the tokens before it.
 
-        For a model without an encoder: of `target` after the prompt `source`, or of `source` itself; there a first
-        token that has nothing before it, not even a start token, is left out.
+        source: the source of an encoder, or the prompt of a decoder-only model.
+        target: text or ids. Without it a decoder-only model scores `source`; a first token with no start token before
+            it is left out.
         """
         self._must_generate("score")
         if self.manifest.encode is not None and target is None:
             raise InputError("score needs a target beside the source for a model with an encoder")
-        sources, prompt, start = self.inputs.parts(source)
+        sources, prompt, start_count = self.inputs.generation_inputs(source)
         if target is None:
-            return self._scores(sources, prompt)[max(start, 1) - 1 :]
-        ids = np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
-        return self._scores(sources, ids)[max(len(prompt), 1) - 1 :]
+            return self._scores(sources, prompt)[max(start_count, 1) - 1 :]
+        return self._scores(sources, self._with_target(prompt, target))[max(len(prompt), 1) - 1 :]
+
+    def _with_target(self, prompt: Ints, target: Value) -> Ints:
+        return np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, add_special_tokens=False)])
 
     def forecast(
         self, history: npt.ArrayLike, horizon: int | None = None, truncate: bool = False
     ) -> npt.NDArray[np.float32]:
-        """(horizon, targets): the steps that follow a history, (time, columns), both in the data's own units.
+        """Return the forecast (horizon, targets) of a history (time, columns), both in the units of the data.
 
-        horizon: how many steps; by default as many as the file says. truncate: of a history that is longer than the
-        model can read, take the last rows. Raises InputError, OptionError, MemoryBudgetError, and UnsupportedCallError
-        for a model that does not forecast. Cost: see `Forecaster.batch`.
+        history: an array of numbers.
+        horizon: the number of steps; by default that of the file.
+        truncate: cut a history that is too long to its last rows.
+        Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not forecast.
+        Cost: see `Forecaster.batch`.
         """
         steps = self._forecaster.steps(horizon)
         return self._forecaster.batch([self._forecaster.window(history, steps, truncate)], steps)[0]
@@ -219,48 +259,49 @@ class Model:
         horizon: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
-        first: int = 0,
         truncate: bool = False,
     ) -> Iterator[npt.NDArray[np.float32]]:
-        """`forecast` for any number of histories, of any lengths, in their order, `batch_size` of them at once.
+        """Run `forecast` for any number of histories, of any lengths. Return the results in the order of the histories.
 
-        Histories are read as they are needed. workers: how many batches run side by side. first: how many histories
-        came before these, for errors, which name the history that they come from, counted from 1.
+        histories: read lazily.
+        batch_size: histories that are computed together.
+        workers: batches that run in parallel.
+        Other arguments and errors as of `forecast`. An error has the number of its history, from 1.
         """
-        return self._forecaster.every(histories, horizon, batch_size, workers, first, truncate)
+        return self._forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
 
     def align(self, source: Input, target: Value) -> npt.NDArray[np.float32]:
-        """(target tokens, source positions): what the step before each token of `target` attended to.
+        """Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
 
-        Raises UnsupportedCallError for a file that was exported without alignments.
+        Raise UnsupportedCallError for a file that was exported without cross-attention weights.
         """
-        self._extras(ALIGNMENTS)
-        sources, prompt, _ = self.inputs.parts(source)
-        ids = np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
-        weights: Array = self._besides(sources, ids[:-1], (ALIGNMENTS,))[ALIGNMENTS]
+        self._extras(CROSS_ATTENTIONS)
+        sources, prompt, _ = self.inputs.generation_inputs(source)
+        ids = self._with_target(prompt, target)
+        weights: Array = self._extra_values(sources, ids[:-1], (CROSS_ATTENTIONS,))[CROSS_ATTENTIONS]
         return weights[max(len(prompt), 1) - 1 :]
 
     def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
-        """What the columns and the rows of a result's alignments stand for: the tokens of its source, and its own."""
+        """Return labels for a result's cross_attentions: the source token of each column, the token of each row."""
         step = self.engine.decode.step.name
-        length = 0 if result.alignments is None else result.alignments.shape[1]
-        return self.inputs.source_labels(source, length), self.inputs.labels(step, result.token_ids)
+        length = 0 if result.cross_attentions is None else result.cross_attentions.shape[1]
+        return self.inputs.source_labels(source, length), self.inputs.token_labels(step, result.token_ids)
 
-    def hidden(self, source: Input, target: Value | None = None) -> dict[str, Array]:
-        """The outputs of the submodules that the file was exported with, by their names in the source model.
+    def hidden_states(self, source: Input, target: Value | None = None) -> dict[str, Array]:
+        """Return the outputs of the exported submodules, by their names in the source model.
 
-        One of an encoder: (source positions, …). One of a decoder: (tokens, …), at each token that the model steps
-        over, `source` or the start tokens and then `target`; of a model with an encoder, only if there is a target.
-        Raises UnsupportedCallError for a file that was exported without hidden states.
+        A submodule of an encoder has (source positions, …). A submodule of a decoder has (tokens, …) for `source` or
+        the start tokens, and then `target`. In a model with an encoder it has values only if there is a target.
+        Raise UnsupportedCallError for a file that was exported without hidden states.
         """
-        extras = self._extras(HIDDEN)
-        sources, ids, _ = self.inputs.parts(source)
+        extras = self._extras(HIDDEN_STATES)
+        sources, ids, _ = self.inputs.generation_inputs(source)
         if target is not None:
             self._must_decode("read a target")
-            ids = np.concatenate([ids, self.inputs.ids(self.engine.decode.step.name, target, special=False)])
+            ids = self._with_target(ids, target)
         elif sources:
             ids = ids[:0]
-        values = self._besides(sources, ids, tuple(extras))
+        values = self._extra_values(sources, ids, tuple(extras))
         return {extras[name].module: value for name, value in values.items()}
 
     def predict(
@@ -269,46 +310,44 @@ class Model:
         batch_size: int = 32,
         workers: int = 1,
         truncate: bool = False,
-        first: int = 0,
         **settings: Any,
     ) -> Iterator[Any]:
-        """What a model that is run once gives for any number of inputs, in their order: of each a `Classification`, an
-        array of features, or what else the file's task makes of the outputs.
+        """Run a single-pass model on any number of inputs. Return the results in the order of the inputs.
 
-        An input is a text, a pair of texts, ids, an image (a file's name, bytes, a Pillow image or an array of uint8)
-        or, by name, what else the model reads. Inputs are read as they are needed, and `batch_size` of like length are
-        run together. An InputError names the input, counted from 1.
+        The type of a result depends on the task of the file, such as `Classification` or an array of features.
 
-        workers: batches run side by side; most results a second with as many as there are cores and a model that was
-            loaded with threads=1. truncate: cut what is too long for the model, a pair longest first; else it is an
-            InputError. first: how many inputs came before these. settings: of the results, such as top_k.
-        A model that writes what it hears gives what `transcribe_batch` does. Raises UnsupportedCallError for any other
-        that decodes.
+        inputs: read lazily. An input is a text, a pair of texts, ids, an image (a file name, bytes, a Pillow image or
+            an array of uint8), or a mapping from the names of the model's inputs.
+        batch_size: inputs of similar length that are computed together.
+        workers: batches that run in parallel. The throughput is highest with one worker per core and a model that is
+            loaded with threads=1.
+        truncate: cut inputs that are too long, of a pair the longer text first; otherwise they raise InputError.
+        settings: of the results, such as top_k.
+        A generative speech recognizer returns the results of `transcribe_batch`.
+        Raise UnsupportedCallError for other models that decode. An InputError has the number of its input, from 1.
         """
-        if dictates(self.manifest):
+        if is_speech_to_text(self.manifest):
             if truncate:
-                raise OptionError(
-                    "truncate is not asked of a model that transcribes speech: it reads sounds of any length"
-                )
-            return self._dictator.every(inputs, batch_size, workers, first, settings)
+                raise OptionError("truncate is not for a model that transcribes speech: it reads sounds of any length")
+            return self._transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
         task = self._task("predict")
         settings = task.settings(settings)
-        truncate = task.cutting(truncate, settings)
-        readings = (partial(task.reading, input, self.inputs, truncate, settings) for input in inputs)
-        found = run_once(self.engine, readings, batch_size, workers, first, task.keep)
-        return (task.made(reading, outputs, settings) for reading, outputs in found)
+        truncate = task.truncates(truncate, settings)
+        readings = (partial(task.read_input, input, self.inputs, truncate, settings) for input in inputs)
+        outputs = run_once(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
+        return (task.make_result(reading, values, settings) for reading, values in outputs)
 
     def embed(
         self, inputs: Iterable[Input], batch_size: int = 32, workers: int = 1, truncate: bool = False
     ) -> npt.NDArray[np.float32]:
-        """(n, d): a vector for each input. Arguments as of `predict`.
+        """Return a vector for each input, (n, d). Arguments as of `predict`.
 
-        Raises UnsupportedCallError for a model of another task, or whose vectors are not pooled.
+        Raise UnsupportedCallError for a model of another task, or without pooling.
         """
         task = self._task("embed", Features)
         assert isinstance(task, Features)
         width = task.must_pool("embed()")
-        vectors = list(self.predict(_several(inputs), batch_size, workers, truncate))
+        vectors = list(self.predict(_check_several(inputs), batch_size, workers, truncate))
         return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
 
     def classify(
@@ -319,172 +358,204 @@ class Model:
         workers: int = 1,
         truncate: bool = False,
     ) -> list[Classification]:
-        """The labels of each input and their probabilities. Arguments as of `predict`; top_k: how many `top` has.
+        """Return the labels of each input and their probabilities.
 
-        Raises UnsupportedCallError for a model of another task.
+        top_k: the number of labels in `Classification.top`. Other arguments as of `predict`.
+        Raise UnsupportedCallError for a model of another task.
         """
         self._task("classify", Classifier)
-        return list(self.predict(_several(inputs), batch_size, workers, truncate, top_k=top_k))
+        return list(self.predict(_check_several(inputs), batch_size, workers, truncate, top_k=top_k))
 
     def entities(
         self,
         texts: Iterable[str],
         aggregation: str = "simple",
-        ignore: str | Sequence[str] | None = ("O",),
-        stride: int | None = None,
+        ignore_labels: str | Sequence[str] | None = ("O",),
+        doc_stride: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
         truncate: bool = False,
     ) -> list[list[Span]]:
-        """The labelled spans of each text. Arguments as of `predict`.
+        """Return the labelled spans of each text.
 
-        aggregation: how tokens are made spans, "none", "simple", "first", "average" or "max" (`tasks.entities`).
-        ignore: labels of spans that are left out, instead of O; with none, every span is given. stride: read a text
-        that is too long in windows that share so many tokens, fewer than one has of the text; of spans that overlap
-        then, the longest is kept. Cost: that of the windows.
-        Raises UnsupportedCallError for a model of another task.
+        aggregation: how tokens become spans: "none", "simple", "first", "average" or "max"
+            (see `tasks.token_classification`).
+        ignore_labels: labels whose spans are left out; empty for none.
+        doc_stride: the number of tokens by which the windows of a long text overlap, less than a window has of the
+            text. The longest of overlapping spans is kept. Cost: one run per window. None refuses a long text.
+        Other arguments as of `predict`. Raise UnsupportedCallError for a model of another task.
         """
-        self._task("label spans", Entities)
-        asked: dict[str, Any] = {"aggregation": aggregation, "ignore": ignore, "stride": stride}
-        return list(self.predict(_several(texts), batch_size, workers, truncate, **asked))
+        self._task("label spans", TokenClassification)
+        settings: dict[str, Any] = {
+            "aggregation": aggregation,
+            "ignore_labels": ignore_labels,
+            "doc_stride": doc_stride,
+        }
+        return list(self.predict(_check_several(texts), batch_size, workers, truncate, **settings))
 
     def answer(
         self,
         pairs: Iterable[tuple[str, str] | Mapping[str, str]],
         top_k: int = 1,
-        no_answer: bool = False,
-        longest: int = 15,
-        window: int | None = None,
-        stride: int | None = None,
+        allow_no_answer: bool = False,
+        max_answer_tokens: int = 15,
+        max_seq_len: int | None = None,
+        doc_stride: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
     ) -> list[Answer]:
-        """What answers each question in its context: of pairs (question, context), or mappings of these names.
+        """Return the answer to each question in its context.
 
-        top_k: how many answers, the best and its `alternatives`. no_answer: whether it may be that there is none, which
-        is an answer without text. longest: tokens that an answer has at most. window, stride: a context is read in
-        windows of so many tokens, the question's included, that share so many; by default 384, or what the model takes,
-        and 128, or half a window; behind a question that leaves less room than that, half of the room. Cost: a run for
-        each window. Other arguments as of `predict`.
-        Raises UnsupportedCallError for a model of another task.
+        pairs: (question, context), or mappings with these names.
+        top_k: the number of answers: the best and its `alternatives`.
+        allow_no_answer: whether "no answer" may be an answer, which has no text.
+        max_answer_tokens: the maximum length of an answer.
+        max_seq_len: tokens of a window of the context, with the question; by default 384, or the limit of the model.
+        doc_stride: tokens by which windows overlap; by default 128, or half a window. If the question leaves fewer
+            tokens for the context, windows overlap by half of these.
+        Cost: one run per window. Other arguments as of `predict`.
+        Raise UnsupportedCallError for a model of another task.
         """
-        self._task("answer", Answers)
-        asked: dict[str, Any] = {
+        self._task("answer", QuestionAnswering)
+        settings: dict[str, Any] = {
             "top_k": top_k,
-            "no_answer": no_answer,
-            "longest": longest,
-            "window": window,
-            "stride": stride,
+            "allow_no_answer": allow_no_answer,
+            "max_answer_tokens": max_answer_tokens,
+            "max_seq_len": max_seq_len,
+            "doc_stride": doc_stride,
         }
-        return list(self.predict(_several(pairs), batch_size, workers, **asked))
+        return list(self.predict(_check_several(pairs), batch_size, workers, **settings))
 
     def fill(
         self,
         texts: Iterable[Input],
         top_k: int = 5,
-        targets: str | Sequence[str | int] | None = None,
+        candidate_tokens: str | Sequence[str | int] | None = None,
         batch_size: int = 8,
         workers: int = 1,
         truncate: bool = False,
     ) -> list[Filled]:
-        """For each mask of each text the likeliest tokens, with their probabilities and the whole text.
+        """Return the most probable tokens for each mask of each text, with their probabilities and the whole text.
 
-        targets: choose among these tokens, texts or ids; OptionError for a text that is no single token. Each mask is
-        filled by itself. Memory: a batch has a number for each token of the vocabulary at each position, 4 bytes; an
-        input whose turn has not come, at each of its masks. Other arguments as of `predict`.
-        Raises UnsupportedCallError for a model of another task.
+        Each mask is filled independently.
+
+        top_k: the number of tokens for a mask.
+        candidate_tokens: the only tokens to choose from, as texts or ids. OptionError for a text that is not one token.
+        Other arguments as of `predict`. Raise UnsupportedCallError for a model of another task.
+        Memory: a batch has 4 bytes for each token of the vocabulary at each position; an input that waits for its turn
+        has them at its masks only.
         """
-        self._task("fill", Filling)
-        return list(self.predict(_several(texts), batch_size, workers, truncate, top_k=top_k, targets=targets))
+        self._task("fill", FillMask)
+        settings: dict[str, Any] = {"top_k": top_k, "candidate_tokens": candidate_tokens}
+        return list(self.predict(_check_several(texts), batch_size, workers, truncate, **settings))
 
-    def attention(self, input: Input, truncate: bool = False, **settings: Any) -> tuple[Array, list[str]]:
-        """(layers, heads, positions, positions) float32, of a model that is run once: what each position takes of each,
-        so that a row sums to 1; and what stands at the positions: tokens, ids without a tokenizer, else numbers.
+    def attentions(self, input: Input, truncate: bool = False, **settings: Any) -> tuple[Array, list[str]]:
+        """Return the attention weights of a single-pass model, and a label for each position.
 
-        Layers and heads are in the order in which the model computes them. truncate: cut what is too long for it; else
-        that is an InputError, as is what the task reads in windows. settings: of the task, such as the window of a
-        question's context. Raises UnsupportedCallError for a file that was exported without attention.
+        Weights are float32 (layers, heads, query positions, key positions); rows sum to 1. Layers and heads are in the
+        order in which the model computes them. Labels are tokens, ids without a tokenizer, or numbers.
+
+        truncate: cut an input that is too long; otherwise it raises InputError.
+        settings: of the task, such as max_seq_len of question answering.
+        Raise InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported
+        without attention weights.
         """
-        sources = self.at_once(input, truncate, settings)
-        weights: Array = self._besides(sources, np.zeros(0, np.int64), (ATTENTION,))[ATTENTION]
-        return weights, self.inputs.places(sources, weights.shape[-1])
+        sources = self.single_request(input, truncate, settings)
+        weights: Array = self._extra_values(sources, np.zeros(0, np.int64), (ATTENTIONS,))[ATTENTIONS]
+        return weights, self.inputs.position_labels(sources, weights.shape[-1])
 
-    def at_once(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        """What `attention` is of; its errors."""
+    def single_request(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
+        """Return the arrays of an input for `attentions`. Arguments and errors as of `attentions`."""
         task = self._task("give attention")
-        self._extras(ATTENTION)
+        self._extras(ATTENTIONS)
         settings = task.settings(settings)
-        return task.at_once(input, self.inputs, task.cutting(truncate, settings), settings)
+        return task.single_request(input, self.inputs, task.truncates(truncate, settings), settings)
 
     def transcribe(self, sound: Any, **settings: Any) -> Transcription:
-        """What is said in a sound: the name of its file or its bytes, samples, or a pair of samples and their rate (see
-        `Audio.read`). settings: as of `transcribe_batch`.
+        """Return the transcription of a sound.
 
-        Raises InputError, OptionError, MissingExtraError, and UnsupportedCallError for a model of another task.
+        sound: the name or the bytes of a file, samples, or a pair of samples and their rate (`AudioPreprocessor.read`).
+        settings: as of `transcribe_batch`.
+        Raise InputError, OptionError, MissingExtraError, or UnsupportedCallError for a model of another task.
         """
         return next(self.transcribe_batch([sound], 1, **settings))
 
     def transcribe_batch(
-        self, sounds: Iterable[Any], batch_size: int = 8, workers: int = 1, first: int = 0, **settings: Any
+        self, sounds: Iterable[Any], batch_size: int = 8, workers: int = 1, **settings: Any
     ) -> Iterator[Transcription]:
-        """`transcribe` for any number of sounds, in their order, which are read as they are needed.
+        """Run `transcribe` for any number of sounds. Return the results in the order of the sounds.
 
-        Of a model that scores each frame, timestamps: True or "word" for the time of each word, "char" of each
-        character; num_beams: labellings that are kept at each frame. Of one that writes, timestamps: whether segments
-        have times; language: what is spoken, such as "en", by default found out; task: "transcribe", or "translate" to
-        English; num_beams: hypotheses. Other arguments as of `predict`.
+        sounds: read lazily.
+        settings of a CTC model:
+            timestamps: True or "word" for the times of words, "char" for the times of characters.
+            num_beams: hypotheses at each frame.
+            chunk_length_s, stride_length_s: seconds of a window of a long sound, and of its context on each side.
+        settings of a generative model:
+            timestamps: whether segments have times.
+            language: the spoken language, such as "en"; detected by default.
+            task: "transcribe", or "translate" to English.
+            num_beams: hypotheses at each step.
+        Other arguments as of `predict`.
         """
-        if dictates(self.manifest):
-            return self._dictator.every(_several(sounds), batch_size, workers, first, settings)
-        self._task("transcribe", Recognition)
-        return self.predict(_several(sounds), batch_size, workers, first=first, **settings)
+        sounds = _check_several(sounds)
+        if is_speech_to_text(self.manifest):
+            return self._transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
+        self._task("transcribe", CtcRecognition)
+        return self.predict(sounds, batch_size, workers, **settings)
 
     def info(self) -> dict[str, Any]:
-        """What the file is and where it runs, as plain values."""
+        """Return facts about the file, and the device, as JSON values."""
         return {**file_info(self.engine.session.path, self.manifest), "device": self.device}
 
     def settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+        """Return the settings of a request: the options, then the defaults of the file, then the global defaults.
+
+        Raise OptionError or UnsupportedCallError for options that this model does not support.
+        """
         self._must_generate("generate")
         options = (options or GenerationOptions()).with_(overrides)
-        settings = Settings.of(options, self.manifest.defaults)
+        settings = Settings.of(options, self.manifest.generation_defaults)
         if settings.stop_strings and not self.inputs.output_codec:
             raise OptionError("stop_strings needs text and the file has no tokenizer")
         if options.shortlist and self.engine.decode.shortlist is None:
             raise UnsupportedCallError(
                 f"{self.engine.session.path} holds no shortlist: export the model with --shortlist FILE"
             )
-        if isinstance(settings.draft, HasEngine):
-            check_draft(self.engine, settings.draft.engine)
-        for kind in (ALIGNMENTS, HIDDEN):
+        if settings.draft_model is not None:
+            check_draft(self.engine, settings.draft_model.engine)
+        for kind in (CROSS_ATTENTIONS, HIDDEN_STATES):
             if getattr(settings, kind):
                 self._extras(kind)
         return settings
 
-    def _extras(self, kind: str) -> dict[str, Extra]:
-        """The file's extras of a kind, by name; UnsupportedCallError if it has none."""
+    def _extras(self, kind: str) -> dict[str, ExtraOutput]:
+        """Return the file's extra outputs of a kind, by name. Raise UnsupportedCallError if it has none."""
         self._must_not_forecast(f"give {kind}")
-        found = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
-        if not found:
-            what = {
-                ALIGNMENTS: "alignments: export the model with --alignments (alignments=True)",
-                ATTENTION: "attention: export the model with --attention (attention=True)",
-                HIDDEN: "hidden states: export the model with --hidden NAME (hidden=[NAME, …])",
-            }
-            raise UnsupportedCallError(f"{self.engine.session.path} holds no {what[kind]}")
-        return found
+        extras = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
+        if not extras:
+            missing, flag, argument = {
+                CROSS_ATTENTIONS: ("cross-attention weights", "--cross-attentions", "cross_attentions=True"),
+                ATTENTIONS: ("attention weights", "--attentions", "attentions=True"),
+                HIDDEN_STATES: ("hidden states", "--hidden-states NAME", "hidden_states=[NAME, …]"),
+            }[kind]
+            raise UnsupportedCallError(
+                f"{self.engine.session.path} holds no {missing}: export the model with {flag} "
+                f"(ExtraOutputs({argument}))"
+            )
+        return extras
 
-    def _base(self, prefix: Prefix | None) -> Base | None:
+    def _prompt_prefix(self, prefix: CachedPrefix | None) -> PromptPrefix | None:
         if prefix is not None and prefix.engine is not self.engine:
-            raise InputError("the prefix was read by another model: read it with this one's prefix()")
+            raise InputError("the prefix was read by another model: read it with this one's cache_prefix()")
         return prefix.base if prefix is not None else None
 
-    def _numbered(self, index: int, input: Input, settings: Settings, base: Base | None) -> Request:
+    def _request(self, index: int, input: Input, settings: Settings, base: PromptPrefix | None) -> Request:
         try:
             return make_request(self.manifest, self.inputs, input, index, settings, base)
         except InputError as error:
-            raise numbered(error, index + 1) from error
+            raise with_input_number(error, index + 1) from error
 
-    def _must_go_on(self, call: str) -> None:
+    def _must_be_decoder_only(self, call: str) -> None:
         self._must_generate(call)
         if self.manifest.encode is not None:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
@@ -495,12 +566,12 @@ class Model:
 
     @cached_property
     def _only_task(self) -> Task:
-        """What a model that is run once is for; held, for some read the tokenizer."""
+        """The task of a file that does not generate text. Cached, because some tasks parse the tokenizer."""
         return task_of(self.manifest)
 
     @cached_property
-    def _dictator(self) -> Dictator:
-        return Dictator(self.generator, self.manifest)
+    def _transcriber(self) -> Transcriber:
+        return Transcriber(self.generator, self.manifest)
 
     def _must_decode(self, call: str) -> None:
         self._must_not_forecast(call)
@@ -511,19 +582,22 @@ class Model:
             )
 
     def _must_generate(self, call: str) -> None:
-        """Not every model that decodes does: what a sound is decoded to follows from more than one call."""
+        """Raise UnsupportedCallError for a model that does not generate text, or that transcribes sounds."""
         self._must_decode(call)
-        if dictates(self.manifest):
+        if is_speech_to_text(self.manifest):
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) {Dictation.does}: it cannot {call}; call {Dictation.call}"
+                f"this model ({self.manifest.task}) {SpeechToText.does}: it cannot {call}; call {SpeechToText.call}"
             )
 
     def _task(self, call: str, kind: type[Task] = Task) -> Task:
-        """The file's task. UnsupportedCallError if it has none, or none of that kind."""
+        """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks.
+
+        call: the verb of the caller, for the error. kind: the class of the task.
+        """
         self._must_not_forecast(call)
         if self.manifest.decode is not None:
             does, instead = (
-                ("generates", "generate()") if generates(self.manifest) else (Dictation.does, Dictation.call)
+                ("generates", "generate()") if generates(self.manifest) else (SpeechToText.does, SpeechToText.call)
             )
             raise UnsupportedCallError(f"this model ({self.manifest.task}) {does}: it cannot {call}; call {instead}")
         task = self._only_task
@@ -534,35 +608,36 @@ class Model:
         return task
 
     def _must_not_forecast(self, call: str) -> None:
-        if Series.of(self.manifest) is not None:
+        if SeriesPreprocessor.of(self.manifest) is not None:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
             )
 
     def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
-        """Log-probability of ids[1:], each after those before it."""
-        total = self.manifest.max_length
-        if len(ids) > total:
-            raise InputError(f"source and target are {len(ids)} tokens long and the model holds {total}")
+        """Return the log-probability of each of ids[1:], given those before it."""
+        max_length = self.manifest.max_length
+        if len(ids) > max_length:
+            raise InputError(f"source and target are {len(ids)} tokens long and the model holds {max_length}")
         scores = np.empty(len(ids) - 1, np.float32)
         with self._state(sources, len(ids)) as state:
-            for at in range(0, len(scores), _CHUNK):
-                fed, after = ids[:-1][at : at + _CHUNK], ids[1:][at : at + _CHUNK]
-                logits = self.engine.step(state, fed[None], want="all")[0]
-                scores[at : at + _CHUNK] = logits[np.arange(len(fed)), after] - log_normalizer(logits)
+            for begin in range(0, len(scores), _TARGET_CHUNK_TOKENS):
+                chunk = slice(begin, begin + _TARGET_CHUNK_TOKENS)
+                step_ids, next_ids = ids[:-1][chunk], ids[1:][chunk]
+                logits = self.engine.step(state, step_ids[None], logit_positions="all")[0]
+                scores[chunk] = logits[np.arange(len(step_ids)), next_ids] - log_normalizer(logits)
         return scores
 
-    def _besides(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
-        """The file's extras for one input: of encode, and at each of the ids if there are any."""
+    def _extra_values(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
+        """Return extra outputs for one input: of the encode stage, and of the decode stage at each id."""
         if not len(ids):
             outputs = self.engine.encode(_one_row(sources) or {}, 1, extras)
             return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
         if len(ids) > self.manifest.max_length:
             raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
         with self._state(sources, len(ids), extras) as state:
-            parts: dict[str, list[Array]] = {name: [] for name in state.wanted}
-            for at in range(0, len(ids), _CHUNK):
-                self.engine.step(state, ids[at : at + _CHUNK][None], want="all")
+            parts: dict[str, list[Array]] = {name: [] for name in state.step_extras}
+            for begin in range(0, len(ids), _TARGET_CHUNK_TOKENS):
+                self.engine.step(state, ids[begin : begin + _TARGET_CHUNK_TOKENS][None], logit_positions="all")
                 for name, values in state.extras.items():
                     parts[name].append(values[0].copy())
             encoded = {name: values[0] for name, values in state.encoded.items()}
@@ -570,23 +645,28 @@ class Model:
 
     @contextmanager
     def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
-        """A state of one row for a while, which is to read so many ids; its memory is waited for beforehand."""
-        share = self.budget.share()
-        share.ask(self.engine.sizing.need(length, self.engine.sizing.sizes(sources)))
+        """Yield a state of one row, and release it afterwards. Wait for its memory first.
+
+        length: the number of ids that the state will read.
+        """
+        share = self.budget.new_share()
+        share.reserve(
+            self.engine.memory_estimate.bytes_needed(length, self.engine.memory_estimate.request_sizes(sources))
+        )
         state: State | None = None
         try:
-            state = self.engine.start(_one_row(sources), rows=1, extras=extras, budget=share, most=[length])
+            state = self.engine.start(_one_row(sources), rows=1, extras=extras, budget=share, max_tokens=[length])
             yield state
         finally:
             if state is not None:
                 state.release()
-            share.end()
+            share.release_reservation()
 
 
-def _several(inputs: Iterable[Input]) -> Iterable[Input]:
-    """InputError for one text or image, of which each character, or row of pixels, would be taken for an input."""
-    one_image = isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8 and inputs.ndim < 4
-    if isinstance(inputs, (str, bytes, Mapping)) or one_image or not isinstance(inputs, Iterable):
+def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
+    """Raise InputError for a single text or image, whose characters or rows of pixels would be taken for inputs."""
+    is_image = isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8 and inputs.ndim < 4
+    if isinstance(inputs, (str, bytes, Mapping)) or is_image or not isinstance(inputs, Iterable):
         raise InputError("give a list of inputs, of one too")
     return inputs
 

@@ -1,7 +1,7 @@
-"""onnxruntime: the only layer that calls it.
+"""The only layer that calls onnxruntime.
 
-session         an opened file; errors of onnxruntime become ours
+session         an opened model file; translates errors of onnxruntime
 sampling_graph  nodes that choose the next token on a GPU
-cuda_graphs     decode steps that are captured as CUDA graphs, and their buffers
-resident_pages  give memory back to the operating system
+cuda_graphs     decode steps as CUDA graphs, and their buffers
+resident_pages  return unneeded memory to the operating system
 """

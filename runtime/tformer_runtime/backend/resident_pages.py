@@ -1,4 +1,4 @@
-"""Give back memory that nobody needs: what a mapped file takes although it can be read again, and what was freed."""
+"""Return unneeded memory to the operating system: pages of mapped files, and memory that was freed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import re
 from pathlib import Path
 
-_PAGEOUT = 21  # of madvise(2), since Linux 5.4: pages are dropped or swapped out, and nothing is lost
+_MADV_PAGEOUT = 21  # of madvise(2), since Linux 5.4: drops or swaps out pages without loss of data
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S{4} \S+ \S+ \S+\s+(.*)")
 
 
-def forget(path: Path) -> None:
-    """Drop the resident pages of a file's mappings in this process; what is needed again is read from the file.
+def drop_file_pages(path: Path) -> None:
+    """Drop the resident pages of a file's mappings in this process. Later reads load them from the file again.
 
-    onnxruntime reads weights once to pack them for its kernels and keeps the packed copy: without this, both stay.
-    Does nothing where there is no /proc/self/maps.
+    onnxruntime reads weights once to pack them for its kernels and keeps the packed copy. Without this function, both
+    copies stay in memory. Does nothing on systems without /proc/self/maps.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -27,17 +27,17 @@ def forget(path: Path) -> None:
     for mapping in map(_MAPPING.fullmatch, lines):
         if mapping and mapping[3] == name:
             start, end = int(mapping[1], 16), int(mapping[2], 16)
-            advise(start, end - start, _PAGEOUT)
+            advise(start, end - start, _MADV_PAGEOUT)
 
 
-def trim() -> None:
-    """Give the system what the C library keeps of memory that was freed. Does nothing where that is not glibc.
+def trim_heap() -> None:
+    """Return freed memory that the C library keeps to the system. Does nothing with C libraries other than glibc.
 
-    While onnxruntime derives kernels' forms of weights it frees several bytes a weight, most of which glibc kept: a
-    file of 134 M weights of 4 bits for latency held 737 MB when it was loaded, and holds 205 so.
+    While onnxruntime packs weights for its kernels, it frees several bytes for each weight, most of which glibc keeps
+    (docs/design/kernels.md).
     """
     try:
-        give_back = ctypes.CDLL(None).malloc_trim
+        malloc_trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
         return
-    give_back(ctypes.c_size_t(0))
+    malloc_trim(ctypes.c_size_t(0))

@@ -1,12 +1,12 @@
-"""Graphs that choose the next token on the device, so that a few bytes a row come back in the place of all logits.
+"""Graphs that choose the next token on the device: the host then reads a few bytes a row instead of all logits.
 
-`with_choice` adds nodes behind the decode stage: the likeliest token, its log-probability, and where the token after it
-will stand. `cuda_graphs.CapturedStep` has them written over the step's own inputs, so that a step that goes on from the
-likeliest tokens finds everything in its place, and one CUDA graph holds all of it.
+`add_greedy_choice` adds nodes to the decode stage: the likeliest token, its log-probability, and the position inputs of
+the next step. `cuda_graphs.CapturedStep` binds these outputs to the step's own input buffers. So a step that continues
+from the likeliest tokens finds its inputs in place, and one CUDA graph holds all of it.
 
-For sampling, `top_logits_model` is a small model of its own. It finds the likeliest tokens of each row and what all
-tokens weigh, from which the host draws what it would from the whole row, or finds that it needs that
-(`sampling.warp_top_logits`). It is run for steps that draw alone, so that greedy ones do not pay for it.
+For sampling, `top_logits_model` is a separate model. It finds the likeliest tokens of each row and the weight of all
+tokens. From these the host draws the same token as from the whole row, or detects that it needs the whole row
+(`decoding.sampling.warp_top_logits`). It runs only for steps that sample, so that greedy steps do not pay for it.
 """
 
 from __future__ import annotations
@@ -15,120 +15,161 @@ import struct
 from typing import NamedTuple
 
 from tformer_runtime.base.arrays import F32, Ints
-from tformer_runtime.format.manifest import LAST, POSITIONS, START, Decode
-from tformer_runtime.format.onnx_wire import VARINT, message, tag, varint
+from tformer_runtime.format.manifest import LAST_POSITION, POSITIONS, START_SLOT, DecodeStage
+from tformer_runtime.format.onnx_fields import (
+    ATTRIBUTE_I,
+    ATTRIBUTE_NAME,
+    ATTRIBUTE_TYPE,
+    ATTRIBUTE_TYPE_INT,
+    DATA_TYPE_FLOAT,
+    DATA_TYPE_INT32,
+    DATA_TYPE_INT64,
+    GRAPH_INITIALIZER,
+    GRAPH_INPUT,
+    GRAPH_NAME,
+    GRAPH_NODE,
+    GRAPH_OUTPUT,
+    MODEL_GRAPH,
+    MODEL_IR_VERSION,
+    MODEL_OPSET_IMPORT,
+    NODE_ATTRIBUTE,
+    NODE_INPUT,
+    NODE_OP_TYPE,
+    NODE_OUTPUT,
+    OPERATOR_SET_ID_VERSION,
+    TENSOR_DATA_TYPE,
+    TENSOR_DIMS,
+    TENSOR_NAME,
+    TENSOR_RAW_DATA,
+    TYPE_TENSOR_ELEM_TYPE,
+    TYPE_TENSOR_TYPE,
+    VALUE_INFO_NAME,
+    VALUE_INFO_TYPE,
+)
+from tformer_runtime.format.onnx_wire import bytes_field, varint_field
 
-NEXT = "next."  # what the outputs are called: as the inputs that they become, behind this
-LOGPROB = "next.logprob"
-TOP_TOKENS = 256  # of a row: 3 KB, and more than most ask for
-LOGITS, TEMPERATURES, VALUES, TOKENS, WEIGHT = "logits", "temperatures", "values", "tokens", "weight"
+NEXT_PREFIX = "next."  # an output that becomes an input of the next step has the input's name with this prefix
+NEXT_LOGPROB = "next.logprob"
+TOP_LOGITS_COUNT = 256  # of a row: 3 KB, and more than most sampling options need
+LOGITS_INPUT = "logits"  # inputs and outputs of `top_logits_model`
+TEMPERATURES_INPUT = "temperatures"
+TOP_VALUES = "values"
+TOP_TOKENS = "tokens"
+TOTAL_WEIGHT = "weight"
 
-_FLOAT, _INT32, _INT64 = 1, 6, 7  # onnx.TensorProto.DataType
-_MODEL_IR, _MODEL_GRAPH, _MODEL_OPSET = 1, 7, 8
-_GRAPH_NAME = 2
-_OPSET_VERSION = 2
-_IR, _OPSET = 10, 21
+_IR_VERSION, _OPSET_VERSION = 10, 21
 
 
 class TopLogits(NamedTuple):
-    """The likeliest tokens of a row: no other has a greater logit than any of them.
+    """The likeliest tokens of a row: no other token has a greater logit.
 
-    tokens, logits: (count,), in the order of the vocabulary. total: Σ exp((logit - greatest) / temperature) of the
-    whole row, to within `sampling.SLACK` of itself. whole: whether there are no other tokens.
+    tokens, logits: (count,), in the order of the vocabulary.
+    total: Σ exp((logit - greatest) / temperature) of the whole row, with the relative error that
+        `decoding.sampling.warp_top_logits` allows for.
+    complete: whether the vocabulary has no other tokens.
     """
 
     tokens: Ints
     logits: F32
     total: float
-    whole: bool
+    complete: bool
 
 
-def with_choice(model: bytes, decode: Decode) -> bytes:
-    """The model with the nodes that choose. Protobuf merges a message that comes in parts."""
-    logits, token = decode.logits.name, NEXT + decode.step.name
-    kind = _INT32 if decode.step.dtype == "int32" else _INT64
+def add_greedy_choice(model: bytes, decode: DecodeStage) -> bytes:
+    """Return the model with nodes that choose the likeliest token. Protobuf merges the parts of a message."""
+    logits, token = decode.logits.name, NEXT_PREFIX + decode.step.name
+    token_type = DATA_TYPE_INT32 if decode.step.dtype == "int32" else DATA_TYPE_INT64
     parts = [
-        _tensor("next/axis", _INT64, (1,), struct.pack("<q", -1)),
-        _tensor("next/first", _INT64, (), struct.pack("<q", 0)),
-        _tensor("next/one", _INT64, (), struct.pack("<q", 1)),
+        _tensor("next/axis", DATA_TYPE_INT64, (1,), struct.pack("<q", -1)),
+        _tensor("next/first", DATA_TYPE_INT64, (), struct.pack("<q", 0)),
+        _tensor("next/one", DATA_TYPE_INT64, (), struct.pack("<q", 1)),
         _node("ArgMax", [logits], "next/best", axis=-1, keepdims=0),
-        _node("Cast", ["next/best"], token, to=kind),
+        _node("Cast", ["next/best"], token, to=token_type),
         _node("ReduceMax", [logits, "next/axis"], "next/top", keepdims=0),
         _node("ReduceLogSumExp", [logits, "next/axis"], "next/total", keepdims=0),
-        _node("Sub", ["next/top", "next/total"], LOGPROB),
-        # One more, but not before the logits are there: until then nodes read what this is written over.
+        _node("Sub", ["next/top", "next/total"], NEXT_LOGPROB),
+        # 1, computed from the logits: before they exist, other nodes read the buffers that these outputs overwrite.
         _node("Sub", ["next/best", "next/best"], "next/zeros"),
         _node("Add", ["next/zeros", "next/one"], "next/ones"),
         _node("Gather", ["next/ones", "next/first"], "next/ones.row", axis=1),
-        _output(token, kind),
-        _output(LOGPROB, _FLOAT),
+        _output(token, token_type),
+        _output(NEXT_LOGPROB, DATA_TYPE_FLOAT),
     ]
     if POSITIONS in decode.controls:
-        parts += [_node("Add", [POSITIONS, "next/ones"], NEXT + POSITIONS), _output(NEXT + POSITIONS, _INT64)]
-    if START in decode.controls:
-        parts += [_node("Add", [START, "next/ones.row"], NEXT + START), _output(NEXT + START, _INT64)]
-    if LAST in decode.controls:
         parts += [
-            _node("Cast", ["next/ones.row"], "next/ones.last", to=_INT32),
-            _node("Add", [LAST, "next/ones.last"], NEXT + LAST),
-            _output(NEXT + LAST, _INT32),
+            _node("Add", [POSITIONS, "next/ones"], NEXT_PREFIX + POSITIONS),
+            _output(NEXT_PREFIX + POSITIONS, DATA_TYPE_INT64),
         ]
-    return model + message(_MODEL_GRAPH, b"".join(parts))
+    if START_SLOT in decode.controls:
+        parts += [
+            _node("Add", [START_SLOT, "next/ones.row"], NEXT_PREFIX + START_SLOT),
+            _output(NEXT_PREFIX + START_SLOT, DATA_TYPE_INT64),
+        ]
+    if LAST_POSITION in decode.controls:
+        parts += [
+            _node("Cast", ["next/ones.row"], "next/ones.last", to=DATA_TYPE_INT32),
+            _node("Add", [LAST_POSITION, "next/ones.last"], NEXT_PREFIX + LAST_POSITION),
+            _output(NEXT_PREFIX + LAST_POSITION, DATA_TYPE_INT32),
+        ]
+    return model + bytes_field(MODEL_GRAPH, b"".join(parts))
 
 
 def top_logits_model(vocabulary: int) -> bytes:
-    """The model that `TopLogitsFinder` runs: (rows, 1, vocabulary) logits and (rows, 1, 1) temperatures → their
-    TOP_TOKENS greatest, which tokens these are, and Σ exp((logit - greatest) / temperature)."""
+    """Return the model that `TopLogitsFinder` runs.
+
+    It maps (rows, 1, vocabulary) logits and (rows, 1, 1) temperatures to the TOP_LOGITS_COUNT greatest logits, their
+    tokens, and Σ exp((logit - greatest) / temperature).
+    """
     graph = [
-        message(_GRAPH_NAME, b"top logits"),
-        _tensor("axis", _INT64, (1,), struct.pack("<q", -1)),
-        _tensor("count", _INT64, (1,), struct.pack("<q", min(TOP_TOKENS, vocabulary))),
-        _node("TopK", [LOGITS, "count"], VALUES, TOKENS, axis=-1),
-        _node("ReduceMax", [LOGITS, "axis"], "greatest"),
-        _node("Sub", [LOGITS, "greatest"], "less"),
-        _node("Div", ["less", TEMPERATURES], "scores"),
+        bytes_field(GRAPH_NAME, b"top logits"),
+        _tensor("axis", DATA_TYPE_INT64, (1,), struct.pack("<q", -1)),
+        _tensor("count", DATA_TYPE_INT64, (1,), struct.pack("<q", min(TOP_LOGITS_COUNT, vocabulary))),
+        _node("TopK", [LOGITS_INPUT, "count"], TOP_VALUES, TOP_TOKENS, axis=-1),
+        _node("ReduceMax", [LOGITS_INPUT, "axis"], "greatest"),
+        _node("Sub", [LOGITS_INPUT, "greatest"], "less"),
+        _node("Div", ["less", TEMPERATURES_INPUT], "scores"),
         _node("Exp", ["scores"], "weights"),
-        _node("ReduceSum", ["weights", "axis"], WEIGHT),
-        _input(LOGITS, _FLOAT),
-        _input(TEMPERATURES, _FLOAT),
-        _output(VALUES, _FLOAT),
-        _output(TOKENS, _INT64),
-        _output(WEIGHT, _FLOAT),
+        _node("ReduceSum", ["weights", "axis"], TOTAL_WEIGHT),
+        _input(LOGITS_INPUT, DATA_TYPE_FLOAT),
+        _input(TEMPERATURES_INPUT, DATA_TYPE_FLOAT),
+        _output(TOP_VALUES, DATA_TYPE_FLOAT),
+        _output(TOP_TOKENS, DATA_TYPE_INT64),
+        _output(TOTAL_WEIGHT, DATA_TYPE_FLOAT),
     ]
-    versions = _number(_MODEL_IR, _IR) + message(_MODEL_OPSET, _number(_OPSET_VERSION, _OPSET))
-    return versions + message(_MODEL_GRAPH, b"".join(graph))
+    opset = varint_field(OPERATOR_SET_ID_VERSION, _OPSET_VERSION)
+    versions = varint_field(MODEL_IR_VERSION, _IR_VERSION) + bytes_field(MODEL_OPSET_IMPORT, opset)
+    return versions + bytes_field(MODEL_GRAPH, b"".join(graph))
 
 
-# The parts of a GraphProto: node 1, initializer 5, input 11, output 12; of NodeProto: input 1, output 2, op_type 4,
-# attribute 5; of AttributeProto: name 1, i 3, type 20 (2 for an integer); of TensorProto: dims 1, data_type 2, name 8,
-# raw_data 9.
-
-
-def _node(op: str, inputs: list[str], *outputs: str, **attributes: int) -> bytes:
-    content = b"".join(message(1, name.encode()) for name in inputs)
-    content += b"".join(message(2, name.encode()) for name in outputs) + message(4, op.encode())
+def _node(op_type: str, inputs: list[str], *outputs: str, **attributes: int) -> bytes:
+    """Return a field of a GraphProto: a node with integer attributes."""
+    content = b"".join(bytes_field(NODE_INPUT, name.encode()) for name in inputs)
+    content += b"".join(bytes_field(NODE_OUTPUT, name.encode()) for name in outputs)
+    content += bytes_field(NODE_OP_TYPE, op_type.encode())
     for name, value in attributes.items():
-        content += message(5, message(1, name.encode()) + _number(3, value % 2**64) + _number(20, 2))
-    return message(1, content)
+        attribute = bytes_field(ATTRIBUTE_NAME, name.encode()) + varint_field(ATTRIBUTE_I, value % 2**64)
+        attribute += varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_INT)
+        content += bytes_field(NODE_ATTRIBUTE, attribute)
+    return bytes_field(GRAPH_NODE, content)
 
 
-def _tensor(name: str, kind: int, shape: tuple[int, ...], raw: bytes) -> bytes:
-    dims = b"".join(_number(1, size) for size in shape)
-    return message(5, dims + _number(2, kind) + message(8, name.encode()) + message(9, raw))
+def _tensor(name: str, data_type: int, shape: tuple[int, ...], raw: bytes) -> bytes:
+    """Return a field of a GraphProto: an initializer."""
+    content = b"".join(varint_field(TENSOR_DIMS, size) for size in shape) + varint_field(TENSOR_DATA_TYPE, data_type)
+    content += bytes_field(TENSOR_NAME, name.encode()) + bytes_field(TENSOR_RAW_DATA, raw)
+    return bytes_field(GRAPH_INITIALIZER, content)
 
 
-def _input(name: str, kind: int) -> bytes:
-    return message(11, _value(name, kind))
+def _input(name: str, data_type: int) -> bytes:
+    """Return a field of a GraphProto: an input of any shape."""
+    return bytes_field(GRAPH_INPUT, _value_info(name, data_type))
 
 
-def _output(name: str, kind: int) -> bytes:
-    return message(12, _value(name, kind))
+def _output(name: str, data_type: int) -> bytes:
+    """Return a field of a GraphProto: an output of any shape."""
+    return bytes_field(GRAPH_OUTPUT, _value_info(name, data_type))
 
 
-def _value(name: str, kind: int) -> bytes:
-    tensor = message(1, _number(1, kind))  # TypeProto.tensor_type, of any shape
-    return message(1, name.encode()) + message(2, tensor)
-
-
-def _number(field: int, value: int) -> bytes:
-    return tag(field, VARINT) + varint(value)
+def _value_info(name: str, data_type: int) -> bytes:
+    tensor_type = bytes_field(TYPE_TENSOR_TYPE, varint_field(TYPE_TENSOR_ELEM_TYPE, data_type))
+    return bytes_field(VALUE_INFO_NAME, name.encode()) + bytes_field(VALUE_INFO_TYPE, tensor_type)

@@ -1,26 +1,35 @@
 """Every error that tformer raises on purpose, as one tree.
 
-TformerError                what a caller catches; the command lines print its one sentence and exit with 1
+TformerError                base class; the command lines print its one sentence and exit with 1
 ├── InputError              an input that the model cannot take: empty, too long, outside the vocabulary
-│   └── OutOfMemoryError    one for which there is not the memory, on the host or the device
+│   └── OutOfMemoryError    an input that does not fit into the memory of the host or the device
 ├── OptionError             an option with an unknown name or an impossible value
-├── ModelFileError          a file that is not a model of ours, is damaged, or is newer than this runtime
-├── DeviceError             a device that was asked for and cannot be had
+├── ModelFileError          a file that is not a tformer model, is damaged, or has another version than this runtime
+├── DeviceError             a requested device that is not available
 ├── MemoryBudgetError       a request that needs more memory than max_memory allows
 ├── DeadlineError           a request that was not finished by its deadline
 ├── UnsupportedCallError    a call that this model does not offer
 ├── MissingExtraError       an optional dependency that is not installed
 ├── OutputError             an output that exists already or cannot be written
 ├── SourceError             (export) a source that cannot be loaded
-├── UnsupportedModelError   (export) a model that cannot be decoded incrementally; says where and why
-└── ParityError             (export) a file that does not compute what its source computes
+├── UnsupportedModelError   (export) a model that cannot be decoded incrementally, with the place and the reason
+└── ParityError             (export) a file whose results differ from its source model
 """
 
 from __future__ import annotations
 
 
 class TformerError(Exception):
-    """Base of every error that tformer raises on purpose. Its text is one sentence for the user."""
+    """Base of every error that tformer raises on purpose. Its text is one sentence for the user.
+
+    reason: the sentence without the number of the input.
+    input_number: the number of the input that caused the error, from 1. None if no input did, or if the call has one
+        input only.
+    """
+
+    def __init__(self, reason: str, input_number: int | None = None) -> None:
+        super().__init__(reason if input_number is None else f"input {input_number}: {reason}")
+        self.reason, self.input_number = reason, input_number
 
 
 class InputError(TformerError):
@@ -28,7 +37,7 @@ class InputError(TformerError):
 
 
 class OutOfMemoryError(InputError):
-    """An input for which there is not the memory, on the host or the device."""
+    """An input that does not fit into the memory of the host or the device."""
 
 
 class OptionError(TformerError):
@@ -36,11 +45,11 @@ class OptionError(TformerError):
 
 
 class ModelFileError(TformerError):
-    """A file that is not a model of ours, is damaged, or is newer than this runtime."""
+    """A file that is not a tformer model, is damaged, or has another version than this runtime."""
 
 
 class DeviceError(TformerError):
-    """A device that was asked for and cannot be had."""
+    """A requested device that is not available."""
 
 
 class MemoryBudgetError(TformerError):
@@ -72,9 +81,9 @@ class UnsupportedModelError(TformerError):
 
 
 class ParityError(TformerError):
-    """A file that does not compute what its source computes."""
+    """A file whose results differ from its source model."""
 
 
-def numbered(error: TformerError, number: int) -> TformerError:
-    """What was wrong with an input, as it is told where there may be several. number: of the input, from 1."""
-    return type(error)(f"input {number}: {error}")
+def with_input_number(error: TformerError, input_number: int) -> TformerError:
+    """Return the same error with the number of its input, from 1. For calls with several inputs."""
+    return type(error)(error.reason, input_number)

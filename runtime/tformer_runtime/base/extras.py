@@ -1,4 +1,4 @@
-"""Optional dependencies, which are imported when they are needed, and named where they are missing."""
+"""Import of optional dependencies when they are first needed, with the install command if one is missing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 from tformer_runtime.base.errors import MissingExtraError
 
 
-def library(name: str, needs: str, extra: str) -> Any:
-    """A module of an extra. needs: the beginning of a sentence, what needs it. OSError is raised by one that is there,
-    and a library in C beneath it is not."""
+def import_optional(name: str, purpose: str, extra: str) -> Any:
+    """Import and return an optional module. MissingExtraError if it is not installed or cannot be loaded.
+
+    purpose: the beginning of the error's sentence, such as "reading sound needs soundfile".
+    extra: the extra of the package tformer that installs the module.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{needs}: pip install 'tformer[{extra}]'") from error
-    except (ImportError, OSError) as error:
+        raise MissingExtraError(f"{purpose}: pip install 'tformer[{extra}]'") from error
+    except (ImportError, OSError) as error:  # OSError: the module is installed, but its C library is not
         raise MissingExtraError(
-            f"{needs}, which is installed and cannot be loaded ({error}): install it anew, pip install "
+            f"{purpose}, which is installed and cannot be loaded ({error}): install it anew, pip install "
             f"--force-reinstall 'tformer[{extra}]'"
         ) from error

@@ -1,4 +1,4 @@
-"""What a value that was asked for must be."""
+"""Checks of option values. Each raises an OptionError that names the option."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import numpy as np
 
 from tformer_runtime.base.errors import OptionError
 
-LONGEST = 1_000_000  # seconds, 11 days
+MAX_TIMEOUT_SECONDS = 1_000_000  # about 11 days
 
 
-def refused(name: str, what: str, value: Any) -> OptionError:
-    return OptionError(f"{name} must be {what}, not {reprlib.repr(value)}")
+def invalid_value(name: str, requirement: str, value: Any) -> OptionError:
+    """Return the error for an option with an invalid value. requirement: a noun phrase such as "a whole number"."""
+    return OptionError(f"{name} must be {requirement}, not {reprlib.repr(value)}")
 
 
-def flag(name: str, value: Any) -> bool:
-    """The value as True or False. OptionError, which names the option, for any other: "no" would be true."""
+def check_bool(name: str, value: Any) -> bool:
+    """Return a boolean value as bool. OptionError for any other type, as a text such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
-        raise refused(name, "True or False", value)
+        raise invalid_value(name, "True or False", value)
     return bool(value)
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """The value as a whole number of at least so many. OptionError, which names the option, for any other."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise refused(name, f"a whole number of at least {least}", value)
+def check_int(name: str, value: Any, minimum: int = 1) -> int:
+    """Return an integer value of at least `minimum` as int. OptionError for any other value."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+        raise invalid_value(name, f"a whole number of at least {minimum}", value)
     return int(value)
 
 
-def seconds(name: str, value: Any) -> float:
-    """The value as a number of seconds, up to LONGEST. OptionError, which names the option, for any other."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= LONGEST:
-        raise refused(name, f"a number of seconds from 0 to {LONGEST:,}", value)
+def check_seconds(name: str, value: Any) -> float:
+    """Return a number of seconds, from 0 to MAX_TIMEOUT_SECONDS, as float. OptionError for any other value."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= MAX_TIMEOUT_SECONDS:
+        raise invalid_value(name, f"a number of seconds from 0 to {MAX_TIMEOUT_SECONDS:,}", value)
     return float(value)

@@ -1,9 +1,10 @@
 """`tformer-run`.
 
 main         the command: read inputs, run the job, write results
-options      the command's options, from those of generation and of each task
-job          run a model once for each input; jobs: which job belongs to which task
-generation, vectors, forecasting, transcription   jobs with outputs of their own
-result_file  an output file that a later run can go on with
-heatmaps     attention as a picture
+input_lines  lines of the input file, and the progress bar over them
+options      the options of the command, collected from generation and from each task
+job          run a model once per input; jobs: map a task to its job
+generation, vectors, forecasting, transcription   jobs with their own output formats
+result_file  an output file that a later run can resume
+heatmaps     attention weights as pictures
 """

@@ -1,81 +1,75 @@
-"""Forecasting on the command line: histories in files, forecasts as CSV, JSON or one array."""
+"""The job of forecasting: histories from files, forecasts as CSV, JSON or one array."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.cli.job import Asked, Batches, Job
-from tformer_runtime.cli.vectors import npy_head
-from tformer_runtime.tasks.forecasting import Forecasting
+from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, count_several, run_named
+from tformer_runtime.cli.vectors import npy_header
+from tformer_runtime.tasks.forecasting import Forecasting, History
 
 if TYPE_CHECKING:
     from tformer_runtime.model import Model
 
 
-def forecasting_job(task: Forecasting, settings: Mapping[str, Any], asked: Asked) -> Job:
-    if asked.ids:
+def forecasting_job(task: Forecasting, settings: Mapping[str, Any], options: RunOptions) -> Job:
+    """Return the job for the output format. Raise OptionError for options that do not go together."""
+    if options.ids:
         raise OptionError("a series holds numbers, and --ids is for ids: leave it out")
-    array = asked.output is not None and asked.output.suffix == ".npy"
-    if array and asked.as_json:
-        raise OptionError(f"{asked.output} is one array of forecasts: leave out --json, or name another")
-    return _Arrays(task, settings, asked) if array else _Forecasts(task, settings, asked)
+    as_array = options.output_file is not None and options.output_file.suffix == ".npy"
+    if as_array and options.as_json:
+        raise OptionError(f"{options.output_file} is one array of forecasts: leave out --json, or name another")
+    return _ForecastArrayJob(task, settings, options) if as_array else _ForecastJob(task, settings, options)
 
 
-class _Forecasts(Job):
-    """A table of each forecast's steps, under one header, with the history's name in front if there are several; or an
-    object a line."""
+class _ForecastJob(Job):
+    """Write all forecasts as one CSV table with one header, or a JSON object per forecast.
 
-    def __init__(self, task: Forecasting, settings: Mapping[str, Any], asked: Asked) -> None:
-        super().__init__(task, settings, asked)
+    Rows begin with the name of the history if there are several.
+    """
+
+    def __init__(self, task: Forecasting, settings: Mapping[str, Any], options: RunOptions) -> None:
+        super().__init__(task, settings, options)
         self.series, self.several = task.series, False
         self.horizon = task.settings(self.settings)["horizon"]
 
-    def results(self, model: Model, values: Iterable[Any], how: Batches) -> Iterator[tuple[str, Array]]:
-        rest = iter(values)
-        begin = list(islice(rest, 2))
-        self.several = how.first > 0 or len(begin) > 1
-        names: deque[str] = deque()
+    def results(self, model: Model, inputs: Iterable[Any], batches: BatchSettings) -> Iterator[tuple[str, Array]]:
+        histories: Iterator[History]
+        self.several, histories = count_several(inputs, batches.index_offset)
+        return run_named(
+            ((history.name, history.values) for history in histories),
+            lambda values: model.forecast_batch(values, self.horizon, batches.size, batches.workers, self.truncate),
+        )
 
-        def histories() -> Iterator[Array]:
-            for history in chain(begin, rest):
-                names.append(history.name)
-                yield history.values
-
-        for forecast in model.forecast_batch(
-            histories(), self.horizon, how.size, how.workers, how.first, self.truncate
-        ):
-            yield names.popleft(), forecast
-
-    def written(self, result: tuple[str, Array], index: int) -> str | bytes:
+    def format_result(self, result: tuple[str, Array], index: int) -> str | bytes:
         name, forecast = result
         if self.as_json:
-            return json.dumps({"index": index, "input": name, **self.task.fields(forecast)}, ensure_ascii=False) + "\n"
+            fields = {"index": index, "input": name, **self.task.format_fields(forecast)}
+            return json.dumps(fields, ensure_ascii=False) + "\n"
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        front = [name] if self.several else []
+        label = [name] if self.several else []
         if index == 0:
             table.writerow([*(["input"] if self.several else []), *self.series.names])
-        table.writerows([*front, *row] for row in forecast.astype(str))
+        table.writerows([*label, *row] for row in forecast.astype(str))
         return text.getvalue()
 
 
-class _Arrays(_Forecasts):
-    """All forecasts as one float32 array, (horizon, targets), or (n, horizon, targets) of several."""
+class _ForecastArrayJob(_ForecastJob):
+    """Write all forecasts as one float32 array: (horizon, targets) for one history, else (n, horizon, targets)."""
 
-    def __init__(self, task: Forecasting, settings: Mapping[str, Any], asked: Asked) -> None:
-        super().__init__(task, settings, asked)
+    def __init__(self, task: Forecasting, settings: Mapping[str, Any], options: RunOptions) -> None:
+        super().__init__(task, settings, options)
         shape = (self.horizon, len(task.series.targets))
-        self.head = lambda rows: npy_head(shape if rows == 1 else (rows, *shape))
+        self.header = lambda rows: npy_header(shape if rows == 1 else (rows, *shape))
 
-    def written(self, result: tuple[str, Array], index: int) -> bytes:
+    def format_result(self, result: tuple[str, Array], index: int) -> bytes:
         return np.ascontiguousarray(result[1], "<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Generation on the command line: what is particular there to a file that decodes."""
+"""The job of generation: the flags of a generative file, their checks, and the format of results."""
 
 from __future__ import annotations
 
@@ -10,95 +10,108 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tformer_runtime.cli.heatmaps import Drawing
-from tformer_runtime.cli.job import Asked, Batches, Job, Write
+from tformer_runtime.cli.heatmaps import HeatMapWriter
+from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write, count_several
 from tformer_runtime.cli.options import GROUPS, generation_options
+from tformer_runtime.decoding.options import OUTPUT
 from tformer_runtime.decoding.request import Result
-from tformer_runtime.decoding.speculation import PROMPT
-from tformer_runtime.format.info import identity
+from tformer_runtime.format.info import file_fingerprint
 from tformer_runtime.model import Model
 from tformer_runtime.tasks.base import ids_of
-from tformer_runtime.tasks.settings import HOW, LIMIT, Flag, bytes_of, switch
+from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag, bytes_of, switch
 
 if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input
 
-_BESIDE = {
-    "alignments": Flag("--alignments", "OUT.png", "Draw what each token attended to; - only adds it to --json.", str),
-    "hidden": switch("--hidden", "Add the file's hidden states to --json."),
+_OUTPUT_FLAGS = {
+    "cross_attentions": Flag(
+        "--cross-attentions",
+        "OUT.png",
+        "Draw the source positions that each token attends to; - adds them to --json.",
+        str,
+    ),
+    "hidden_states": switch("--hidden-states", "Add the file's hidden states to --json."),
     "timing": switch("--timing", "Add the seconds to the first token, and for each more, to --json."),
 }
-_OF_THE_RUN = {
+_RUN_FLAGS = {
     "chat": switch("--chat", "An input is a message, or a JSON list of messages, for the file's chat template."),
     "system": Flag("--system", "TEXT", "A message before each conversation.", str),
     "stream": switch("--stream", "Write text as it comes, one input after the other."),
-    **LIMIT,
+    **MAX_MEMORY_FLAG,
     "no_shortlist": switch("--no-shortlist", "Choose among all ids, where the file has a shortlist."),
 }
 
 
 class Generation:
-    """The kind of a file with a decode stage. `GROUPS` are the options that `GenerationOptions` has too."""
+    """The kind of a generative file. `GROUPS` are the flags of `GenerationOptions`."""
 
     does = "generates text"
 
     @classmethod
-    def every_flag(cls) -> dict[str, dict[str, Flag]]:
+    def all_flags(cls) -> dict[str, dict[str, Flag]]:
         groups = {heading: dict(flags) for heading, flags in GROUPS.items()}
-        groups["Beside the text"] |= _BESIDE
-        return {**groups, HOW: dict(_OF_THE_RUN)}
+        groups[OUTPUT] |= _OUTPUT_FLAGS
+        return {**groups, RUN_HEADING: dict(_RUN_FLAGS)}
 
-    def job(self, given: Mapping[str, Any], asked: Asked) -> Job:
-        """given: by name, the texts of options as they stand in `GROUPS`, to be read by `generation_options`."""
-        _check(given, asked)
-        return _Generating(given, asked)
+    def job(self, flag_values: Mapping[str, Any], options: RunOptions) -> Job:
+        """Return the job of a run.
+
+        flag_values: the values of the flags of `all_flags`, by name; texts for those in `GROUPS`.
+        Raise click.UsageError for flags that do not go together, OptionError for an impossible value.
+        """
+        _check(flag_values, options)
+        return _GenerationJob(flag_values, options)
 
 
-def _check(given: Mapping[str, Any], asked: Asked) -> None:
-    """Refuse what does not go together."""
-    drawn = given.get("alignments") not in (None, "-")
-    if given.get("stream"):
-        if asked.ids or asked.as_json or asked.output or given.get("num_return_sequences") not in (None, "1"):
+def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
+    """Raise click.UsageError for flags that do not go together."""
+    draws = flag_values.get("cross_attentions") not in (None, "-")
+    if flag_values.get("stream"):
+        several_results = flag_values.get("num_return_sequences") not in (None, "1")
+        if options.ids or options.as_json or options.output_file or several_results:
             raise click.UsageError(
                 "--stream writes text to standard output: not with --ids, --json, --output-file, --num-return-sequences"
             )
-        if given.get("alignments") or given.get("hidden"):
-            raise click.UsageError("--stream writes text alone: not with --alignments, --hidden")
-    if given.get("system") is not None and not given.get("chat"):
+        if flag_values.get("cross_attentions") or flag_values.get("hidden_states"):
+            raise click.UsageError("--stream writes text alone: not with --cross-attentions, --hidden-states")
+    if flag_values.get("system") is not None and not flag_values.get("chat"):
         raise click.UsageError("--system is of a conversation: give --chat too")
-    if given.get("chat") and asked.ids:
+    if flag_values.get("draft_model") and flag_values.get("prompt_lookup"):
+        raise click.UsageError("--draft-model and --prompt-lookup both guess tokens: give one of them")
+    if flag_values.get("chat") and options.ids:
         raise click.UsageError("--chat puts texts into a template: not with --ids")
-    if asked.resume and drawn:
-        raise click.UsageError("--resume goes on with results alone: not with --alignments OUT.png")
-    for name in ("hidden", "timing", "top_logprobs", "alignments"):
-        if given.get(name) and not asked.as_json and not (name == "alignments" and drawn):
-            flag = "--alignments -" if name == "alignments" else f"--{name.replace('_', '-')}"
+    if options.resume and draws:
+        raise click.UsageError("--resume goes on with results alone: not with --cross-attentions OUT.png")
+    for name in ("hidden_states", "timing", "top_logprobs", "cross_attentions"):
+        if flag_values.get(name) and not options.as_json and not (name == "cross_attentions" and draws):
+            flag = "--cross-attentions -" if name == "cross_attentions" else f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} adds to --json: give that too")
 
 
-class _Generating(Job):
-    def __init__(self, given: Mapping[str, Any], asked: Asked) -> None:
-        texts = {name: text for name, text in given.items() if name not in {**_BESIDE, **_OF_THE_RUN}}
-        draft, alignments = texts.get("draft"), given.get("alignments")
-        self.as_json, self.ids, self.timing = asked.as_json, asked.ids, bool(given.get("timing"))
+class _GenerationJob(Job):
+    def __init__(self, flag_values: Mapping[str, Any], options: RunOptions) -> None:
+        texts = {name: text for name, text in flag_values.items() if name not in {**_OUTPUT_FLAGS, **_RUN_FLAGS}}
+        draft, picture = texts.pop("draft_model", None), flag_values.get("cross_attentions")
+        self.as_json, self.ids, self.timing = options.as_json, options.ids, bool(flag_values.get("timing"))
         self.options = generation_options(
-            {**texts, "draft": draft and PROMPT},
-            asked.ids,
-            alignments=True if alignments else None,
-            hidden=given.get("hidden") or None,
-            shortlist=False if given.get("no_shortlist") else None,
+            texts,
+            options.ids,
+            cross_attentions=True if picture else None,
+            hidden_states=flag_values.get("hidden_states") or None,
+            shortlist=False if flag_values.get("no_shortlist") else None,
         )
-        self.draft = Path(draft) if draft and draft != PROMPT else None
-        self.batch_size = 1 if draft else 32
-        self.streams = bool(given.get("stream"))
-        self.chats, self.system = bool(given.get("chat")), given.get("system")
-        self._prompt: Callable[..., Input]  # the model's, once that is loaded
-        self.max_memory = bytes_of(given["max_memory"]) if given.get("max_memory") is not None else None
-        self.drawing = Drawing(Path(alignments), asked.force) if alignments not in (None, "-") else None
-        self.resumes = self.drawing is None
+        self.draft = Path(draft) if draft else None
+        self.batch_size = 1 if draft or self.options.prompt_lookup else 32
+        self.streams = bool(flag_values.get("stream"))
+        self.chats, self.system = bool(flag_values.get("chat")), flag_values.get("system")
+        self._keeps_line_breaks = False  # in texts; see `results`
+        self._prompt: Callable[..., Input]  # Model.prompt; set by `prepare`
+        self.max_memory = bytes_of(flag_values["max_memory"]) if flag_values.get("max_memory") is not None else None
+        self.heat_maps = HeatMapWriter(Path(picture), options.force) if picture not in (None, "-") else None
+        self.can_resume = self.heat_maps is None
         names = {name: flag.flag for flags in GROUPS.values() for name, flag in flags.items()}
-        draft_file = {"--draft": identity(self.draft)} if self.draft and asked.output else {}
-        self.asked = {
+        draft_file = {"--draft-model": file_fingerprint(self.draft)} if self.draft and options.output_file else {}
+        self.result_options = {
             **{names.get(name, f"--{name}"): value for name, value in self.options.given().items()},
             **({"--timing": True} if self.timing else {}),
             **({"--chat": True} if self.chats else {}),
@@ -114,24 +127,28 @@ class _Generating(Job):
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
         self._prompt = model.prompt
         if self.draft:
-            # Threads of its own would wait for the model's, which spin: `GenerationOptions.draft`.
-            self.options = self.options.with_({"draft": Model.load(self.draft, device, threads=1)})
+            # More threads would wait for the spinning threads of the model: docs/generation.md.
+            self.options = self.options.with_({"draft_model": Model.load(self.draft, device, threads=1)})
 
     def run(
-        self, model: Model, values: Iterable[Input], how: Batches, write: Write, advance: Callable[[], None]
+        self, model: Model, inputs: Iterable[Input], batches: BatchSettings, write: Write, advance: Callable[[], None]
     ) -> None:
         if not self.streams:
-            super().run(model, values, how, write, advance)
+            super().run(model, inputs, batches, write, advance)
             return
-        for value in values:
+        for value in inputs:
             for piece in model.stream(value, self.options):
                 click.echo(piece, nl=False)
             click.echo()
 
-    def results(self, model: Model, values: Iterable[Input], how: Batches) -> Iterator[Result]:
-        return model.generate_batch(values, self.options, how.size, workers=how.workers, first=how.first)
+    def results(self, model: Model, inputs: Iterable[Input], batches: BatchSettings) -> Iterator[Result]:
+        """Run the model on all inputs. The text of the only answer of a chat keeps its line breaks."""
+        if self.chats:
+            several, inputs = count_several(inputs, batches.index_offset)
+            self._keeps_line_breaks = not several
+        return model.generate_batch(inputs, self.options, batches.size, workers=batches.workers)
 
-    def written(self, result: Result, index: int) -> str:
+    def format_result(self, result: Result, index: int) -> str:
         ranked = (result, *result.alternatives)
         return "".join(self._line(each, index, rank) + "\n" for rank, each in enumerate(ranked))
 
@@ -140,7 +157,9 @@ class _Generating(Job):
             return json.dumps(self._fields(result, index, rank), ensure_ascii=False)
         if self.ids:
             return " ".join(map(str, result.token_ids))
-        return " ".join(result.text.splitlines())  # one line per result, whatever the text; --json keeps line breaks
+        # Several results are one line each.
+        keeps_line_breaks = self._keeps_line_breaks and rank == 0 and not result.alternatives
+        return result.text if keeps_line_breaks else " ".join(result.text.splitlines())
 
     def _fields(self, result: Result, index: int, rank: int) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -158,23 +177,23 @@ class _Generating(Job):
             fields["timing"] = asdict(result.timing)
         if result.speculation is not None:
             fields["speculation"] = asdict(result.speculation)
-        if result.alignments is not None:
-            fields["alignments"] = _numbers(result.alignments)
-        if result.hidden:
-            fields["hidden"] = {name: _numbers(value) for name, value in result.hidden.items()}
+        if result.cross_attentions is not None:
+            fields["cross_attentions"] = _numbers(result.cross_attentions)
+        if result.hidden_states:
+            fields["hidden_states"] = {name: _numbers(value) for name, value in result.hidden_states.items()}
         return fields
 
 
 def _messages(line: str) -> Any:
-    """A message, or the messages that a JSON list holds."""
+    """Return the messages of a JSON list, or any other text as one message."""
     if not line.lstrip().startswith("["):
         return line
     try:
         return json.loads(line)
     except ValueError:
-        return line  # a text that begins so
+        return line  # a text that begins with a bracket
 
 
 def _numbers(array: Any) -> Any:
-    """Nested lists of six significant digits, which is what float32 tells."""
-    return [_numbers(a) for a in array] if array.ndim else float(f"{array:.6g}")
+    """Return nested lists of numbers with six significant digits, the precision of float32."""
+    return [_numbers(part) for part in array] if array.ndim else float(f"{array:.6g}")

@@ -1,4 +1,4 @@
-"""Which job does a file's task on the command line."""
+"""The job of each task."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tformer_runtime.cli.forecasting import forecasting_job
-from tformer_runtime.cli.job import Asked, Job
-from tformer_runtime.cli.transcription import Transcribing
+from tformer_runtime.cli.job import Job, RunOptions
+from tformer_runtime.cli.transcription import TranscriptionJob
 from tformer_runtime.cli.vectors import vectors_job
 from tformer_runtime.tasks.base import Task
-from tformer_runtime.tasks.ctc_recognition import Speech
 from tformer_runtime.tasks.features import Features
 from tformer_runtime.tasks.forecasting import Forecasting
+from tformer_runtime.tasks.speech import Speech
 
-JOBS: dict[type[Task], Callable[[Any, Mapping[str, Any], Asked], Job]] = {
+JOBS: dict[type[Task], Callable[[Any, Mapping[str, Any], RunOptions], Job]] = {
     Features: vectors_job,
     Forecasting: forecasting_job,
-    Speech: Transcribing,
+    Speech: TranscriptionJob,
 }
 
 
-def make_job(task: Task, settings: Mapping[str, Any], asked: Asked) -> Job:
-    """The job of the nearest class of the task that has one of its own. OptionError if it cannot be done so."""
+def make_job(task: Task, settings: Mapping[str, Any], options: RunOptions) -> Job:
+    """Return the job of the task's class, or of its nearest base class in `JOBS`; else a plain `Job`.
+
+    Raise OptionError for options that do not go together.
+    """
     make = next((JOBS[kind] for kind in type(task).__mro__ if kind in JOBS), Job)
-    return make(task, settings, asked)
+    return make(task, settings, options)

@@ -1,11 +1,13 @@
-"""A file of results that a run may leave at any moment, even killed, for another to go on with.
+"""An output file that a run can leave at any moment, even killed, and that a later run can resume.
 
-Results go to OUT.part. Beside it, OUT.part.json says how many inputs are done, how many bytes their results take, a
-digest of these inputs, and what was asked for. It is replaced as a whole, once the results are on the disk, so what it
-says holds; what the run had written besides is cut off by the run that goes on. When all is done, OUT.part becomes OUT.
+Results go to OUT.part. The journal OUT.part.json holds the number of finished inputs, the bytes of their results, a
+digest of these inputs and the options of the run. The journal is replaced atomically, after the results are on the
+disk, so it is always true. A run that resumes cuts off results that are not in the journal. At the end of the run
+OUT.part becomes OUT.
 
-    with ResultFile(path, asked, force=False, resume=True) as out:
-        for result in work(out.rest(inputs), out.done):    # inputs that are not done; the number of those that are
+    with ResultFile(path, options, force=False, resume=True) as out:
+        remaining = out.rest(inputs)                       # without the out.done finished inputs
+        for result in work(remaining, out.done):
             out.add(lines of the result)
 """
 
@@ -30,58 +32,69 @@ from tformer_runtime.base.errors import OutputError
 if sys.platform != "win32":
     import fcntl
 
-RESULTS, SECONDS = 256, 1.0  # how many, or how long, between two entries of the journal
+JOURNAL_INTERVAL_RESULTS = 256  # unrecorded results after which the journal is written
+JOURNAL_INTERVAL_SECONDS = 1.0  # or after this time
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How far a run has come. inputs: that are done; bytes: of their results; digest: of them, one after the other."""
+class _Progress:
+    """The progress of a run.
+
+    inputs: the number of finished inputs.
+    bytes: of their results.
+    digest: of the finished inputs, one after the other.
+    """
 
     inputs: int = 0
     bytes: int = 0
     digest: str = ""
 
-    def after(self, line: str, size: int) -> _Place:
+    def after(self, line: str, size: int) -> _Progress:
         digest = hashlib.sha256(f"{self.digest} {line}".encode("utf-8", "surrogateescape")).hexdigest()
-        return _Place(self.inputs + 1, self.bytes + size, digest)
+        return _Progress(self.inputs + 1, self.bytes + size, digest)
 
 
 class ResultFile:
-    """Where results are written to. Enter it once; leaving it with an error keeps what is done, and says so in a note.
+    """The file of a run's results. A context manager, for one use.
 
-    Memory: that of the inputs that have been taken and not been answered.
+    Leaving it with an error keeps the finished results, and adds a note to the error.
+    Memory: the inputs that have been read and have no result yet.
     """
 
     def __init__(
         self,
         path: Path,
-        asked: Mapping[str, Any],
+        run_options: Mapping[str, Any],
         force: bool = False,
         resume: bool = False,
         keep: bool = True,
-        head: Callable[[int], bytes] | None = None,
+        header: Callable[[int], bytes] | None = None,
     ) -> None:
-        """path: OUT. asked: what results depend on, by name, as JSON; a run with other values cannot go on.
+        """Check that the results can be written.
 
-        force: overwrite what is there. resume: go on with what is there, if anything is. keep: for another to go on.
-        head: what stands before the results of so many inputs, of one length for any number.
-        OutputError if there is a file that may not be overwritten, or that this run cannot go on with.
+        path: OUT.
+        run_options: JSON values that results depend on, by name. A run with other values cannot resume.
+        force: overwrite existing files.
+        resume: continue OUT.part if it exists.
+        keep: whether OUT.part is kept after an error.
+        header: from a number of inputs to the bytes before their results, of one length for any number.
+        Raise OutputError for a file that may not be overwritten, or that this run cannot resume.
         """
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a file that results could replace: name another, or none")
         self._path = path
         self._part, self._journal = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.part.json")
-        self._asked = json.loads(json.dumps(asked))
-        self._force, self._keep, self._head = force, keep, head
-        self._first = len(head(0)) if head is not None else 0  # byte of the results
-        self._lines: deque[str] = deque()  # that wait for their results
+        self._run_options = json.loads(json.dumps(run_options))
+        self._force, self._keep, self._header = force, keep, header
+        self._header_bytes = len(header(0)) if header is not None else 0
+        self._lines: deque[str] = deque()  # without a result
         self._file: BinaryIO | None = None
-        self._begun = False
-        self._now = self._kept = self._found() if resume else _Place()
-        self._due = 0.0
+        self._started = False
+        self._progress = self._recorded = self._read_journal() if resume else _Progress()  # of the run; in the journal
+        self._next_record = 0.0  # time.monotonic()
         if resume and not force and path.exists() and not self._part.exists():
             raise OutputError(f"{path} is there and {self._part} is not: nothing is left to resume")
-        self._may_end()
+        self._check_output()
         if not (resume or force) and self._part.exists():
             raise OutputError(
                 f"{self._part} is there, of a run that did not end: give --resume to go on, or --force to start over"
@@ -89,34 +102,38 @@ class ResultFile:
 
     @property
     def done(self) -> int:
-        """How many inputs are done."""
-        return self._now.inputs
+        """The number of finished inputs."""
+        return self._progress.inputs
 
     def rest(self, lines: Iterable[str]) -> Iterator[str]:
-        """The inputs that are not done, of all inputs. OutputError if those that are done were others."""
-        source, skipped = iter(lines), _Place()
+        """Yield the unfinished inputs.
+
+        lines: all inputs. Raise OutputError if the finished ones changed since the earlier run.
+        """
+        source, skipped = iter(lines), _Progress()
         for line in islice(source, self.done):
             skipped = skipped.after(line, 0)
-        if skipped.digest != self._now.digest:
+        if skipped.digest != self._progress.digest:
             raise OutputError(
                 f"the first {self.done} inputs are not those that {self._part} has results of: give the same inputs, "
                 "or start over with --force"
             )
-        self._begin()
+        self._start()
         for line in source:
             self._lines.append(line)
             yield line
 
     def add(self, results: str | bytes) -> None:
-        """The results of the next input."""
+        """Append the results of the next input."""
         assert self._file is not None
         data = results.encode() if isinstance(results, str) else results
         with self._writing():
             self._file.write(data)
-            self._now = self._now.after(self._lines[0], len(data))
+            self._progress = self._progress.after(self._lines[0], len(data))
             self._lines.popleft()
-            if self._now.inputs - self._kept.inputs >= RESULTS or time.monotonic() >= self._due:
-                self._record()
+            unrecorded = self._progress.inputs - self._recorded.inputs
+            if unrecorded >= JOURNAL_INTERVAL_RESULTS or time.monotonic() >= self._next_record:
+                self._write_journal()
 
     def __enter__(self) -> ResultFile:
         with self._writing():
@@ -138,86 +155,86 @@ class ResultFile:
             raise
         finally:
             if error is not None:
-                self._leave(error)
+                self._abandon(error)
 
     def _finish(self) -> None:
-        """Put the results in their place."""
+        """Rename OUT.part to OUT."""
         assert self._file is not None
         with self._writing():
-            self._record()
-            if self._head is not None:
+            self._write_journal()
+            if self._header is not None:
                 self._file.seek(0)
-                self._file.write(self._head(self.done))
+                self._file.write(self._header(self.done))
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        self._may_end()
+        self._check_output()
         with self._writing():
             self._file.close()
             self._part.replace(self._path)
             self._journal.unlink()
 
-    def _leave(self, error: BaseException) -> None:
-        """Keep what is done."""
+    def _abandon(self, error: BaseException) -> None:
+        """Close the file, and keep the finished results."""
         assert self._file is not None
-        with contextlib.suppress(OSError):  # of a disk that is full; what the journal says holds
-            if self._begun and not self._file.closed:
-                self._record()
+        with contextlib.suppress(OSError):  # on a full disk the previous journal remains true
+            if self._started and not self._file.closed:
+                self._write_journal()
         with contextlib.suppress(OSError):
             self._file.close()
-        if not (self._kept.inputs and self._keep):
+        if not (self._recorded.inputs and self._keep):
             self._part.unlink(missing_ok=True)
             self._journal.unlink(missing_ok=True)
-        elif self._begun:
-            error.add_note(f"--resume goes on after input {self._kept.inputs}")
+        elif self._started:
+            error.add_note(f"--resume goes on after input {self._recorded.inputs}")
 
-    def _found(self) -> _Place:
-        """How far the run had come that left these files; the beginning if there are none."""
+    def _read_journal(self) -> _Progress:
+        """Return the progress of the earlier run; none if there is no journal."""
         try:
             size, text = self._part.stat().st_size, self._journal.read_text(encoding="utf-8")
         except FileNotFoundError:
-            return _Place()
+            return _Progress()
         except OSError as error:
             raise OutputError(f"{self._journal} cannot be read: {error.strerror or error}") from error
         try:
             entry = json.loads(text)
-            place, asked = _Place(**entry["place"]), dict(entry["asked"])
+            progress, run_options = _Progress(**entry["progress"]), dict(entry["options"])
         except (ValueError, TypeError, KeyError):
             raise OutputError(f"{self._journal} is not a journal of tformer-run: start over with --force") from None
-        for name in {**asked, **self._asked}:
-            new, old = self._asked.get(name), asked.get(name)
+        for name in {**run_options, **self._run_options}:
+            new, old = self._run_options.get(name), run_options.get(name)
             if new != old:
                 raise OutputError(
-                    f"{name} is {_shown(new)}, and was {_shown(old)} for {self._part}: ask for the same, or start over "
-                    "with --force"
+                    f"{name} is {_describe(new)}, and was {_describe(old)} for {self._part}: ask for the same, or "
+                    "start over with --force"
                 )
-        if size < self._first + place.bytes and place.inputs:
+        if size < self._header_bytes + progress.bytes and progress.inputs:
             raise OutputError(f"{self._part} has lost results since they were written: start over with --force")
-        return place
+        return progress
 
-    def _begin(self) -> None:
-        """Go to the place, with nothing behind it. The journal comes first: it must not promise what is cut off."""
+    def _start(self) -> None:
+        """Cut off results that are not in the journal. Write the journal first, so that it names no result cut off."""
         assert self._file is not None
         with self._writing():
-            self._begun = True
-            self._record()
-            self._file.truncate(self._first + self._now.bytes)
-            self._file.seek(self._first + self._now.bytes)
+            self._started = True
+            self._write_journal()
+            self._file.truncate(self._header_bytes + self._progress.bytes)
+            self._file.seek(self._header_bytes + self._progress.bytes)
 
-    def _record(self) -> None:
-        """Make the journal say what is done."""
+    def _write_journal(self) -> None:
+        """Write the progress of the run to the disk: first the results, then the journal."""
         assert self._file is not None
-        now = self._now
+        progress = self._progress
         self._file.flush()
         os.fsync(self._file.fileno())
         new = self._journal.with_name(f"{self._journal.name}.new")
         with new.open("w", encoding="utf-8") as file:
-            json.dump({"place": asdict(now), "asked": self._asked}, file)
+            json.dump({"progress": asdict(progress), "options": self._run_options}, file)
             file.flush()
             os.fsync(file.fileno())
         new.replace(self._journal)
-        self._kept, self._due = now, time.monotonic() + SECONDS
+        self._recorded, self._next_record = progress, time.monotonic() + JOURNAL_INTERVAL_SECONDS
 
-    def _may_end(self) -> None:
+    def _check_output(self) -> None:
         if self._path.exists() and not self._force:
             raise OutputError(f"{self._path} exists already: give --force to overwrite it")
 
@@ -229,5 +246,5 @@ class ResultFile:
             raise OutputError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return {"null": "not given", "true": "given"}.get(text := json.dumps(value, ensure_ascii=False), text)

@@ -1,12 +1,12 @@
 """From requests to results: search, sampling, rules, batches.
 
-options, request             what a caller asks for, and what comes back
-generator                    requests → tasks of the search → results
-scheduler, batch_rows        which rows decode together, step by step (continuous batching)
-sequence                     rows of the search: what has been chosen, and where each row is in the batch
+options, request             the options of a caller, and the result
+generator, streaming         requests → tasks of the search → results, or pieces of text
+scheduler, batch_rows        continuous batching: the rows that decode together, step by step
+sequence, row_placement      the state of a search, and the places of its rows in the batch
 token_search, beam_search    choose tokens row by row, or by beams
 sampling                     temperature, top-k, top-p, min-p
-logit_rules                  penalties and forbidden tokens; constraints: regex, JSON schema, grammar
+logit_rules, constraints     penalties and forbidden tokens; regex, JSON schema, grammar
 speculation, drafting        guess several tokens and check them in one step
 ordered, worker_pool         many inputs, results in their order
 """

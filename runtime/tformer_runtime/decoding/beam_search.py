@@ -1,10 +1,12 @@
-"""Beam search: the hypotheses and scores of transformers' generate(num_beams=…), for prompts of any lengths.
+"""Beam search with the hypotheses and scores of transformers' generate(num_beams=…), for prompts of any lengths.
 
-At each step the likeliest continuations of a prompt's beams are ranked by summed log-probability. Those among the
-first `beams` that end become hypotheses; the best of the others are the next beams. More are ranked than kept, so
-that enough go on even where every beam could end. With several groups, each prompt's beams are divided: a group is
-searched as a beam search of its own, after the log-probabilities of tokens that the groups before it have just chosen
-are lowered (diverse beam search, Vijayakumar et al. 2016).
+At each step the likeliest continuations of a prompt's beams are ranked by summed log-probability. Continuations that
+end and are among the first `num_beams` become hypotheses. The best of the others are the next beams. More continuations
+are ranked than kept, so that enough of them continue even if every beam could end.
+
+With several groups, each prompt's beams are divided: each group is a beam search of its own. Before a group is
+searched, the log-probabilities of the tokens that the groups before it have chosen at this step are lowered (diverse
+beam search, Vijayakumar et al. 2016).
 """
 
 from __future__ import annotations
@@ -20,31 +22,31 @@ from tformer_runtime.base.arrays import F32, Bools, Ints
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.constraints import Guide
 from tformer_runtime.decoding.logit_rules import NO_IDS
+from tformer_runtime.decoding.row_placement import mask_forbidden
 from tformer_runtime.decoding.sampling import Guess, log_normalizer
 from tformer_runtime.decoding.sequence import (
     NOTHING_LEFT,
     Alternatives,
     FinishReason,
     Hypothesis,
-    Task,
-    likeliest,
-    without,
+    SequenceTask,
+    top_alternatives,
 )
-from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.engine.step_outputs import StepHistory
 
-_MORE = 16  # generated ids that there is room for at first
+_FIRST_CAPACITY = 16  # generated ids of a row
 
 
 class _Histories:
-    """What each row has generated, of all tasks in the same arrays, so that a step costs a few operations for all.
+    """The generated ids of each row. All tasks share the arrays, so that a step costs a few operations for all rows.
 
-    ids, logprobs: (rows, room), of which `lengths` (rows,) are a row's own. scores: (rows,) summed log-probabilities,
-    as rules left them.
+    ids, logprobs: (rows, capacity), of which each row uses its `lengths` (rows,).
+    scores: (rows,) summed log-probabilities after rules.
     """
 
     def __init__(self) -> None:
-        self.ids: Ints = np.zeros((0, _MORE), np.int64)
-        self.logprobs: F32 = np.zeros((0, _MORE), np.float32)
+        self.ids: Ints = np.zeros((0, _FIRST_CAPACITY), np.int64)
+        self.logprobs: F32 = np.zeros((0, _FIRST_CAPACITY), np.float32)
         self.lengths: Ints = np.zeros(0, np.int64)
         self.scores: F32 = np.zeros(0, np.float32)
 
@@ -52,22 +54,22 @@ class _Histories:
         return len(self.scores)
 
     def add(self, count: int) -> None:
-        """Rows that have generated nothing, behind those that are there."""
-        more = ((0, count), (0, 0))
-        self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
-        self.lengths, self.scores = np.pad(self.lengths, more[0]), np.pad(self.scores, more[0])
+        """Add rows that have generated nothing, after the existing rows."""
+        padding = ((0, count), (0, 0))
+        self.ids, self.logprobs = np.pad(self.ids, padding), np.pad(self.logprobs, padding)
+        self.lengths, self.scores = np.pad(self.lengths, padding[0]), np.pad(self.scores, padding[0])
 
     def take(self, rows: Ints) -> None:
-        """Row i becomes what row rows[i] was."""
+        """Row i becomes row rows[i]."""
         self.ids, self.logprobs = self.ids[rows], self.logprobs[rows]
         self.lengths, self.scores = self.lengths[rows], self.scores[rows]
 
     def append(self, tokens: Ints, gains: F32, scores: F32) -> None:
-        """A token more for every row, with its log-probability, and the sum up to it. All are (rows,)."""
-        room = self.ids.shape[1]
-        if len(self) and int(self.lengths.max()) == room:
-            more = ((0, 0), (0, room))
-            self.ids, self.logprobs = np.pad(self.ids, more), np.pad(self.logprobs, more)
+        """Append a token to every row, with its log-probability and the sum up to it. All arguments are (rows,)."""
+        capacity = self.ids.shape[1]
+        if len(self) and int(self.lengths.max()) == capacity:
+            padding = ((0, 0), (0, capacity))
+            self.ids, self.logprobs = np.pad(self.ids, padding), np.pad(self.logprobs, padding)
         row = np.arange(len(self))
         self.ids[row, self.lengths], self.logprobs[row, self.lengths] = tokens, gains
         self.lengths = self.lengths + 1
@@ -75,13 +77,16 @@ class _Histories:
 
 
 class _Beams:
-    """One group of a task's beams: which rows they are, and how many tokens each has generated.
+    """One group of a task's beams: its rows, and the number of tokens that each of them has generated.
 
-    guides, alternatives: of each beam, where the task has a grammar, or tells what else was likely. chosen: the tokens
-    of the latest step, if other groups ask for them. done: the hypotheses, best first.
+    guides, alternatives: of each beam, if the task has a grammar or returns alternatives.
+    chosen: the tokens of the latest step, if later groups need them.
+    done: the hypotheses, best first.
+    max_hypotheses: the number of hypotheses that are kept.
+    needs_check: whether continuations must be checked one by one.
     """
 
-    def __init__(self, task: Task, count: int, row: int) -> None:
+    def __init__(self, task: SequenceTask, count: int, row: int) -> None:
         settings = task.settings
         self.task, self.count, self.length, self.over = task, count, 0, False
         self.rows = np.array([row])  # one beam until the first tokens are known
@@ -89,34 +94,44 @@ class _Beams:
         self.alternatives: list[tuple[Alternatives, ...]] = [()] if settings.top_logprobs else []
         self.chosen: list[int] = []
         self.done: list[Hypothesis] = []
-        self.most = max(1, math.floor(count * settings.patience + 0.5))  # hypotheses
-        self.watched = task.cuts is not None or task.guide is not None or settings.top_logprobs > 0
+        self.max_hypotheses = max(1, math.floor(count * settings.patience + 0.5))  # hypotheses
+        self.needs_check = task.truncates_text is not None or task.guide is not None or settings.top_logprobs > 0
 
     @property
     def width(self) -> int:
         return len(self.rows)
 
-    def accepted(self, parent: int, token: int) -> Guide:
+    def advanced_guide(self, parent: int, token: int) -> Guide:
         guide = self.guides[parent].copy()
         guide.accept(token)
         return guide
 
-    def can_improve(self, lead: float) -> bool:
-        """Whether the beams may still better the hypotheses. lead: the best beam's summed log-probability."""
+    def can_improve(self, best_score: float) -> bool:
+        """Return whether the beams may still improve the hypotheses. best_score: the best beam's summed
+        log-probability.
+        """
         settings = self.task.settings
-        if len(self.done) < self.most:
+        if len(self.done) < self.max_hypotheses:
             return True
         if settings.early_stopping is True:
             return False
-        longest = settings.early_stopping == "never" and settings.length_penalty > 0
-        reach = self.task.most if longest else self.length + 1
-        return bool(np.float32(lead) / np.float32(reach**settings.length_penalty) > np.float32(self.done[-1].score))
+        uses_max_length = settings.early_stopping == "never" and settings.length_penalty > 0
+        length = self.task.max_tokens if uses_max_length else self.length + 1
+        return bool(
+            np.float32(best_score) / np.float32(length**settings.length_penalty) > np.float32(self.done[-1].score)
+        )
 
 
 @dataclass
 class _Ranked:
-    """The best continuations of some groups, each (groups, wide): summed scores, the beams that they continue and their
-    rows, tokens and their log-probabilities, and which of them are possible, and end."""
+    """The best continuations of several groups. Each array is (groups, width).
+
+    top: summed scores.
+    beams, rows: the beams that are continued, and their rows.
+    tokens, gains: the tokens and their log-probabilities.
+    possible: whether the tokens are allowed.
+    ended: whether the continuations end.
+    """
 
     top: F32
     beams: Ints
@@ -128,165 +143,181 @@ class _Ranked:
 
 
 class BeamSearch:
-    """Tasks that keep the same number of beams. Cost of a step: two passes over the logits, some operations on what all
-    rows have generated, and a microsecond or two a task; stop strings, rules and grammars add theirs for each beam.
-    Rules that do more than forbid, grammars, and all groups of a task but its first add some more passes."""
+    """Tasks with the same number of beams.
+
+    Cost of a step: two passes over the logits, some operations on the generated ids of all rows, and a microsecond or
+    two for each task. Stop strings, rules and grammars add their cost for each beam. Rules that do more than forbid,
+    grammars, and all groups of a task but the first add some more passes.
+    """
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self._beams: dict[Task, list[_Beams]] = {}
-        self._held = _Histories()
+        self.tasks: list[SequenceTask] = []
+        self._beams: dict[SequenceTask, list[_Beams]] = {}
+        self._histories = _Histories()
 
     @property
     def width(self) -> int:
-        return len(self._held)
+        return len(self._histories)
 
-    def add(self, tasks: Sequence[Task]) -> None:
+    def add(self, tasks: Sequence[SequenceTask]) -> None:
         for row, task in enumerate(tasks, self.width):
             groups, beams = task.settings.num_beam_groups, task.settings.num_beams
             self.tasks.append(task)
             self._beams[task] = [_Beams(task, beams // groups, row) for _ in range(groups)]
-        self._held.add(len(tasks))
+        self._histories.add(len(tasks))
 
-    def drop(self, over: Callable[[Task], bool]) -> Ints:
-        self._forget(over)
-        rows = [group.rows for group in self._live()]
-        stays = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
-        for group in self._live():
-            group.rows = np.searchsorted(stays, group.rows)
-        self._held.take(stays)
-        return stays
+    def drop(self, is_finished: Callable[[SequenceTask], bool]) -> Ints:
+        self._remove(is_finished)
+        rows = [group.rows for group in self._unfinished()]
+        kept_rows = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
+        for group in self._unfinished():
+            group.rows = np.searchsorted(kept_rows, group.rows)
+        self._histories.take(kept_rows)
+        return kept_rows
 
     def renumber(self, rows: Ints) -> None:
-        for group in self._live():
+        for group in self._unfinished():
             group.rows = rows[group.rows]
-        self._held.take(np.argsort(rows))
+        self._histories.take(np.argsort(rows))
 
     def advance(
         self,
         logits: F32 | DeviceLogits,
-        trails: Sequence[Trail] | None = None,
+        histories: Sequence[StepHistory] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
         logits = logits.copy() if isinstance(logits, DeviceLogits) else logits
         norms = log_normalizer(logits)
         rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         gains, scores = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-        first = 0
+        first_row = 0
         for level in range(max((len(groups) for groups in self._beams.values()), default=0)):
-            for wide, groups in self._alike(level):
-                ranked = self._ranked(groups, level, wide, logits, norms)
-                going, picks = self._continue(groups, ranked, logits, norms, trails, first)
+            for width, groups in self._rankable(level):
+                ranked = self._rank(groups, level, width, logits, norms)
+                going, picks = self._continue(groups, ranked, logits, norms, histories, first_row)
                 rows.append(ranked.rows[going, picks])
                 tokens.append(ranked.tokens[going, picks])
                 gains.append(ranked.gains[going, picks])
                 scores.append(ranked.top[going, picks])
-                first += len(going)
+                first_row += len(going)
         for task, groups in self._beams.items():
-            if not task.over and all(group.over for group in groups):
+            if not task.finished and all(group.over for group in groups):
                 self._finish(task, groups)
-        parents, new = np.concatenate(rows), np.concatenate(tokens)
-        self._held.take(parents)
-        self._held.append(new, np.concatenate(gains), np.concatenate(scores))
-        if any(task.over for task in self.tasks):
-            stays = self.drop(lambda task: task.over)
-            parents, new = parents[stays], new[stays]
-        return parents, new
+        parents, new_tokens = np.concatenate(rows), np.concatenate(tokens)
+        self._histories.take(parents)
+        self._histories.append(new_tokens, np.concatenate(gains), np.concatenate(scores))
+        if any(task.finished for task in self.tasks):
+            kept_rows = self.drop(lambda task: task.finished)
+            parents, new_tokens = parents[kept_rows], new_tokens[kept_rows]
+        return parents, new_tokens
 
-    def _alike(self, level: int) -> Iterator[tuple[int, list[_Beams]]]:
-        """The groups of that number that can be ranked together, and how many continuations of each."""
-        found: dict[tuple[int, int, tuple[int, ...]], list[_Beams]] = {}
+    def _rankable(self, level: int) -> Iterator[tuple[int, list[_Beams]]]:
+        """Yield the groups of number `level` that can be ranked together, with the number of continuations to rank."""
+        groups_by_kind: dict[tuple[int, int, tuple[int, ...]], list[_Beams]] = {}
         for groups in self._beams.values():
-            if level >= len(groups) or groups[level].task.over:
+            if level >= len(groups) or groups[level].task.finished:
                 continue
             group = groups[level]
             group.chosen = []
             if not group.over:
-                found.setdefault((group.width, group.count, group.task.ends), []).append(group)
-        for (_, count, ends), alike in found.items():
-            yield count * max(2, 1 + len(ends)), alike
+                groups_by_kind.setdefault((group.width, group.count, group.task.end_ids), []).append(group)
+        for (_, count, ends), members in groups_by_kind.items():
+            yield count * max(2, 1 + len(ends)), members
 
-    def _ranked(self, groups: list[_Beams], level: int, wide: int, logits: F32, norms: F32) -> _Ranked:
-        """The `wide` best continuations of each group.
+    def _rank(self, groups: list[_Beams], level: int, width: int, logits: F32, norms: F32) -> _Ranked:
+        """Return the `width` best continuations of each group.
 
-        logits, norms: of all rows; a logit minus its row's norm is a log-probability.
+        logits, norms: of all rows; a logit minus the norm of its row is a log-probability.
         """
         rows = np.array([group.rows for group in groups])  # (groups, beams)
-        each = np.arange(len(groups))[:, None]
-        scores = self._held.scores[rows]
+        group_index = np.arange(len(groups))[:, None]
+        scores = self._histories.scores[rows]
         forbidden = None if level else self._forbidden(groups)
         if forbidden is not None:
-            # Each row's best by its logits, which its norm and its score so far only move: no pass over all of them.
-            flat = rows.ravel()
-            every = len(flat) >= len(logits)
-            with without(logits, flat.tolist(), forbidden):
-                top, tokens = best(logits if every else logits[flat], wide)
-            if every:
-                top, tokens = top[flat], tokens[flat]
-            top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, wide) + scores[:, :, None]
-            top, picks = best(top.reshape(len(groups), -1), wide)
-            tokens = tokens.reshape(len(groups), -1)[each, picks]
-            beams = picks // wide
+            # Each row's best by its logits: norm and score so far shift all values of a row alike.
+            flat_rows = rows.ravel()
+            is_whole_batch = len(flat_rows) >= len(logits)
+            with mask_forbidden(logits, flat_rows.tolist(), forbidden):
+                top, tokens = best(logits if is_whole_batch else logits[flat_rows], width)
+            if is_whole_batch:
+                top, tokens = top[flat_rows], tokens[flat_rows]
+            top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, width) + scores[:, :, None]
+            top, picks = best(top.reshape(len(groups), -1), width)
+            tokens = tokens.reshape(len(groups), -1)[group_index, picks]
+            beams = picks // width
         else:
             steps = logits[rows] - norms[rows][:, :, None]
-            for group, own in zip(groups, steps, strict=True):
-                self._rule(group, level, own)
+            for group, group_scores in zip(groups, steps, strict=True):
+                self._apply_rules(group, level, group_scores)
             steps += scores[:, :, None]
-            top, picks = best(steps.reshape(len(groups), -1), wide)
+            top, picks = best(steps.reshape(len(groups), -1), width)
             beams, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
-        at = rows[each, beams]
-        gains = logits[at, tokens] - norms[at]
-        return _Ranked(top, beams, at, tokens, gains, np.isfinite(top), self._ended(groups, at, beams, tokens))
+        chosen_rows = rows[group_index, beams]
+        gains = logits[chosen_rows, tokens] - norms[chosen_rows]
+        return _Ranked(
+            top,
+            beams,
+            chosen_rows,
+            tokens,
+            gains,
+            np.isfinite(top),
+            self._find_ended(groups, chosen_rows, beams, tokens),
+        )
 
-    def _so_far(self, group: _Beams) -> Iterator[Ints]:
-        """All ids of each beam, the prompt's too."""
+    def _beam_ids(self, group: _Beams) -> Iterator[Ints]:
+        """Yield the ids of each beam, with the prompt."""
         for row in group.rows.tolist():
-            yield np.concatenate([group.task.prompt, self._made(row, group.length)])
+            yield np.concatenate([group.task.prompt, self._generated(row, group.length)])
 
     def _forbidden(self, groups: list[_Beams]) -> list[Ints] | None:
-        """The ids that may not follow each beam of some groups, one after the other; None if that is not all that
-        their rules and grammars ask for."""
-        every: list[Ints] = []
+        """Return the forbidden next ids of each beam of some groups; None if their rules and grammars do more than
+        forbid.
+        """
+        forbidden_ids: list[Ints] = []
         for group in groups:
             if not group.task.rules and group.task.guide is None:
-                every += [NO_IDS] * group.width
+                forbidden_ids += [NO_IDS] * group.width
                 continue
-            for ids in self._so_far(group):
-                found = group.task.forbidden(ids)
-                if found is None:
+            for ids in self._beam_ids(group):
+                beam_ids = group.task.forbidden_ids(ids)
+                if beam_ids is None:
                     return None
-                every.append(found)
-        return every
+                forbidden_ids.append(beam_ids)
+        return forbidden_ids
 
-    def _rule(self, group: _Beams, level: int, scores: F32) -> None:
-        """What earlier groups have chosen, and the task's rules and grammar, change scores (beams, vocabulary)."""
+    def _apply_rules(self, group: _Beams, level: int, scores: F32) -> None:
+        """Apply the diversity penalty, the rules and the grammar of a task to scores (beams, vocabulary), in place."""
         task = group.task
         try:
             if level:
-                before = np.array([t for other in self._beams[task][:level] for t in other.chosen], np.int64)
-                scores -= np.float32(task.settings.diversity_penalty) * np.bincount(before, minlength=scores.shape[-1])
+                chosen_before = np.array([t for earlier in self._beams[task][:level] for t in earlier.chosen], np.int64)
+                scores -= np.float32(task.settings.diversity_penalty) * np.bincount(
+                    chosen_before, minlength=scores.shape[-1]
+                )
             if task.rules or task.guide is not None:
-                for beam, so_far in enumerate(self._so_far(group)):
-                    scores[beam] = task.ruled(so_far, group.guides[beam] if group.guides else None, scores[beam])
-        except Exception as error:  # of the task's own rule: it ends alone
+                for beam, so_far in enumerate(self._beam_ids(group)):
+                    scores[beam] = task.apply_rules(so_far, group.guides[beam] if group.guides else None, scores[beam])
+        except Exception as error:  # of the task's own rule: only this task ends
             task.error = error
 
-    def _ended(self, groups: list[_Beams], rows: Ints, beams: Ints, tokens: Ints) -> Bools:
-        """Which continuations end."""
-        found: Bools = np.zeros(tokens.shape, np.bool_)
-        for end in groups[0].task.ends:
-            found |= tokens == end
+    def _find_ended(self, groups: list[_Beams], rows: Ints, beams: Ints, tokens: Ints) -> Bools:
+        """Return which continuations end."""
+        ended: Bools = np.zeros(tokens.shape, np.bool_)
+        for end in groups[0].task.end_ids:
+            ended |= tokens == end
         for g, group in enumerate(groups):
-            if group.length + 1 >= group.task.most:
-                found[g] = True
-            if not group.watched or group.task.error is not None:
+            if group.length + 1 >= group.task.max_tokens:
+                ended[g] = True
+            if not group.needs_check or group.task.error is not None:
                 continue
             try:
-                every = zip(rows[g].tolist(), beams[g].tolist(), tokens[g].tolist(), strict=True)
-                found[g] = [self._reason(group, row, beam, token) is not None for row, beam, token in every]
-            except Exception as error:  # of the task's own stop strings or grammar: it ends alone
+                continuations = zip(rows[g].tolist(), beams[g].tolist(), tokens[g].tolist(), strict=True)
+                ended[g] = [
+                    self._finish_reason(group, row, beam, token) is not None for row, beam, token in continuations
+                ]
+            except Exception as error:  # of the task's own stop strings or grammar: only this task ends
                 group.task.error = error
-        return found
+        return ended
 
     def _continue(
         self,
@@ -294,136 +325,142 @@ class BeamSearch:
         ranked: _Ranked,
         logits: F32,
         norms: F32,
-        trails: Sequence[Trail] | None,
-        first: int,
+        histories: Sequence[StepHistory] | None,
+        first_row: int,
     ) -> tuple[Ints, Ints]:
-        """Hypotheses and next beams from the best continuations. The next beams are the continuations
-        ranked[going, picks], of all groups that are not over, and their rows `first` and those after it."""
+        """Make hypotheses and the next beams from the best continuations.
+
+        The next beams are the continuations ranked[group_index, picks] of all unfinished groups. Their rows are counted
+        from `first_row`.
+        """
         count = groups[0].count
         going = ranked.possible & ~ranked.ended
         following = np.argsort(~going, axis=1, kind="stable")[:, :count]
         widths = going.sum(1).tolist()
-        closing: list[bool] = np.any((ranked.ended & ranked.possible)[:, :count], axis=1).tolist()
-        chosen: list[Ints] = []
-        where: list[int] = []
+        has_ended: list[bool] = np.any((ranked.ended & ranked.possible)[:, :count], axis=1).tolist()
+        all_picks: list[Ints] = []
+        group_index: list[int] = []
         for g, group in enumerate(groups):
             task, picks = group.task, following[g, : widths[g]]
             try:
-                if task.error is None and closing[g]:
-                    self._close(group, g, ranked, logits, norms, trails)
+                if task.error is None and has_ended[g]:
+                    self._add_hypotheses(group, g, ranked, logits, norms, histories)
                 if task.error is None and not (len(picks) and group.can_improve(float(ranked.top[g, picks[0]]))):
                     group.over, group.chosen = True, ranked.tokens[g][ranked.possible[g]][:count].tolist()
-                if group.watched and not group.over and task.error is None:
-                    self._watch(group, ranked.beams[g][picks], ranked.tokens[g][picks], logits, norms)
-            except Exception as error:  # of the task's own grammar: it ends alone
+                if group.needs_check and not group.over and task.error is None:
+                    self._update_beams(group, ranked.beams[g][picks], ranked.tokens[g][picks], logits, norms)
+            except Exception as error:  # of the task's own grammar: only this task ends
                 task.error = error
             if group.over or task.error is not None:
                 continue
-            group.rows = np.arange(first, first + len(picks))
+            group.rows = np.arange(first_row, first_row + len(picks))
             group.length += 1
-            first += len(picks)
+            first_row += len(picks)
             if task.settings.num_beam_groups > 1:
                 group.chosen = ranked.tokens[g][picks].tolist()
-            chosen.append(picks)
-            where += [g] * len(picks)
-        return np.array(where, np.int64), np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
+            all_picks.append(picks)
+            group_index += [g] * len(picks)
+        return np.array(group_index, np.int64), np.concatenate(all_picks) if all_picks else np.zeros(0, np.int64)
 
-    def _close(
-        self, group: _Beams, g: int, ranked: _Ranked, logits: F32, norms: F32, trails: Sequence[Trail] | None
+    def _add_hypotheses(
+        self, group: _Beams, g: int, ranked: _Ranked, logits: F32, norms: F32, histories: Sequence[StepHistory] | None
     ) -> None:
-        """Make hypotheses of those of a group's first continuations that end."""
+        """Make hypotheses of the first continuations of a group that end."""
         settings, length = group.task.settings, group.length + 1
         for c in np.flatnonzero((ranked.ended & ranked.possible)[g, : group.count]).tolist():
             row, beam, token = int(ranked.rows[g, c]), int(ranked.beams[g, c]), int(ranked.tokens[g, c])
             alternatives: tuple[Alternatives, ...] = ()
             if settings.top_logprobs:
-                alternatives = (*group.alternatives[beam], self._likeliest(group, row, logits, norms))
+                alternatives = (*group.alternatives[beam], self._top_alternatives(group, row, logits, norms))
             group.done.append(
                 Hypothesis(
-                    (*self._made(row, group.length).tolist(), token),
-                    (*self._held.logprobs[row, : group.length].tolist(), float(ranked.gains[g, c])),
+                    (*self._generated(row, group.length).tolist(), token),
+                    (*self._histories.logprobs[row, : group.length].tolist(), float(ranked.gains[g, c])),
                     float(ranked.top[g, c] / np.float32(length**settings.length_penalty)),
-                    self._reason(group, row, beam, token) or "length",
+                    self._finish_reason(group, row, beam, token) or "length",
                     alternatives,
-                    trails[row] if trails else None,
+                    histories[row] if histories else None,
                 )
             )
-        group.done = sorted(group.done, key=lambda h: -h.score)[: group.most]
+        group.done = sorted(group.done, key=lambda h: -h.score)[: group.max_hypotheses]
 
-    def _watch(self, group: _Beams, parents: Ints, tokens: Ints, logits: F32, norms: F32) -> None:
-        """What a group holds of each beam besides, for its next beams."""
+    def _update_beams(self, group: _Beams, parents: Ints, tokens: Ints, logits: F32, norms: F32) -> None:
+        """Update the alternatives and the guides of a group for its next beams."""
         rows = group.rows[parents].tolist()
         if group.task.settings.top_logprobs:
             group.alternatives = [
-                (*group.alternatives[p], self._likeliest(group, row, logits, norms))
+                (*group.alternatives[p], self._top_alternatives(group, row, logits, norms))
                 for p, row in zip(parents.tolist(), rows, strict=True)
             ]
         if group.guides:
-            group.guides = [group.accepted(p, t) for p, t in zip(parents.tolist(), tokens.tolist(), strict=True)]
+            group.guides = [group.advanced_guide(p, t) for p, t in zip(parents.tolist(), tokens.tolist(), strict=True)]
 
-    def _made(self, row: int, length: int) -> Ints:
-        """What a row has generated."""
-        return self._held.ids[row, :length]
+    def _generated(self, row: int, length: int) -> Ints:
+        """Return the generated ids of a row."""
+        return self._histories.ids[row, :length]
 
-    def _likeliest(self, group: _Beams, row: int, logits: F32, norms: F32) -> Alternatives:
-        return likeliest(logits[row] - norms[row], group.task.settings.top_logprobs)
+    def _top_alternatives(self, group: _Beams, row: int, logits: F32, norms: F32) -> Alternatives:
+        return top_alternatives(logits[row] - norms[row], group.task.settings.top_logprobs)
 
-    def _reason(self, group: _Beams, row: int, beam: int, token: int) -> FinishReason | None:
-        """Why a continuation ends, if it does."""
+    def _finish_reason(self, group: _Beams, row: int, beam: int, token: int) -> FinishReason | None:
+        """Return why a continuation ends; None if it continues."""
         task = group.task
-        stopped = task.cuts is not None and task.cuts([*self._made(row, group.length).tolist(), token])
-        if group.guides and not task.ends:
-            stopped = stopped or task.complete(group.accepted(beam, token))
-        return task.reason(token, group.length + 1, stopped)
+        stopped = task.truncates_text is not None and task.truncates_text(
+            [*self._generated(row, group.length).tolist(), token]
+        )
+        if group.guides and not task.end_ids:
+            stopped = stopped or task.is_complete(group.advanced_guide(beam, token))
+        return task.finish_reason(token, group.length + 1, stopped)
 
-    def _finish(self, task: Task, groups: list[_Beams]) -> None:
-        found = sorted((h for group in groups for h in group.done), key=lambda h: -h.score)
-        if found:
-            task.found = found[: task.settings.num_return_sequences]
+    def _finish(self, task: SequenceTask, groups: list[_Beams]) -> None:
+        hypotheses = sorted((h for group in groups for h in group.done), key=lambda h: -h.score)
+        if hypotheses:
+            task.hypotheses = hypotheses[: task.settings.num_return_sequences]
         else:
             task.error = OptionError(NOTHING_LEFT)
 
-    def _live(self) -> list[_Beams]:
+    def _unfinished(self) -> list[_Beams]:
         return [group for groups in self._beams.values() for group in groups if not group.over]
 
-    def _forget(self, over: Callable[[Task], bool]) -> None:
-        self.tasks = [task for task in self.tasks if not over(task)]
-        self._beams = {task: groups for task, groups in self._beams.items() if not over(task)}
+    def _remove(self, is_finished: Callable[[SequenceTask], bool]) -> None:
+        self.tasks = [task for task in self.tasks if not is_finished(task)]
+        self._beams = {task: groups for task, groups in self._beams.items() if not is_finished(task)}
 
 
-_SIZE = 32  # of a block; 18 µs a row of 32,000, 25 with 16 or 64
+_BLOCK_COLUMNS = 32  # the fastest size: docs/design/kernels.md
 
 
 def best(scores: F32, count: int) -> tuple[F32, Ints]:
-    """The `count` best of each row of (rows, columns), best first, and their columns; equals in the order of columns.
+    """Return the `count` best values of each row of (rows, columns), best first, and their columns. Equal values are in
+    the order of their columns.
 
-    Where there are too few, the last are of score -inf, which stands for none. Cost: one pass, for the maxima.
+    If a row has fewer columns, the last values are -inf. Cost: one pass over the scores, for the maxima.
     """
     missing = count - scores.shape[1]
     columns = scores.shape[1]
     if missing > 0:
         scores = np.concatenate([scores, np.full((len(scores), missing), -np.inf, np.float32)], 1)
     row = np.arange(len(scores))[:, None]
-    index = _likely(scores, count) if scores.shape[1] > 4 * count * _SIZE else None
-    some = scores if index is None else scores[row, index]
-    picks = np.argpartition(-some, count - 1)[:, :count]
+    index = _columns_with_best(scores, count) if scores.shape[1] > 4 * count * _BLOCK_COLUMNS else None
+    candidates = scores if index is None else scores[row, index]
+    picks = np.argpartition(-candidates, count - 1)[:, :count]
     picks = picks if index is None else index[row, picks]
     top = scores[row, picks]
     order = np.lexsort((picks, -top))
     return top[row, order], np.minimum(picks[row, order], columns - 1)
 
 
-def _likely(scores: F32, count: int) -> Ints:
-    """Columns of (rows, columns) among which the `count` best are: those of the blocks with the greatest maxima.
+def _columns_with_best(scores: F32, count: int) -> Ints:
+    """Return columns of (rows, columns) that contain the `count` best: columns of the blocks with the greatest maxima.
 
-    Partitioning a whole vocabulary is what costs; maxima are cheap, of blocks whose columns are not neighbours more
-    so: column c is in block c mod blocks.
+    Partitioning a whole vocabulary is slow, and maxima are fast. They are fastest if the columns of a block are no
+    neighbours: column c is in block c mod the number of blocks.
     """
     rows, columns = scores.shape
-    blocks = columns // _SIZE
-    whole = blocks * _SIZE
-    maxima = scores[:, :whole].reshape(rows, _SIZE, blocks).max(1)
-    likely = np.argpartition(-maxima, count - 1)[:, :count]
-    inside = (likely[:, :, None] + blocks * np.arange(_SIZE)).reshape(rows, -1)
-    rest = np.broadcast_to(np.arange(whole, columns), (rows, columns - whole))
-    return np.concatenate([inside, rest], 1)
+    blocks = columns // _BLOCK_COLUMNS
+    columns_of_blocks = blocks * _BLOCK_COLUMNS
+    maxima = scores[:, :columns_of_blocks].reshape(rows, _BLOCK_COLUMNS, blocks).max(1)
+    blocks_with_best = np.argpartition(-maxima, count - 1)[:, :count]
+    columns_in_blocks = (blocks_with_best[:, :, None] + blocks * np.arange(_BLOCK_COLUMNS)).reshape(rows, -1)
+    last_columns = np.broadcast_to(np.arange(columns_of_blocks, columns), (rows, columns - columns_of_blocks))
+    return np.concatenate([columns_in_blocks, last_columns], 1)

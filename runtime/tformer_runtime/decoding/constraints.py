@@ -1,10 +1,10 @@
-"""What a text may be: a regular expression, a JSON schema, a Lark grammar, or one of some answers.
+"""Constraints of the generated text: a regular expression, a JSON schema, a Lark grammar, or one of several texts.
 
-llguidance tells which bytes may follow which; what is here ties these bytes to what a tokenizer decodes ids to. Two
-things need care. The first token of a text may decode to something else than it does later (its leading space is
-left out), so its mask is one of its own, and the others' matcher is fed bytes: its vocabulary ends in all 256 of them.
-And a vocabulary that lacks some bytes can lead into a text that it cannot finish, so a regular expression is narrowed
-beforehand to what the vocabulary can spell whatever it began with.
+llguidance finds the bytes that may follow. This module relates these bytes to the texts that a tokenizer decodes ids
+to. Two things need care. The first token of a text may decode to another text than later (without its leading space),
+so it has a mask of its own. The matcher of the other tokens is fed bytes: its vocabulary ends with all 256 bytes. And a
+vocabulary that lacks some bytes can lead to a text that it cannot finish. So a regular expression is first restricted
+to the texts that the vocabulary can spell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32, Bools
 from tformer_runtime.base.errors import MissingExtraError, OptionError
-from tformer_runtime.decoding.options import Kind
+from tformer_runtime.decoding.options import Constraint
 from tformer_runtime.preprocess.vocabulary import Vocabulary, any_of, literal, vocabulary_of
 
 if TYPE_CHECKING:
@@ -29,45 +29,46 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A definition, compiled for one vocabulary. Any number of rows and threads may share it."""
+    """A constraint, compiled for one vocabulary. Rows and threads may share it."""
 
-    def __init__(self, kind: Kind, vocabulary: Vocabulary, matcher: LLMatcher, first: Bools) -> None:
+    def __init__(self, kind: Constraint, vocabulary: Vocabulary, matcher: LLMatcher, first: Bools) -> None:
         self._kind, self._vocabulary, self._matcher = kind, vocabulary, matcher
-        self._first = first  # (vocabulary,) what may come first, end tokens included
+        self._first = first  # (vocabulary,) allowed first tokens, with end tokens
 
     @classmethod
     def compile(
-        cls, kind: Kind, definition: Any, tokenizer_json: str, vocabulary: int, ends: tuple[int, ...]
+        cls, kind: Constraint, definition: Any, tokenizer_json: str, vocabulary: int, ends: tuple[int, ...]
     ) -> Grammar:
-        """The grammar of a definition; the last ones that were asked for are kept.
+        """Return the grammar of a definition; the latest grammars are cached.
 
-        kind, definition: "regex": what Python's re.fullmatch is to match, less look-around, back references and what
-            Rust's regex syntax lacks. "json_schema": a schema, as JSON text or as what json.loads gives; there may be
-            any white space, unless its "x-guidance" is {"whitespace_flexible": false}. "grammar": a text in
+        kind, definition: "regex": a pattern that re.fullmatch would match, without look-around, back references and
+            other syntax that Rust's regex lacks. "json_schema": a schema as JSON text or as a result of json.loads;
+            white space is free, unless its "x-guidance" is {"whitespace_flexible": false}. "grammar": a text in
             llguidance's variant of Lark's syntax. "choices": strings.
-        tokenizer_json: the tokenizer in tokenizers' JSON format. vocabulary: how many ids the model has. ends: ids
-            that end a text, and are no part of it.
-        3–10 ms, for thousands of choices 50, 200 for the first \\w; and 10 µs for each id of a new tokenizer.
-        Raises OptionError, MissingExtraError.
+        tokenizer_json: the tokenizer in tokenizers' JSON format.
+        vocabulary: the number of ids of the model.
+        ends: the end tokens, which are no part of the text.
+        Cost: milliseconds, and more for thousands of choices and for the first \\w; microseconds for each id of a new
+        tokenizer (docs/design/kernels.md).
+        Raise OptionError or MissingExtraError.
         """
         if kind not in ("regex", "json_schema", "grammar", "choices"):
             raise OptionError(f'a constraint is a "regex", "json_schema", "grammar" or "choices", not {kind!r}')
         return _compiled(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
 
-    def start(self, before: int | None = None) -> Guide:
-        """The guide of a row that has generated nothing yet. 10 µs. before: an id that comes first and is no part of
-        the text."""
-        return Guide(self, self._matcher.deep_copy(), fresh=True, before=before)
+    def start(self, first_id: int | None = None) -> Guide:
+        """Return the guide of a new row. first_id: an id before the text that is no part of it."""
+        return Guide(self, self._matcher.deep_copy(), fresh=True, first_id=first_id)
 
 
 class Guide:
-    """Where one row stands in a grammar. To be used by one thread at a time.
+    """The state of one row in a grammar. One thread at a time may use it.
 
-    A row that has taken an end token, or one that was not allowed (of which a beam search makes padding), is lost:
-    only end tokens follow.
+    A row that has taken an end token or a forbidden token (which beam search uses as padding) is lost: only end tokens
+    may follow.
     """
 
-    __slots__ = ("_allowed", "_before", "_fresh", "_grammar", "_matcher")
+    __slots__ = ("_allowed", "_first_id", "_fresh", "_grammar", "_matcher")
 
     def __init__(
         self,
@@ -75,99 +76,97 @@ class Guide:
         matcher: LLMatcher | None,
         fresh: bool,
         allowed: Bools | None = None,
-        before: int | None = None,
+        first_id: int | None = None,
     ) -> None:
-        self._grammar, self._matcher, self._fresh, self._before = grammar, matcher, fresh, before
-        self._allowed = allowed  # (vocabulary,) what may come next, once it has been asked for; never written to
+        self._grammar, self._matcher, self._fresh, self._first_id = grammar, matcher, fresh, first_id
+        self._allowed = allowed  # (vocabulary,) allowed next tokens, computed when needed; read-only
 
     @property
     def lost(self) -> bool:
-        """Whether the row has taken an end token, or one that was not allowed."""
+        """Whether the row has taken an end token or a forbidden token."""
         return self._matcher is None
 
     def mask(self, scores: F32) -> None:
-        """Set what may not come next to −inf in scores, (vocabulary,). End tokens may where the text is complete.
+        """Set the scores (vocabulary,) of forbidden tokens to −inf. End tokens are allowed if the text is complete.
 
-        15–40 µs for 32,000 ids, of which 5–15 are the writing; 100 µs between the rules of a grammar, and 500 where
-        every step is another state and most ids are to be looked at, as in "[a-z ]{1,200}".
-
-        OptionError if nothing may come next: of a vocabulary without every byte, a grammar, or a schema's patterns, may
-        demand what it cannot spell (and a regex, of one of more than 512 words that decode joins by spaces). Or if the
-        grammar has become too large for llguidance.
+        Cost: microseconds; most where each step has another state and most ids must be checked, as in "[a-z ]{1,200}"
+        (docs/design/kernels.md). Raise OptionError if no token is allowed, or if the grammar has become too large for
+        llguidance. If the vocabulary lacks some bytes, a grammar or the patterns of a schema may need a text that it
+        cannot spell. So may a regex, if decode joins words by spaces and there are more than 512 words.
         """
-        np.copyto(scores, -np.inf, where=~self._next())
+        np.copyto(scores, -np.inf, where=~self._allowed_next())
 
     def accept(self, token: int) -> None:
-        """The row has taken this token. A few µs."""
+        """Append a token of the row."""
         allowed, self._allowed = self._allowed, None
         vocabulary = self._grammar._vocabulary
         if self._matcher is None:
             return
-        if self._before is not None:
-            self._matcher = self._matcher if token == self._before else None
-            self._before = None
+        if self._first_id is not None:
+            self._matcher = self._matcher if token == self._first_id else None
+            self._first_id = None
         elif token in vocabulary.ends or not 0 <= token < vocabulary.size:
             self._matcher = None
         elif self._fresh:
             self._fresh = False
             if not self._grammar._first[token]:
                 self._matcher = None
-            elif not self._matcher.consume_tokens([vocabulary.size + byte for byte in vocabulary.first[token]]):
-                raise self._stuck()
+            elif not self._matcher.consume_tokens([vocabulary.size + byte for byte in vocabulary.first_bytes[token]]):
+                raise self._stuck_error()
         elif not self._matcher.consume_token(token):
             if allowed is not None and allowed[token]:
-                raise self._stuck()
+                raise self._stuck_error()
             self._matcher = None
 
     def copy(self) -> Guide:
-        """A guide at the same place that goes its own way. 5 µs."""
+        """Return an independent guide in the same state."""
         matcher = self._matcher and self._matcher.deep_copy()
-        return Guide(self._grammar, matcher, self._fresh, self._allowed, self._before)
+        return Guide(self._grammar, matcher, self._fresh, self._allowed, self._first_id)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing but an end token may follow. Costs as much as mask, which is then for the writing only."""
-        return not (self._next() & ~self._grammar._vocabulary.only_ends).any()
+    def must_end(self) -> bool:
+        """Whether only an end token may follow. It costs as much as `mask`, which is then cheap."""
+        return not (self._allowed_next() & ~self._grammar._vocabulary.end_mask).any()
 
-    def _next(self) -> Bools:
+    def _allowed_next(self) -> Bools:
         if self._allowed is None:
             vocabulary = self._grammar._vocabulary
             if self._matcher is None:
-                self._allowed = vocabulary.only_ends
-            elif self._before is not None:
-                self._allowed = np.arange(vocabulary.size) == self._before
+                self._allowed = vocabulary.end_mask
+            elif self._first_id is not None:
+                self._allowed = np.arange(vocabulary.size) == self._first_id
             elif self._fresh:
                 self._allowed = self._grammar._first
             else:
                 self._allowed = _allowed(self._matcher, vocabulary)
                 if self._matcher.is_error() or not (self._matcher.is_accepting() or self._allowed.any()):
                     self._allowed = None
-                    raise self._stuck()
+                    raise self._stuck_error()
         return self._allowed
 
-    def _stuck(self) -> OptionError:
+    def _stuck_error(self) -> OptionError:
         matcher = self._matcher
         if matcher is None or matcher.is_error():
             reason = _reason(matcher.get_error()) if matcher else "it is over"
             return OptionError(f"the {self._grammar._kind} cannot be followed any further: {reason}")
-        wanted = matcher.compute_ff_bytes().decode("utf-8", "ignore")
-        what = repr(wanted) if wanted else "what must come next"
+        required = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        beginning = repr(required) if required else "what must come next"
         return OptionError(
             f"the {self._grammar._kind} has led to a text that the model's vocabulary cannot spell to its end: "
-            f"no token begins {what}"
+            f"no token begins {beginning}"
         )
 
 
 def _allowed(matcher: LLMatcher, vocabulary: Vocabulary) -> Bools:
-    """(vocabulary,) what a matcher allows next, and end tokens if it may end here."""
+    """Return (vocabulary,) the tokens that a matcher allows next, with end tokens if the text may end."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     allowed: Bools = np.unpackbits(bits, count=vocabulary.size, bitorder="little").view(np.bool_)
     allowed[list(vocabulary.ends)] = matcher.is_accepting()
     return allowed
 
 
-def _as_text(kind: Kind, definition: Any) -> str:
-    """The definition as text that stands for it; OptionError if it is not what its kind takes."""
+def _as_text(kind: Constraint, definition: Any) -> str:
+    """Return the definition as text. Raise OptionError for a definition of another type."""
     if kind == "choices":
         if isinstance(definition, (str, bytes)) or not isinstance(definition, Iterable):
             raise OptionError(f"choices must be a list of strings, not {definition!r}")
@@ -193,17 +192,17 @@ def _as_text(kind: Kind, definition: Any) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(kind: Kind, text: str, tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Grammar:
+def _compiled(kind: Constraint, text: str, tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Grammar:
     llguidance = _llguidance()
     vocabulary = vocabulary_of(tokenizer_json, size, ends)
     if kind == "regex":
-        body = {"lark_grammar": _terminal(_as_rust(text), vocabulary.joined, vocabulary.spelt)}
+        body = {"lark_grammar": _terminal(_as_rust(text), vocabulary.word_level, vocabulary.spellable_texts)}
     elif kind == "choices":
         choices = json.loads(text)
         for choice in choices:
-            vocabulary.check(choice)
-        body = {"lark_grammar": _terminal("|".join(map(literal, choices)), vocabulary.joined)}
-    elif vocabulary.joined:
+            vocabulary.check_choice(choice)
+        body = {"lark_grammar": _terminal("|".join(map(literal, choices)), vocabulary.word_level)}
+    elif vocabulary.word_level:
         raise OptionError(f"a vocabulary of words that are joined by spaces takes a regex or choices, not a {kind}")
     elif kind == "json_schema":
         try:
@@ -214,21 +213,21 @@ def _compiled(kind: Kind, text: str, tokenizer_json: str, size: int, ends: tuple
         body = {"json_schema": schema}
     else:
         body = {"lark_grammar": text}
-    # Forced tokens would be llguidance's own choice of ids: every spelling is allowed, so that the model chooses.
+    # With forced tokens llguidance would choose the ids. Without them the model chooses among all spellings.
     top = 'start: @body\n%llguidance {"no_forcing": true}'
     grammar = json.dumps({"grammars": [{"name": "top", "lark_grammar": top}, {"name": "body", **body}]})
 
     def matcher(tokenizer: LLTokenizer) -> LLMatcher:
-        found: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-        if found.is_error():
-            shown = f"{kind} {text[:80]!r}" if kind == "regex" else kind
-            raise OptionError(f"the {shown} cannot be used: {_reason(found.get_error())}")
-        return found
+        new_matcher: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        if new_matcher.is_error():
+            name = f"{kind} {text[:80]!r}" if kind == "regex" else kind
+            raise OptionError(f"the {name} cannot be used: {_reason(new_matcher.get_error())}")
+        return new_matcher
 
-    beginning, start = matcher(vocabulary.of_first), matcher(vocabulary.of_rest)
+    beginning, start = matcher(vocabulary.first_tokenizer), matcher(vocabulary.later_tokenizer)
     first, later = _allowed(beginning, vocabulary), _allowed(start.deep_copy(), vocabulary)
-    if (later & ~vocabulary.only_ends).any():
-        first |= vocabulary.silent_first  # nothing is said yet, so what may follow is what a text may begin with
+    if (later & ~vocabulary.end_mask).any():
+        first |= vocabulary.silent_first_mask  # a token without text leaves the text at its beginning
     if not first.any() and (beginning.is_error() or not beginning.is_accepting()):
         raise OptionError(f"the {kind} matches nothing that the model's vocabulary can spell")
     return Grammar(kind, vocabulary, start, first)
@@ -243,7 +242,7 @@ def _llguidance() -> Any:
 
 
 def _reason(error: str) -> str:
-    """The gist of llguidance's message, which has several lines and shows the source."""
+    """Return the main line of an error message of llguidance, which has several lines and shows the source."""
     inner = re.search(r"^error: (.+)$", error, re.MULTILINE)
     line = next((line for line in error.splitlines() if line.strip()), "llguidance does not say why").strip()
     place = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", line)
@@ -256,7 +255,7 @@ def _reason(error: str) -> str:
 
 
 def _terminal(pattern: str, joined: bool, spelt: str | None = None) -> str:
-    """A Lark grammar of one terminal. joined, spelt: see Vocabulary."""
+    """Return a Lark grammar of one terminal. joined, spelt: see `Vocabulary`."""
     from llguidance import regex_to_lark
 
     def lark(pattern: str) -> str:
@@ -270,13 +269,15 @@ def _terminal(pattern: str, joined: bool, spelt: str | None = None) -> str:
 
 @functools.cache
 def _class(name: str) -> str:
-    """Python's \\w, \\d or \\s as a set of characters: other engines, and other editions of Unicode, have others."""
+    """Return Python's \\w, \\d or \\s as a set of characters. Other engines and other editions of Unicode have other
+    sets.
+    """
     every = "".join(chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000)
     return any_of(re.findall(f"\\{name}", every))
 
 
 def _part(part: str) -> str:
-    """A character of a regular expression, or an escaped one, as Rust is to read it."""
+    """Return a character or an escape of a regular expression in Rust's syntax."""
     if part in (r"\w", r"\d", r"\s"):
         return _class(part[1])
     if part in (r"\W", r"\D", r"\S"):
@@ -285,9 +286,11 @@ def _part(part: str) -> str:
 
 
 def _as_rust(pattern: str) -> str:
-    """A regular expression of Python in the syntax that llguidance reads; OptionError if Python does not read it."""
+    """Return a Python regular expression in the syntax that llguidance reads. Raise OptionError if Python cannot
+    compile it.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of what has another meaning elsewhere: set operations
+        warnings.simplefilter("error")  # Python warns of syntax with another meaning in Rust: set operations
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
@@ -295,11 +298,11 @@ def _as_rust(pattern: str) -> str:
         except Warning as warning:
             raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {warning}: escape it by \\") from warning
     syntax = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "_", pattern, flags=re.DOTALL)
-    for what, found in {"possessive quantifiers": r"[*+?}]\+", "verbose patterns": r"\(\?[a-zA-Z]*x"}.items():
-        if re.search(found, syntax):  # Rust reads them otherwise
-            raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {what} are not supported")
+    for feature, unsupported in {"possessive quantifiers": r"[*+?}]\+", "verbose patterns": r"\(\?[a-zA-Z]*x"}.items():
+        if re.search(unsupported, syntax):  # they mean something else in Rust
+            raise OptionError(f"the regex {pattern[:80]!r} cannot be used: {feature} are not supported")
     parts = re.findall(r"\\.|[^\\]", pattern, re.DOTALL)
-    if parts and parts[0] in ("^", r"\A"):  # the whole text is meant in any case
+    if parts and parts[0] in ("^", r"\A"):  # the whole text must match anyway
         parts = parts[1:]
     if parts and parts[-1] in ("$", r"\Z"):
         parts = parts[:-1]
@@ -310,18 +313,18 @@ _JSON = '{}[]":,-.0123456789truefalsenull'
 
 
 def _strings(schema: Any) -> list[str]:
-    """The strings that a schema may demand word for word."""
+    """Return the strings that a schema may require literally."""
     if isinstance(schema, list):
         return [text for part in schema for text in _strings(part)]
     if not isinstance(schema, dict):
         return []
-    found = []
+    strings = []
     for key, value in schema.items():
         if key in ("enum", "const", "required"):
-            found.append(json.dumps(value, ensure_ascii=False))
+            strings.append(json.dumps(value, ensure_ascii=False))
         elif key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            found += value if key == "properties" else []
-            found += [text for part in value.values() for text in _strings(part)]
+            strings += value if key == "properties" else []
+            strings += [text for part in value.values() for text in _strings(part)]
         else:
-            found += _strings(value)
-    return found
+            strings += _strings(value)
+    return strings

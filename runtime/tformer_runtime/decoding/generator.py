@@ -1,8 +1,7 @@
-"""Options and prepared requests in, results out: what a request is to the search, and what its end is to the caller."""
+"""Make tasks of the search from options and requests, and results from finished tasks."""
 
 from __future__ import annotations
 
-import collections.abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,141 +10,160 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.batch_rows import Starter
+from tformer_runtime.decoding.batch_rows import EngineStarter
 from tformer_runtime.decoding.constraints import Grammar, Guide
-from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.request import Request, Result, Speculation, Timing
-from tformer_runtime.decoding.scheduler import POSITIONS, Scheduler
-from tformer_runtime.decoding.sequence import Hypothesis, Task, Token
-from tformer_runtime.decoding.speculation import Speculator, speculates
+from tformer_runtime.decoding.scheduler import MAX_PREFILL_POSITIONS, Scheduler
+from tformer_runtime.decoding.sequence import Hypothesis, SequenceTask, Token
+from tformer_runtime.decoding.speculation import SpeculativeStarter, speculates
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import Budget
-from tformer_runtime.engine.step_outputs import cut_to
-from tformer_runtime.format.manifest import ALIGNMENTS, HIDDEN, Extra
-from tformer_runtime.format.sizes import every_size
-from tformer_runtime.preprocess.tokenizer import Codec, Detokenizer, cut
+from tformer_runtime.engine.memory_budget import MemoryBudget
+from tformer_runtime.engine.step_outputs import crop
+from tformer_runtime.format.manifest import CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput
+from tformer_runtime.format.sizes import input_and_output_sizes
+from tformer_runtime.preprocess.tokenizer import Codec, Detokenizer, text_before_stop
 
 
 class Generator:
-    """Makes tasks of requests, and results of tasks."""
+    """Makes tasks from requests, and results from tasks."""
 
-    def __init__(self, engine: Engine, codec: Codec | None, tokenizer: str | None, budget: Budget) -> None:
-        """codec, tokenizer: of what is generated, and its definition."""
+    def __init__(self, engine: Engine, codec: Codec | None, tokenizer: str | None, budget: MemoryBudget) -> None:
+        """codec, tokenizer: of the generated text, and the JSON definition of its tokenizer."""
         self.engine, self.codec, self._tokenizer, self.budget = engine, codec, tokenizer, budget
         self._extras = {extra.name: extra for extra in engine.manifest.extras}
 
-    def scheduler(self, settings: Settings | None, rows: int, joins: bool = True, waits: bool = True) -> Scheduler:
-        """A batch of at most `rows` rows. settings: of what the file gives besides, what is wanted. waits: a step may
-        wait for memory that other requests hold."""
-        asked = {ALIGNMENTS: settings.alignments, HIDDEN: settings.hidden} if settings else {}
-        wanted = tuple(name for name, extra in self._extras.items() if asked.get(extra.kind))
-        share = self.budget.share(waits=waits)
-        if settings is not None and speculates(settings, rows):
-            starter: Speculator | Starter = Speculator(self.engine, wanted, share)
-        else:
-            starter = Starter(self.engine, wanted, share, joins)
-        return Scheduler(starter, rows, POSITIONS[self.engine.session.device], share)
+    def new_scheduler(self, settings: Settings | None, rows: int, joins: bool = True, waits: bool = True) -> Scheduler:
+        """Return a scheduler for at most `rows` rows.
 
-    def task(self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None) -> Task:
-        """OptionError if the settings do not fit the model."""
+        settings: which extra outputs are needed; None for none.
+        waits: whether a step may wait for memory that other requests hold.
+        """
+        needed = (
+            {CROSS_ATTENTIONS: settings.cross_attentions, HIDDEN_STATES: settings.hidden_states} if settings else {}
+        )
+        extra_names = tuple(name for name, extra in self._extras.items() if needed.get(extra.kind))
+        share = self.budget.new_share(blocking=waits)
+        if settings is not None and speculates(settings, rows):
+            starter: SpeculativeStarter | EngineStarter = SpeculativeStarter(self.engine, extra_names, share)
+        else:
+            starter = EngineStarter(self.engine, extra_names, share, joins)
+        return Scheduler(starter, rows, MAX_PREFILL_POSITIONS[self.engine.session.device], share)
+
+    def make_task(
+        self, request: Request, settings: Settings, listen: Callable[[Token], None] | None = None
+    ) -> SequenceTask:
+        """Return the task of a request. Raise OptionError if the settings do not fit the model.
+
+        listen: called with each token of greedy decoding and sampling.
+        """
         manifest = self.engine.manifest
         vocabulary = int(self.engine.decode.logits.shape[-1])
         prefix = request.prefix
         guide = self.guide(settings)
         if guide is not None:
-            self._begin(guide, prefix)
+            self._accept_prefix(guide, prefix)
         codec, stop = self.codec, settings.stop_strings
-        task = Task(
+        task = SequenceTask(
             index=request.index,
             prompt=request.prompt,
-            most=request.most,
+            max_tokens=request.max_tokens,
             settings=settings,
-            ends=manifest.special.end,
-            rules=rules_of(settings, manifest.special, vocabulary),
+            end_ids=manifest.special_tokens.eos_token_ids,
+            rules=make_rules(settings, manifest.special_tokens, vocabulary),
             guide=guide,
-            listen=listen,
+            on_token=listen,
             sources=request.sources,
-            given=request.given,
-            base=request.base.state if request.base else None,
+            prefix_tokens=request.prefix_tokens,
+            prefix_state=request.cached_prefix.state if request.cached_prefix else None,
         )
         if codec is not None and stop:
 
-            def stopped() -> Callable[[int], bool]:
+            def new_stop_checker() -> Callable[[int], bool]:
                 text = Detokenizer(codec, stop)
                 for token in prefix:
                     text.push(token)
 
-                def pushed(token: int) -> bool:
+                def has_stop_string(token: int) -> bool:
                     text.push(token)
                     return text.stopped
 
-                return pushed
+                return has_stop_string
 
-            task.stopped = stopped
-            task.cuts = lambda ids: cut(codec.decode([*prefix, *ids]), stop) is not None
+            task.stop_checker = new_stop_checker
+            task.truncates_text = lambda ids: text_before_stop(codec.decode([*prefix, *ids]), stop) is not None
         return task
 
-    def result(self, task: Task) -> Result:
-        """The result of a task that is over. Raises what ended it instead, if anything did."""
+    def make_result(self, task: SequenceTask) -> Result:
+        """Return the result of a finished task. Raise the error of the task."""
         if task.error is not None:
             raise task.error
-        assert task.found is not None
-        first, *others = [self._result(task, hypothesis) for hypothesis in task.found]
+        assert task.hypotheses is not None
+        first, *others = [self._make_one_result(task, hypothesis) for hypothesis in task.hypotheses]
         return replace(first, alternatives=tuple(others))
 
-    def _result(self, task: Task, found: Hypothesis) -> Result:
-        ids, finish = (*task.prefix.tolist(), *found.ids), found.finish
+    def _make_one_result(self, task: SequenceTask, hypothesis: Hypothesis) -> Result:
+        ids, finish = (*task.prefix.tolist(), *hypothesis.ids), hypothesis.finish
         text = self.codec.decode(ids[:-1] if finish == "end" else ids) if self.codec else ""
-        before = cut(text, task.settings.stop_strings)
-        if before is not None:
-            text, finish = before, "stop"
-        count = len(task.found[0].ids) if task.found else 1
-        timing = Timing(task.first - task.began, (task.ended - task.first) / max(1, count - 1))
+        truncated = text_before_stop(text, task.settings.stop_strings)
+        if truncated is not None:
+            text, finish = truncated, "stop"
+        count = len(task.hypotheses[0].ids) if task.hypotheses else 1
+        timing = Timing(
+            task.first_token_at - task.started_at, (task.ended_at - task.first_token_at) / max(1, count - 1)
+        )
         return Result(
             text,
             ids,
-            float(np.float64(found.score)),
+            float(np.float64(hypothesis.score)),
             finish,
-            (*task.given_logprobs, *found.logprobs),
-            top_logprobs=(*task.given_alternatives, *found.alternatives),
+            (*task.prefix_logprobs, *hypothesis.logprobs),
+            top_logprobs=(*task.prefix_alternatives, *hypothesis.alternatives),
             timing=timing,
-            speculation=None if task.settings.draft is None else Speculation(task.guessed, task.accepted),
-            **self._besides(task, found),
+            speculation=Speculation(task.guessed, task.accepted) if task.settings.speculates else None,
+            **self._extra_outputs(task, hypothesis),
         )
 
-    def _besides(self, task: Task, found: Hypothesis) -> dict[str, Any]:
-        """What was asked for beside the tokens."""
-        if found.trail is None and not task.encoded:
+    def _extra_outputs(self, task: SequenceTask, hypothesis: Hypothesis) -> dict[str, Any]:
+        """Return the extra outputs of a hypothesis, as arguments of `Result`."""
+        if hypothesis.history is None and not task.encoder_outputs:
             return {}
         encode = self.engine.manifest.encode
-        sizes = every_size(encode, task.sources) if encode is not None else {}
-        extras: Mapping[str, Extra] = self._extras
-        given: dict[str, Array] = {}
-        if found.trail is not None:
-            shapes = {name: extras[name].shape[2:] for name in found.trail.values}
-            given = found.trail.stacked(task.given + len(found.ids), sizes, shapes)
-        for name, value in task.encoded.items():
-            given[name] = cut_to(sizes, extras[name].shape[1:], value)
-        hidden = {extras[name].module: value for name, value in given.items() if extras[name].kind == HIDDEN}
-        return {"alignments": given.get(ALIGNMENTS), "hidden": hidden}
+        sizes = input_and_output_sizes(encode, task.sources) if encode is not None else {}
+        extras: Mapping[str, ExtraOutput] = self._extras
+        values: dict[str, Array] = {}
+        if hypothesis.history is not None:
+            shapes = {name: extras[name].shape[2:] for name in hypothesis.history.values}
+            values = hypothesis.history.stack_steps(task.prefix_tokens + len(hypothesis.ids), sizes, shapes)
+        for name, value in task.encoder_outputs.items():
+            values[name] = crop(sizes, extras[name].shape[1:], value)
+        hidden_states = {
+            extras[name].module: value for name, value in values.items() if extras[name].kind == HIDDEN_STATES
+        }
+        return {"cross_attentions": values.get(CROSS_ATTENTIONS), "hidden_states": hidden_states}
 
     def guide(self, settings: Settings) -> Guide | None:
-        """What a constraint allows, from its beginning. Its grammar is compiled once, which may take a while."""
+        """Return the state of the constraint at the beginning of a text; None without a constraint.
+
+        The grammar of a constraint is compiled once, which may take a while.
+        """
         if settings.constraint is None:
             return None
         kind, definition = settings.constraint
         if self._tokenizer is None:
             raise OptionError(f"{kind} needs text and the file has no tokenizer")
-        vocabulary, ends = int(self.engine.decode.logits.shape[-1]), self.engine.manifest.special.end
-        first = settings.forced_bos_token_id if not settings.forced_prefix else None
-        before = first if first is not None and self._silent(first) else None
-        return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(before)
+        vocabulary, ends = int(self.engine.decode.logits.shape[-1]), self.engine.manifest.special_tokens.eos_token_ids
+        bos = settings.forced_bos_token_id if not settings.forced_prefix else None
+        first_id = bos if bos is not None and self._has_no_text(bos) else None
+        return Grammar.compile(kind, definition, self._tokenizer, vocabulary, ends).start(first_id)
 
-    def _begin(self, guide: Guide, prefix: Sequence[int]) -> None:
-        """Have a guide follow a prefix. OptionError if no text that is allowed begins so."""
+    def _accept_prefix(self, guide: Guide, prefix: Sequence[int]) -> None:
+        """Advance a guide over the forced prefix. Raise OptionError if the constraint allows no text with the
+        prefix.
+        """
         for token in prefix:
-            if not self._silent(token):
+            if not self._has_no_text(token):
                 guide.accept(token)
         if guide.lost:
             assert self.codec is not None
@@ -153,16 +171,16 @@ class Generator:
                 f"no text that the constraint allows begins with the prefix {self.codec.decode(prefix)!r}"
             )
 
-    def _silent(self, token: int) -> bool:
-        """Whether an id adds nothing to any text, as the code of a language does."""
+    def _has_no_text(self, token: int) -> bool:
+        """Return whether an id adds nothing to any text, such as the code of a language."""
         return self.codec is not None and self.codec.piece(token) is None
 
 
 def generate_all(generator: Generator, requests: Sequence[Request], settings: Settings) -> list[Result]:
-    """Results of a few requests, in their order, all at once."""
-    tasks = [generator.task(request, settings) for request in requests]
+    """Return the results of a few requests, in their order. All requests run in one batch."""
+    tasks = [generator.make_task(request, settings) for request in requests]
     rows = sum(task.width for task in tasks)
-    scheduler = generator.scheduler(settings, rows, joins=len(tasks) > 1)
+    scheduler = generator.new_scheduler(settings, rows, joins=len(tasks) > 1)
     try:
         for task in tasks:
             scheduler.submit(task)
@@ -170,61 +188,4 @@ def generate_all(generator: Generator, requests: Sequence[Request], settings: Se
             scheduler.step()
     finally:
         scheduler.release()
-    return [generator.result(task) for task in tasks]
-
-
-class Told:
-    """The text of a request, told in pieces as they become certain. Beams are known at their end only.
-
-    The task refers to this, and this not to the task, so that what the task holds is freed with it.
-    """
-
-    def __init__(self, generator: Generator, request: Request, settings: Settings, tell: Callable[[str], None]) -> None:
-        """tell: is given pieces that are not empty, by the thread that decodes; the prefix at once."""
-        assert generator.codec is not None
-        self._generator, self._tell = generator, tell
-        self._text = None if settings.beams else Detokenizer(generator.codec, settings.stop_strings)
-        self._request, self._settings = request, settings
-        if self._text is not None:
-            self._give("".join(map(self._text.push, request.prefix)))
-
-    def task(self) -> Task:
-        return self._generator.task(self._request, self._settings, self._heard if self._text else None)
-
-    def finish(self, task: Task) -> None:
-        """Tell the rest, once the task is over; raises what ended it instead."""
-        if self._text is None or task.error is not None:
-            self._give(self._generator.result(task).text)
-        else:
-            self._give(self._text.finish())
-
-    def _heard(self, token: Token) -> None:
-        assert self._text is not None
-        if token.finish != "end":
-            self._give(self._text.push(token.id))
-
-    def _give(self, piece: str) -> None:
-        if piece:
-            self._tell(piece)
-
-
-def generate_stream(
-    generator: Generator, request: Request, settings: Settings
-) -> collections.abc.Generator[str, None, Result]:
-    """Pieces of one request's text as they become certain; what is returned is the whole result."""
-    pieces: list[str] = []
-    told = Told(generator, request, settings, pieces.append)
-    task = told.task()
-    scheduler = generator.scheduler(settings, task.width, joins=False)
-    try:
-        scheduler.submit(task)
-        while not task.over:
-            scheduler.step()
-            if task.over:
-                told.finish(task)
-            if piece := "".join(pieces):
-                yield piece
-            pieces.clear()
-        return generator.result(task)
-    finally:
-        scheduler.release()
+    return [generator.make_result(task) for task in tasks]

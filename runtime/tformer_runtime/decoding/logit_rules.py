@@ -1,10 +1,10 @@
-"""Rules: what options do to the scores of the next token before it is chosen.
+"""Rules: options that change the scores of the next token before it is chosen.
 
-A rule sees all ids of a row and changes the row's scores in place. It holds nothing of a row, so that beams may be
-copied and rows dropped without it. Scores are logits in greedy decoding and sampling, and log-probabilities in beam
-search, as in transformers; repetition_penalty, which asks for their sign, does not mean quite the same in both.
+A rule gets all ids of a row and changes the row's scores in place. It has no state, so that beams can be copied and
+rows dropped. Scores are logits in greedy decoding and sampling, and log-probabilities in beam search, as in
+transformers. repetition_penalty depends on the sign of a score, so its effect differs a little between the two.
 
-The order is that of transformers' generate(), which two options are not part of:
+The order is that of transformers' generate(), with the options that it does not have:
 
 1. logit_bias (sequence_bias of single tokens)
 2. repetition_penalty
@@ -17,10 +17,10 @@ The order is that of transformers' generate(), which two options are not part of
 9. begin_suppress_tokens
 10. logits_processor
 
-The warping of a sampler comes after them (sampling.py).
+Temperature, top-k, top-p and min-p come after the rules (sampling.py).
 
-Most files ask for nothing but that some ids do not come. Rules that do no more say which (`Forbids`), so that searches
-need not copy and rank whole rows of scores for them.
+Most rules only forbid ids. They return these ids (`ForbiddingRule`), so that searches need not copy and rank whole rows
+of scores.
 """
 
 from __future__ import annotations
@@ -33,60 +33,65 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.options import LogitsProcessor, Settings
+from tformer_runtime.decoding.option_checks import LogitsProcessor
+from tformer_runtime.decoding.options import Settings
 from tformer_runtime.format.manifest import SpecialTokens
 
 NO_IDS: Ints = np.zeros(0, np.int64)
 
 
 class Rule(Protocol):
-    """One option's, or two options', effect on one row."""
+    """The effect of one or two options on one row."""
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
-        """Change one row's scores (vocabulary,) in place. ids: all of the decoder so far, the first `prompt` of them
-        its prompt, start tokens and a prefix included."""
+        """Change the scores (vocabulary,) of a row in place.
+
+        ids: all decoder ids of the row. The first `prompt` ids are the prompt, with start tokens and a forced prefix.
+        """
 
 
-class Forbids(ABC):
-    """A rule that does nothing, at most steps, but say that some ids do not come."""
+class ForbiddingRule(ABC):
+    """A rule that only forbids ids, at most steps."""
 
     @abstractmethod
     def forbidden(self, ids: Ints, prompt: int) -> Ints | None:
-        """Ids whose scores it makes -inf at this step, all of which have scores; None where it does anything else."""
+        """Return the ids whose scores become -inf at this step, all of which have scores; None if the rule
+        does more.
+        """
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
         scores[self.forbidden(ids, prompt)] = -np.inf
 
 
-def forbidden_by(rules: Sequence[Rule], ids: Ints, prompt: int) -> Ints | None:
-    """The ids that some rules forbid together, maybe repeated; None where one does anything else. As `Rule` for the
-    arguments. Cost: that of the rules, and a microsecond where several forbid something."""
-    every: list[Ints] = []
+def forbidden_ids(rules: Sequence[Rule], ids: Ints, prompt: int) -> Ints | None:
+    """Return the ids that several rules forbid, maybe with repetitions; None if a rule does more. Arguments as of
+    `Rule`. Cost: that of the rules, and a microsecond if several rules forbid ids.
+    """
+    parts: list[Ints] = []
     for rule in rules:
-        found = rule.forbidden(ids, prompt) if isinstance(rule, Forbids) else None
-        if found is None:
+        ids_of_rule = rule.forbidden(ids, prompt) if isinstance(rule, ForbiddingRule) else None
+        if ids_of_rule is None:
             return None
-        if len(found):
-            every.append(found)
-    return every[0] if len(every) == 1 else np.concatenate(every) if every else NO_IDS
+        if len(ids_of_rule):
+            parts.append(ids_of_rule)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_IDS
 
 
-def rules_of(settings: Settings, special: SpecialTokens, vocabulary: int) -> list[Rule]:
-    """The rules that the settings ask for, in their order; none for most settings.
+def make_rules(settings: Settings, special: SpecialTokens, vocabulary: int) -> list[Rule]:
+    """Return the rules of the settings, in their order; none for most settings.
 
-    vocabulary: how many scores there are. OptionError if an option names an id beyond them.
-
-    A call of any rule costs at most some passes over its own ids and over the row's; only forced_bos_token_id and
-    logits_processor touch all scores. bad_words_ids looks up the last ids for each length that its sequences have,
-    no_repeat_ngram_size compares all n-grams at once.
+    vocabulary: the number of scores. Raise OptionError if an option has an id that is not in the vocabulary. A rule
+        costs at most a few passes over its own ids and over the ids of the row. Only forced_bos_token_id and
+        logits_processor touch all scores. bad_words_ids looks up the last ids once for each length of its sequences.
+        no_repeat_ngram_size compares all n-grams at once.
     """
     _check(settings, vocabulary)
     forced_bos_token_id = (
         None if settings.forced_prefix else settings.forced_bos_token_id
     )  # it is before the prefix, in the prompt
-    lone_ends = {(end,) for end in special.end}
+    lone_ends = {(end,) for end in special.eos_token_ids}
     sequences = [sequence for sequence in settings.bad_words_ids if sequence not in lone_ends]
-    ends = [end for end in special.end if end < vocabulary]
+    ends = [end for end in special.eos_token_ids if end < vocabulary]
     rules: list[Rule] = []
     if settings.logit_bias:
         rules.append(Bias(settings.logit_bias))
@@ -126,7 +131,7 @@ def _check(settings: Settings, vocabulary: int) -> None:
 
 
 class Bias:
-    """Numbers added to the scores of some ids."""
+    """Adds numbers to the scores of some ids."""
 
     def __init__(self, bias: Iterable[tuple[int, float]]) -> None:
         pairs = list(bias)
@@ -138,20 +143,21 @@ class Bias:
 
 
 class RepetitionPenalty:
-    """Scores of all ids so far, the prompt's too, divided by the penalty if positive, else multiplied (Keskar et al.
-    2019)."""
+    """Divides positive scores of all ids so far, the prompt included, by the penalty, and multiplies negative ones
+    (Keskar et al. 2019).
+    """
 
     def __init__(self, penalty: float) -> None:
         self._penalty = np.float32(penalty)
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
         seen = ids[ids < len(scores)]  # the step input may have ids that are never generated
-        before = scores[seen]
-        scores[seen] = np.where(before < 0, before * self._penalty, before / self._penalty)
+        old_scores = scores[seen]
+        scores[seen] = np.where(old_scores < 0, old_scores * self._penalty, old_scores / self._penalty)
 
 
 class CountPenalty:
-    """score -= presence · [count > 0] + frequency · count, over what has been generated."""
+    """score -= presence · [count > 0] + frequency · count, with the counts of the generated ids."""
 
     def __init__(self, presence: float, frequency: float) -> None:
         self._presence, self._frequency = presence, frequency
@@ -161,8 +167,8 @@ class CountPenalty:
         scores[tokens] -= (self._presence + self._frequency * counts).astype(np.float32)
 
 
-class NoRepeatNgram(Forbids):
-    """No n-gram comes twice: what has once followed the last n - 1 ids does not follow them again."""
+class NoRepeatNgram(ForbiddingRule):
+    """Forbids repeated n-grams: an id that followed the last n - 1 ids before."""
 
     def __init__(self, size: int, vocabulary: int) -> None:
         self._size, self._vocabulary = size, vocabulary
@@ -171,34 +177,34 @@ class NoRepeatNgram(Forbids):
         starts = len(ids) - self._size + 1  # of the n-grams there are
         if starts < 1:
             return NO_IDS
-        same = np.ones(starts, bool)
+        matches = np.ones(starts, bool)
         for i, token in enumerate(ids[starts:]):
-            same &= ids[i : i + starts] == token
-        followed = ids[self._size - 1 :][same]
-        return followed[followed < self._vocabulary]  # the step input may have ids that are never generated
+            matches &= ids[i : i + starts] == token
+        next_ids = ids[self._size - 1 :][matches]
+        return next_ids[next_ids < self._vocabulary]  # the step input may have ids that are never generated
 
 
-class SuppressSequences(Forbids):
-    """The last id of a sequence does not come after the ones before it."""
+class SuppressSequences(ForbiddingRule):
+    """Forbids the last id of a sequence after the other ids of the sequence."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
-        last: dict[tuple[int, ...], list[int]] = {}
+        last_ids: dict[tuple[int, ...], list[int]] = {}
         for sequence in sequences:
-            last.setdefault(sequence[:-1], []).append(sequence[-1])
-        self._last = {before: np.array(tokens, np.int64) for before, tokens in last.items()}
+            last_ids.setdefault(sequence[:-1], []).append(sequence[-1])
+        self._last = {first_ids: np.array(tokens, np.int64) for first_ids, tokens in last_ids.items()}
         self._always = self._last.pop((), NO_IDS)
-        self._lengths = sorted({len(before) for before in self._last})
+        self._lengths = sorted({len(first_ids) for first_ids in self._last})
 
     def forbidden(self, ids: Ints, prompt: int) -> Ints:
         latest = tuple(ids[max(0, len(ids) - max(self._lengths, default=0)) :].tolist())
         lengths = (length for length in self._lengths if length <= len(latest))
-        found = [self._last.get(latest[len(latest) - length :], NO_IDS) for length in lengths]
-        found = [tokens for tokens in found if len(tokens)]
-        return np.concatenate([self._always, *found]) if found else self._always
+        parts = [self._last.get(latest[len(latest) - length :], NO_IDS) for length in lengths]
+        parts = [tokens for tokens in parts if len(tokens)]
+        return np.concatenate([self._always, *parts]) if parts else self._always
 
 
-class Suppress(Forbids):
-    """Some ids never come."""
+class Suppress(ForbiddingRule):
+    """Forbids some ids at every step."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = np.array(list(tokens), np.int64)
@@ -208,7 +214,7 @@ class Suppress(Forbids):
 
 
 class SuppressAt(Suppress):
-    """Some ids do not come after so many generated ones."""
+    """Forbids some ids after exactly `generated` generated ids."""
 
     def __init__(self, tokens: Iterable[int], generated: int) -> None:
         super().__init__(tokens)
@@ -219,7 +225,7 @@ class SuppressAt(Suppress):
 
 
 class SuppressUntil(Suppress):
-    """Some ids do not come before so many generated ones."""
+    """Forbids some ids before `generated` generated ids."""
 
     def __init__(self, tokens: Iterable[int], generated: int) -> None:
         super().__init__(tokens)
@@ -229,8 +235,8 @@ class SuppressUntil(Suppress):
         return self._tokens if len(ids) - prompt < self._generated else NO_IDS
 
 
-class FirstToken(Forbids):
-    """Generation begins with this id, at a score of 0: in beam search it costs nothing."""
+class FirstToken(ForbiddingRule):
+    """Forces the first generated id, with a score of 0, so that it costs nothing in beam search."""
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -245,20 +251,20 @@ class FirstToken(Forbids):
 
 
 class Processor:
-    """The caller's own. It gets copies, so that it may keep them."""
+    """The caller's logits_processor. It gets copies, so that it may keep them."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
-        given = self._processor(ids.copy(), scores.copy())
+        returned = self._processor(ids.copy(), scores.copy())
         try:
-            logits = np.asarray(given)
+            logits = np.asarray(returned)
         except ValueError:  # lists of unequal lengths
             logits = np.array(None)
         if logits.dtype.kind not in "fiu" or logits.shape != scores.shape:
-            what = f"{type(given).__name__} of {logits.dtype} and the shape {logits.shape}"
-            raise OptionError(f"logits_processor must return logits of the shape {scores.shape}, not a {what}")
+            description = f"{type(returned).__name__} of {logits.dtype} and the shape {logits.shape}"
+            raise OptionError(f"logits_processor must return logits of the shape {scores.shape}, not a {description}")
         if np.isnan(logits).any():
             raise OptionError("logits_processor must return numbers, and some that it returned are NaN")
         scores[:] = logits

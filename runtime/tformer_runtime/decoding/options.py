@@ -1,177 +1,352 @@
-"""What a caller may ask of generation: `GenerationOptions`, checked here and nowhere else.
+"""The options of generation: one table for the Python API, the checks, the command line and the documentation.
 
-Every option is None until it is set. What the caller leaves open is taken from the file's own defaults, and what the
-file leaves open from the table in `Settings`. Which of the three ways of decoding is meant follows from the options:
+`GenerationOptions` is the table: each field holds its heading, its help text, its check, its default and its form on
+the command line. `Settings` are options with every value set: the caller's options override the defaults of the model
+file, and these override the defaults of the table.
+
+The options decide how tokens are chosen:
 
 - sampling, if temperature, top_k, top_p or min_p is set and temperature is not 0;
-- else beam search, if num_beams is more than 1;
-- else greedy.
+- otherwise beam search, if num_beams is more than 1;
+- otherwise greedy decoding.
 
-A caller who sets a sampling option overrules a beam size of the file, and the other way round; both set by one side
-is an error. So it is with the constraints, of which one may be set.
+A sampling option of the caller overrides num_beams of the file, and the other way round. An error follows if the caller
+sets both. The same holds for the constraints, of which one can be set.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy.typing as npt
-
-from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.base.validation import refused, whole
+from tformer_runtime.decoding import option_checks as check
+from tformer_runtime.decoding.option_checks import Check, EarlyStopping, HasEngine, LogitsProcessor
 
-if TYPE_CHECKING:
-    from tformer_runtime.engine.engine import Engine
-
-EarlyStopping = bool | Literal["never"]
-Kind = Literal["regex", "json_schema", "grammar", "choices"]  # of constraints
-LogitsProcessor = Callable[[Ints, F32], npt.ArrayLike]
-
-
-@runtime_checkable
-class HasEngine(Protocol):
-    """A model that guesses for another, such as a `Model`."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-
-Draft = HasEngine | Literal["prompt"]
+Constraint = Literal["regex", "json_schema", "grammar", "choices"]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _GROUPS = ("num_beam_groups", "diversity_penalty")
-_DRAFT = ("draft", "num_draft_tokens")
-_CONSTRAINTS: tuple[Kind, ...] = get_args(Kind)
+_DRAFT = ("prompt_lookup", "draft_model", "num_draft_tokens")
+_CONSTRAINTS: tuple[Constraint, ...] = get_args(Constraint)
+_NOT_IN_FILES = {"logits_processor": "a callable", "draft_model": "a model"}
+
+LENGTH = "Where a text begins and ends"
+BEAM_SEARCH = "Beam search"
+SAMPLING = "Sampling"
+TOKEN_RULES = "Which tokens are allowed and preferred"
+CONSTRAINTS = "Constraints (at most one)"
+SPECULATION = "Speculation"
+OUTPUT = "Additional output"
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One generation option.
+
+    heading: the group of options that it belongs to. help: one or more sentences. check: see `option_checks`.
+    default: the value that holds if neither the caller nor the file sets one.
+    metavar: the name of the value on the command line; "" for a switch, None if the option is for Python alone.
+    parse: from the text of the command line to a value; from all texts, as a tuple, if `repeated`.
+    flag: the name on the command line.
+    """
+
+    heading: str
+    help: str
+    check: Check
+    default: Any
+    metavar: str | None
+    parse: Callable[[Any], Any]
+    repeated: bool
+    flag: str | None
+
+
+def _option(
+    heading: str,
+    help: str,
+    check: Check,
+    default: Any = None,
+    metavar: str | None = None,
+    parse: Callable[[Any], Any] = str,
+    repeated: bool = False,
+    flag: str | None = None,
+    hash: bool | None = None,
+) -> Any:
+    spec = OptionSpec(heading, help, check, default, metavar, parse, repeated, flag)
+    return field(default=None, metadata={"option": spec}, hash=hash)
 
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How to generate. OptionError if a value is impossible or a name is unknown.
+    """Options of one generation request. Names and meanings are those of transformers' GenerationConfig where it has
+    them. None leaves an option to the model file, and then to the default of the table.
 
-    How long, and where the text begins and ends. A prefix is part of the result and counts as part of the prompt:
-
-    max_new_tokens: at most so many tokens, the end token included; by default as many as the model can hold.
-    min_new_tokens: the end token may not come before so many others.
-    stop_strings: the text ends before the first of these strings.
-    forced_prefix: text or ids which the result begins with, after forced_bos_token_id if that is set.
-    forced_bos_token_id: the id that generation begins with, such as the target language of a multilingual translator.
-
-    Beam search:
-
-    num_beams: hypotheses kept at each step; 1 is greedy.
-    num_return_sequences: results for one input: the best of num_beams hypotheses, or so many samples.
-    length_penalty: a hypothesis scores its summed log-probability / length ** length_penalty.
-    early_stopping: beam search ends for an input when enough hypotheses are complete and
-        True: at once; False: no better one seems likely; "never": no better one is possible.
-    patience: how many are enough: round(num_beams * patience) (Kasai et al. 2022).
-    num_beam_groups: so many searches of num_beams / num_beam_groups beams each, one after the other at each step.
-    diversity_penalty: taken from a token's log-probability for each beam of the groups before that has just chosen it
-        (Hamming diversity, Vijayakumar et al. 2016).
-
-    Sampling:
-
-    temperature: logits are divided by it before drawing; 0 is greedy.
-    top_k: draw from the k likeliest tokens only; 0 is no limit.
-    top_p: draw from the fewest tokens whose probabilities sum to p or more.
-    min_p: draw from the tokens that are at least p times as likely as the likeliest.
-    seed: the same seed draws the same tokens for the input of the same index, whatever is beside it in the batch.
-
-    What may come, and what is to come less or more often (see logit_rules.py for their order):
-
-    suppress_tokens: ids that never come.
-    begin_suppress_tokens: ids that do not come first, or not second where forced_bos_token_id is set.
-    bad_words_ids: sequences of ids that never come. A lone end token is passed over: suppress takes it.
-    logit_bias: id → number added to its logit.
-    repetition_penalty: logits of all ids so far, the prompt's too, are divided by it if above 0, else multiplied.
-    presence_penalty: taken from the logit of each id that has been generated.
-    frequency_penalty: taken from the logit of an id as many times as it has been generated.
-    no_repeat_ngram_size: no sequence of so many ids comes twice, the prompt's counted; 0 is no limit.
-    logits_processor: a callable (ids so far, float32 logits (vocabulary,)) → logits of that shape. In beam search it
-        gets log-probabilities. It gets copies. Not for a file's defaults.
-
-    Constraints, of which one may be set. The text of the result, unless max_new_tokens or a stop string ends it before,
-
-    regex: matches this regular expression as a whole;
-    json_schema: is JSON of this schema, given as JSON or as a dict;
-    grammar: belongs to this grammar, written as Lark's are;
-    choices: is one of these.
-
-    Speculation, which makes greedy decoding and sampling of one row faster and changes nothing else (speculation.py):
-
-    draft: where guesses come from, several of which a step of the model reads at once. "prompt": from what the prompt,
-        the source if it has the same tokenizer, and the result so far hold, where it goes on from the latest ids. Or a
-        smaller `Model` of the same vocabulary, which reads every prompt as a whole. Load it with threads=1: threads of
-        its own would wait for those of the model, which spin between steps (with them, guesses that make a request 1.6
-        times as fast made it slower, 0.86 and 0.61 times, on two cores). Each token is chosen from the model's own
-        logits. So greedy tokens are those without a draft, and so are samples by a seed if the guesses are copied; but
-        a step over several tokens may round otherwise than steps over one, in float32's last digits, which of a
-        quantised file decide now and then to which integer an activation is rounded, and what rounding alone decides
-        may be decided otherwise. A file with kernels for few tokens, optimised for latency or balanced, would round all
-        of a longer step otherwise: there a step holds no more tokens than those serve, one guess with 8 bits and two
-        with 4, unless it was tuned. Guesses that a draft model has drawn make samples other ones of the same
-        distribution, the same in every call. Rows that are decoded side by side (a batch_size of more than 1,
-        num_return_sequences, an AsyncModel) go without guesses, except where a draft model draws: those are decoded row
-        by row.
-    num_draft_tokens: guesses at once, at most. As many are made as pay, by how many came true; none where none do.
-
-    What is computed:
-
-    shortlist: of a file with a shortlist, whether only the candidates of the source may come (the default), which is
-        faster, or all ids. Ids that forced_prefix, forced_bos_token_id and logit_bias name are candidates; with a
-        constraint or a logits_processor all ids are. Log-probabilities are among candidates. Of another file it may be
-        False only.
-
-    What is given beside the text:
-
-    top_logprobs: so many of the likeliest tokens at each position, and their log-probabilities.
-    alignments: each result's alignments; the file must have been exported with them.
-    hidden: each result's hidden states; the file must have been exported with some.
-
-    Lists become tuples, logit_bias a tuple of pairs in the order of ids and json_schema JSON, so that options compare.
+    OptionError for an impossible value and for an unknown name. Lists become tuples, logit_bias becomes a tuple of
+    pairs sorted by id, and json_schema becomes JSON text, so that options can be compared and hashed.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    stop_strings: str | Sequence[str] | None = None
-    forced_prefix: str | Sequence[int] | None = None
-    forced_bos_token_id: int | None = None
-    num_beams: int | None = None
-    num_return_sequences: int | None = None
-    length_penalty: float | None = None
-    early_stopping: EarlyStopping | None = None
-    patience: float | None = None
-    num_beam_groups: int | None = None
-    diversity_penalty: float | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    logits_processor: LogitsProcessor | None = field(default=None, hash=False)
-    regex: str | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    grammar: str | None = None
-    choices: Sequence[str] | None = None
-    draft: Draft | None = None
-    num_draft_tokens: int | None = None
-    shortlist: bool | None = None
-    top_logprobs: int | None = None
-    alignments: bool | None = None
-    hidden: bool | None = None
+    max_new_tokens: int | None = _option(
+        LENGTH,
+        "Generate at most this many tokens, the end token included; by default as many as the model can hold.",
+        check.whole_number(1),
+        None,
+        "N",
+        int,
+    )
+    min_new_tokens: int | None = _option(
+        LENGTH, "Forbid the end token before this many other tokens.", check.whole_number(0), 0, "N", int
+    )
+    stop_strings: str | Sequence[str] | None = _option(
+        LENGTH, "End the text before the first of these strings.", check.stop_strings, (), "TEXT", list, True
+    )
+    forced_prefix: str | Sequence[int] | None = _option(
+        LENGTH,
+        "Begin each result with this text, or these ids (on the command line: with --ids). The prefix is part of the "
+        "result and counts as prompt; it follows forced_bos_token_id if that is set.",
+        check.prefix,
+        (),
+        "TEXT",
+    )
+    forced_bos_token_id: int | None = _option(
+        LENGTH,
+        "Begin each result with this id, such as the target language of a multilingual translator.",
+        check.token_id,
+        None,
+        "ID",
+        int,
+    )
+    num_beams: int | None = _option(
+        BEAM_SEARCH, "Keep this many hypotheses at each step; 1 is greedy.", check.whole_number(1), 1, "N", int
+    )
+    num_return_sequences: int | None = _option(
+        BEAM_SEARCH,
+        "Return this many results for each input: the best hypotheses of beam search, or samples.",
+        check.whole_number(1),
+        1,
+        "N",
+        int,
+    )
+    length_penalty: float | None = _option(
+        BEAM_SEARCH,
+        "Divide the log-probability of a hypothesis by length ** X.",
+        check.number("a number"),
+        1.0,
+        "X",
+        float,
+    )
+    early_stopping: EarlyStopping | None = _option(
+        BEAM_SEARCH,
+        "When enough hypotheses are complete: true stops at once, false stops when a better one is unlikely, never "
+        "stops when a better one is impossible.",
+        check.early_stopping,
+        False,
+        "true|false|never",
+        check.parse_early_stopping,
+    )
+    patience: float | None = _option(
+        BEAM_SEARCH,
+        "Enough complete hypotheses are round(num_beams * X) (Kasai et al. 2022).",
+        check.number("more than 0", lambda x: x > 0),
+        1.0,
+        "X",
+        float,
+    )
+    num_beam_groups: int | None = _option(
+        BEAM_SEARCH,
+        "Split the beams into this many groups, which are searched one after another at each step.",
+        check.whole_number(1),
+        1,
+        "N",
+        int,
+    )
+    diversity_penalty: float | None = _option(
+        BEAM_SEARCH,
+        "Subtract X from a token's log-probability for each beam of the earlier groups that has just chosen it "
+        "(Vijayakumar et al. 2016).",
+        check.number("0 or more", lambda x: x >= 0),
+        0.0,
+        "X",
+        float,
+    )
+    temperature: float | None = _option(
+        SAMPLING,
+        "Divide logits by X and sample; 0 is greedy.",
+        check.number("0 or more", lambda x: x >= 0),
+        None,
+        "X",
+        float,
+    )
+    top_k: int | None = _option(
+        SAMPLING, "Sample from the N likeliest tokens; 0 is no limit.", check.whole_number(0), None, "N", int
+    )
+    top_p: float | None = _option(
+        SAMPLING,
+        "Sample from the fewest tokens whose probabilities sum to X or more.",
+        check.number("more than 0 and at most 1", lambda x: 0 < x <= 1),
+        None,
+        "X",
+        float,
+    )
+    min_p: float | None = _option(
+        SAMPLING,
+        "Sample from the tokens that are at least X times as likely as the likeliest one.",
+        check.number("at least 0 and at most 1", lambda x: 0 <= x <= 1),
+        None,
+        "X",
+        float,
+    )
+    seed: int | None = _option(
+        SAMPLING,
+        "Draw the same tokens for the input of the same number at each run, whatever else the batch holds.",
+        check.whole_number(0),
+        None,
+        "N",
+        int,
+    )
+    suppress_tokens: Sequence[int] | None = _option(
+        TOKEN_RULES, "Never generate these ids (5,9).", check.token_ids, (), "IDS", check.parse_all_ids, True
+    )
+    begin_suppress_tokens: Sequence[int] | None = _option(
+        TOKEN_RULES,
+        "Do not begin with these ids. With forced_bos_token_id this is the token after it.",
+        check.token_ids,
+        (),
+        "IDS",
+        check.parse_all_ids,
+        True,
+    )
+    bad_words_ids: Sequence[Sequence[int]] | None = _option(
+        TOKEN_RULES,
+        "Never generate these ids one after another. A single end token is ignored: use suppress_tokens.",
+        check.token_sequences,
+        (),
+        "IDS",
+        check.parse_sequences,
+        True,
+    )
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = _option(
+        TOKEN_RULES, "Add X to the logit of an id.", check.logit_bias, (), "ID=X", check.parse_biases, True
+    )
+    repetition_penalty: float | None = _option(
+        TOKEN_RULES,
+        "Divide positive logits of all ids so far, the prompt included, by X, and multiply negative ones.",
+        check.number("more than 0", lambda x: x > 0),
+        1.0,
+        "X",
+        float,
+    )
+    presence_penalty: float | None = _option(
+        TOKEN_RULES,
+        "Subtract X from the logit of each id that has been generated.",
+        check.number("a number"),
+        0.0,
+        "X",
+        float,
+    )
+    frequency_penalty: float | None = _option(
+        TOKEN_RULES,
+        "Subtract X from the logit of an id for each time that it has been generated.",
+        check.number("a number"),
+        0.0,
+        "X",
+        float,
+    )
+    no_repeat_ngram_size: int | None = _option(
+        TOKEN_RULES,
+        "Never repeat a sequence of N ids, the prompt included; 0 is no limit.",
+        check.whole_number(0),
+        0,
+        "N",
+        int,
+    )
+    logits_processor: LogitsProcessor | None = _option(
+        TOKEN_RULES,
+        "A callable (ids so far, float32 logits (vocabulary,)) → logits of that shape. Beam search passes "
+        "log-probabilities. The arrays are copies.",
+        check.logits_processor,
+        hash=False,  # a callable may have no hash
+    )
+    regex: str | None = _option(
+        CONSTRAINTS,
+        "The text matches this regular expression as a whole, unless max_new_tokens or a stop string ends it before.",
+        check.text,
+        None,
+        "PATTERN",
+    )
+    json_schema: str | Mapping[str, Any] | None = _option(
+        CONSTRAINTS,
+        "The text is JSON of this JSON schema.",
+        check.json_schema,
+        None,
+        "JSON|@FILE",
+        check.parse_text_or_file,
+    )
+    grammar: str | None = _option(
+        CONSTRAINTS,
+        "The text belongs to this grammar, in Lark's notation.",
+        check.text,
+        None,
+        "LARK|@FILE",
+        check.parse_text_or_file,
+    )
+    choices: Sequence[str] | None = _option(
+        CONSTRAINTS, "The text is one of these.", check.choices, None, "TEXT", list, True, "--choice"
+    )
+    prompt_lookup: bool | None = _option(
+        SPECULATION,
+        "Guess the next tokens by looking up the latest ones in the prompt, the source and the result. For greedy "
+        "decoding and sampling of one row; tokens stay the same (docs/generation.md).",
+        check.boolean,
+        False,
+        "",
+        bool,
+    )
+    draft_model: HasEngine | None = _option(
+        SPECULATION,
+        "Guess the next tokens with a smaller model of the same vocabulary, loaded with threads=1.",
+        check.draft_model,
+        None,
+        "FILE.onnx",
+    )
+    num_draft_tokens: int | None = _option(
+        SPECULATION,
+        "Guess at most this many tokens at once. The number adapts to the share of guesses that come true.",
+        check.whole_number(1),
+        10,
+        "N",
+        int,
+    )
+    shortlist: bool | None = _option(
+        OUTPUT,
+        "For a file with a shortlist: choose among the candidates of the source (the default), which is faster, or "
+        "among all ids. Ids in forced_prefix, forced_bos_token_id and logit_bias are candidates. With a constraint or "
+        "a logits_processor all ids are. Log-probabilities are among candidates.",
+        check.boolean,
+        True,
+    )
+    top_logprobs: int | None = _option(
+        OUTPUT,
+        "Return the N likeliest tokens at each position with their log-probabilities (command line: in --json).",
+        check.whole_number(0),
+        0,
+        "N",
+        int,
+    )
+    cross_attentions: bool | None = _option(
+        OUTPUT,
+        "Return the cross-attention weights of each result. The file must have been exported with them.",
+        check.boolean,
+        False,
+    )
+    hidden_states: bool | None = _option(
+        OUTPUT,
+        "Return the hidden states of each result. The file must have been exported with some.",
+        check.boolean,
+        False,
+    )
 
     if not TYPE_CHECKING:  # type checkers know the names already
 
@@ -179,7 +354,7 @@ class GenerationOptions:
             names = [f.name for f in fields(cls)]
             for name in options:
                 if name not in names:
-                    import difflib  # which only a wrong name waits for
+                    import difflib  # only a wrong name needs it
 
                     close = difflib.get_close_matches(name, names, 1)
                     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
@@ -188,10 +363,11 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
-            object.__setattr__(self, name, _CHECKS[name](name, value))
-        constraints = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
-        if len(constraints) > 1:
-            raise OptionError(f"{' and '.join(constraints)} cannot be had at once: set one")
+            object.__setattr__(self, name, OPTIONS[name].check(name, value))
+        for names in (_CONSTRAINTS, _DRAFT[:2]):
+            exclusive = [name for name in names if getattr(self, name)]
+            if len(exclusive) > 1:
+                raise OptionError(f"{' and '.join(exclusive)} cannot be had at once: set one")
 
     def given(self) -> dict[str, Any]:
         """The options that are set."""
@@ -202,49 +378,75 @@ class GenerationOptions:
         return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
 
 
+OPTIONS: dict[str, OptionSpec] = {f.name: f.metadata["option"] for f in fields(GenerationOptions)}
+"""The table: name → option, in the order of the documentation."""
+
+
+def _documented() -> str:
+    """The docstring of `GenerationOptions` with its table, for `help()`."""
+    lines = [(GenerationOptions.__doc__ or "").rstrip()]
+    for heading in dict.fromkeys(spec.heading for spec in OPTIONS.values()):
+        lines.append(f"\n    {heading}:\n")
+        for name, spec in OPTIONS.items():
+            if spec.heading == heading:
+                lines.append(
+                    textwrap.fill(f"{name}: {spec.help}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+                )
+    return "\n".join(lines) + "\n"
+
+
+GenerationOptions.__doc__ = _documented()
+
+
+def _default(name: str) -> Any:
+    spec = OPTIONS[name]
+    return field(default=spec.default, hash=False if name == "logits_processor" else None)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Options with nothing left open: the caller's over the file's over the values below.
+    """Generation options with every value set. The defaults are those of the table.
 
-    Settings that are equal ask for the same, so that requests with them may be decoded together.
+    Requests of equal settings can share a batch.
     """
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    stop_strings: tuple[str, ...] = ()
-    forced_prefix: str | tuple[int, ...] = ()
-    forced_bos_token_id: int | None = None
-    num_beams: int = 1
-    num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = False
-    patience: float = 1.0
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    logits_processor: LogitsProcessor | None = field(default=None, hash=False)  # a callable may have no hash
-    regex: str | None = None
-    json_schema: str | None = None
-    grammar: str | None = None
-    choices: tuple[str, ...] | None = None
-    draft: Draft | None = None
-    num_draft_tokens: int = 10
-    shortlist: bool = True
-    top_logprobs: int = 0
-    alignments: bool = False
-    hidden: bool = False
+    max_new_tokens: int | None = _default("max_new_tokens")
+    min_new_tokens: int = _default("min_new_tokens")
+    stop_strings: tuple[str, ...] = _default("stop_strings")
+    forced_prefix: str | tuple[int, ...] = _default("forced_prefix")
+    forced_bos_token_id: int | None = _default("forced_bos_token_id")
+    num_beams: int = _default("num_beams")
+    num_return_sequences: int = _default("num_return_sequences")
+    length_penalty: float = _default("length_penalty")
+    early_stopping: EarlyStopping = _default("early_stopping")
+    patience: float = _default("patience")
+    num_beam_groups: int = _default("num_beam_groups")
+    diversity_penalty: float = _default("diversity_penalty")
+    temperature: float | None = _default("temperature")
+    top_k: int | None = _default("top_k")
+    top_p: float | None = _default("top_p")
+    min_p: float | None = _default("min_p")
+    seed: int | None = _default("seed")
+    suppress_tokens: tuple[int, ...] = _default("suppress_tokens")
+    begin_suppress_tokens: tuple[int, ...] = _default("begin_suppress_tokens")
+    bad_words_ids: tuple[tuple[int, ...], ...] = _default("bad_words_ids")
+    logit_bias: tuple[tuple[int, float], ...] = _default("logit_bias")
+    repetition_penalty: float = _default("repetition_penalty")
+    presence_penalty: float = _default("presence_penalty")
+    frequency_penalty: float = _default("frequency_penalty")
+    no_repeat_ngram_size: int = _default("no_repeat_ngram_size")
+    logits_processor: LogitsProcessor | None = _default("logits_processor")
+    regex: str | None = _default("regex")
+    json_schema: str | None = _default("json_schema")
+    grammar: str | None = _default("grammar")
+    choices: tuple[str, ...] | None = _default("choices")
+    prompt_lookup: bool = _default("prompt_lookup")
+    draft_model: HasEngine | None = _default("draft_model")
+    num_draft_tokens: int = _default("num_draft_tokens")
+    shortlist: bool = _default("shortlist")
+    top_logprobs: int = _default("top_logprobs")
+    cross_attentions: bool = _default("cross_attentions")
+    hidden_states: bool = _default("hidden_states")
 
     @property
     def sampling(self) -> bool:
@@ -252,40 +454,50 @@ class Settings:
 
     @property
     def beams(self) -> bool:
-        """Whether it is beam search."""
+        """Whether beam search chooses the tokens."""
         return self.num_beams > 1 and not self.sampling
 
     @property
+    def speculates(self) -> bool:
+        """Whether tokens are guessed ahead, by prompt lookup or by a draft model."""
+        return self.prompt_lookup or self.draft_model is not None
+
+    @property
     def width(self) -> int:
-        """The rows that a request takes."""
+        """The rows of a batch that a request takes."""
         return max(self.num_beams, self.num_return_sequences)
 
     @property
-    def constraint(self) -> tuple[Kind, Any] | None:
-        """Which is set, and its definition."""
+    def constraint(self) -> tuple[Constraint, Any] | None:
+        """The kind of the constraint and its definition."""
         return next(((kind, text) for kind in _CONSTRAINTS if (text := getattr(self, kind)) is not None), None)
 
     @property
     def enough(self) -> int:
-        """How many complete hypotheses end a beam search."""
+        """The number of complete hypotheses that ends a beam search."""
         return math.floor(self.num_beams * self.patience + 0.5)
 
     @classmethod
     def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
-        """OptionError if the options contradict each other or the file's defaults are none that exist."""
-        mine = options.given()
-        files = file_defaults(defaults)
-        if mine.get("temperature") != 0 and any(name in mine for name in _SAMPLING):
-            files = _without(files, ("num_beams", "num_return_sequences", "patience", *_GROUPS))
-        elif mine.get("num_beams", 1) > 1:
-            files = _without(files, (*_SAMPLING, *_DRAFT))
-        elif "num_beams" in mine:
-            files = _without(files, ("patience", *_GROUPS))
-        if any(name in mine for name in _CONSTRAINTS):
-            files = _without(files, _CONSTRAINTS)
-        settings = cls(**{**files, **mine})
-        if settings.draft is None and "num_draft_tokens" in mine:
-            raise OptionError(f"num_draft_tokens={settings.num_draft_tokens} needs a draft")
+        """The caller's options over the file's defaults. OptionError if options contradict each other, or if the file
+        has a default that does not exist."""
+        caller = options.given()
+        file = file_defaults(defaults)
+        if caller.get("temperature") != 0 and any(name in caller for name in _SAMPLING):
+            file = _without(file, ("num_beams", "num_return_sequences", "patience", *_GROUPS))
+        elif caller.get("num_beams", 1) > 1:
+            file = _without(file, (*_SAMPLING, *_DRAFT))
+        elif "num_beams" in caller:
+            file = _without(file, ("patience", *_GROUPS))
+        if any(name in caller for name in _CONSTRAINTS):
+            file = _without(file, _CONSTRAINTS)
+        if "draft_model" in caller:
+            file = _without(file, ("prompt_lookup",))
+        settings = cls(**{**file, **caller})
+        if not settings.speculates and "num_draft_tokens" in caller:
+            raise OptionError(
+                f"num_draft_tokens={settings.num_draft_tokens} needs prompt_lookup or a draft_model: set one of them"
+            )
         settings._check()
         return settings
 
@@ -310,9 +522,10 @@ class Settings:
                 f"patience={self.patience} ends at {self.enough} hypotheses, fewer than "
                 f"num_return_sequences={self.num_return_sequences}"
             )
-        if self.draft is not None and self.beams:
+        if self.speculates and self.beams:
+            guesses = "draft_model" if self.draft_model is not None else "prompt_lookup"
             raise OptionError(
-                f"a draft guesses for one row and num_beams={self.num_beams} has more: set 1, or no draft"
+                f"{guesses} guesses for one row and num_beams={self.num_beams} has more: set 1, or no {guesses}"
             )
         if self.forced_bos_token_id in self.suppress_tokens:
             raise OptionError(
@@ -321,14 +534,15 @@ class Settings:
 
 
 def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A model file's generation defaults as options that are set, from JSON's lists and objects or from Python's.
+    """The generation defaults of a model file as options, from JSON's lists and objects or from Python's.
 
-    OptionError if they are none that exist, or if one is a callable, which no file can hold.
+    OptionError for an unknown option, an impossible value, or a value that no file can hold (a callable, a model).
     """
     try:
         given = GenerationOptions(**defaults).given()
-        if "logits_processor" in given:
-            raise OptionError("logits_processor is a callable, which a file cannot hold")
+        for name, kind in _NOT_IN_FILES.items():
+            if name in given:
+                raise OptionError(f"{name} is {kind}, which a file cannot hold")
     except OptionError as error:
         raise OptionError(f"the model file's generation defaults: {error}") from error
     return given
@@ -336,188 +550,3 @@ def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in names}
-
-
-# A check takes an option's name and its value and gives the value as it is kept.
-_Check = Callable[[str, Any], Any]
-
-
-def _whole(least: int) -> _Check:
-    return lambda name, value: whole(name, value, least)
-
-
-def _number(what: str, holds: Callable[[float], bool] = lambda _: True) -> _Check:
-    def check(name: str, value: Any) -> float:
-        if not (_finite(value) and holds(value)):
-            raise refused(name, what, value)
-        return float(value)
-
-    return check
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise refused(name, "True or False", value)
-    return value
-
-
-def _early(name: str, value: Any) -> EarlyStopping:
-    if isinstance(value, bool):
-        return value
-    if value != "never":
-        raise refused(name, 'True, False or "never"', value)
-    return "never"
-
-
-def _text(name: str, value: Any) -> str:
-    if not (isinstance(value, str) and value):
-        raise refused(name, "a string that is not empty", value)
-    return value
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    items = _items(value)
-    if items is None or not all(isinstance(item, str) and item for item in items):
-        raise refused(name, "strings that are not empty", value)
-    return items
-
-
-def _stop(name: str, value: Any) -> tuple[str, ...]:
-    return _strings(name, (value,) if isinstance(value, str) else value)
-
-
-def _choices(name: str, value: Any) -> tuple[str, ...]:
-    choices = _strings(name, value)
-    if not choices:
-        raise OptionError(f"{name} must be one string or more, not none")
-    return choices
-
-
-def _items(value: Any) -> tuple[Any, ...] | None:
-    """What a list, a tuple, a set or an array holds; None for all else."""
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        return None
-    try:
-        return tuple(value)
-    except TypeError:  # an array of no axes
-        return None
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _id(name: str, value: Any) -> int:
-    if not _is_id(value):
-        raise refused(name, "a token id, a whole number of at least 0", value)
-    return int(value)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    items = _items(value)
-    if items is None or not all(map(_is_id, items)):
-        raise refused(name, "a sequence of token ids", value)
-    return tuple(map(int, items))
-
-
-def _prefix(name: str, value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value or ()
-    if _items(value) is None:
-        raise refused(name, "text or a sequence of token ids", value)
-    return _ids(name, value)
-
-
-def _sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    sequences = [_items(item) for item in _items(value) or ()]
-    if _items(value) is None or not all(items and all(map(_is_id, items)) for items in sequences):
-        raise refused(name, "a sequence of sequences of token ids, none of them empty", value)
-    return tuple(tuple(map(int, items or ())) for items in sequences)
-
-
-def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """From a mapping, whose ids are strings if it was JSON, or from pairs."""
-    items = _items(value.items() if isinstance(value, Mapping) else value)
-    pairs = [_pair(item) for item in items or ()]
-    bias = dict(pair for pair in pairs if pair)
-    if items is None or len(bias) != len(pairs):
-        raise refused(name, "a mapping from token ids to numbers, each id once", value)
-    return tuple(sorted(bias.items()))
-
-
-def _pair(value: Any) -> tuple[int, float] | None:
-    """An id and a number; None if it is something else."""
-    key, number = items if len(items := _items(value) or ()) == 2 else (None, None)
-    if isinstance(key, str) and key.isdecimal():
-        key = int(key)
-    return (int(key), float(number)) if _is_id(key) and _finite(number) else None
-
-
-def _schema(name: str, value: Any) -> str:
-    """As JSON; the order of its properties is kept, since it is the order in which they are written."""
-    try:
-        schema = json.loads(value) if isinstance(value, str) else value
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        schema = None
-    if not isinstance(schema, Mapping):
-        raise refused(name, "a JSON schema, as JSON or as a dict", value)
-    return text
-
-
-def _callable(name: str, value: Any) -> LogitsProcessor:
-    if not callable(value):
-        raise refused(name, "a callable", value)
-    processor: LogitsProcessor = value
-    return processor
-
-
-def _draft(name: str, value: Any) -> Draft:
-    if isinstance(value, HasEngine) or value == "prompt":
-        draft: Draft = value
-        return draft
-    raise refused(name, 'a Model or "prompt"', value)
-
-
-_CHECKS: dict[str, _Check] = {
-    "max_new_tokens": _whole(1),
-    "min_new_tokens": _whole(0),
-    "stop_strings": _stop,
-    "forced_prefix": _prefix,
-    "forced_bos_token_id": _id,
-    "num_beams": _whole(1),
-    "num_return_sequences": _whole(1),
-    "length_penalty": _number("a number"),
-    "early_stopping": _early,
-    "patience": _number("more than 0", lambda x: x > 0),
-    "num_beam_groups": _whole(1),
-    "diversity_penalty": _number("0 or more", lambda x: x >= 0),
-    "temperature": _number("0 or more", lambda x: x >= 0),
-    "top_k": _whole(0),
-    "top_p": _number("more than 0 and at most 1", lambda x: 0 < x <= 1),
-    "min_p": _number("at least 0 and at most 1", lambda x: 0 <= x <= 1),
-    "seed": _whole(0),
-    "suppress_tokens": _ids,
-    "begin_suppress_tokens": _ids,
-    "bad_words_ids": _sequences,
-    "logit_bias": _bias,
-    "repetition_penalty": _number("more than 0", lambda x: x > 0),
-    "presence_penalty": _number("a number"),
-    "frequency_penalty": _number("a number"),
-    "no_repeat_ngram_size": _whole(0),
-    "logits_processor": _callable,
-    "regex": _text,
-    "json_schema": _schema,
-    "grammar": _text,
-    "choices": _choices,
-    "draft": _draft,
-    "num_draft_tokens": _whole(1),
-    "shortlist": _flag,
-    "top_logprobs": _whole(0),
-    "alignments": _flag,
-    "hidden": _flag,
-}

@@ -1,4 +1,4 @@
-"""A request, ready to run, and its result."""
+"""A request that is ready to run, and its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tformer_runtime.preprocess.inputs import Input, Inputs
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one request: from when it was given to its first token, and from there for each token more."""
+    """Seconds of one request.
+
+    first_token: from the call to the first token.
+    per_token: from the first token on, for each further token.
+    """
 
     first_token: float
     per_token: float
@@ -26,7 +30,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Tokens that were guessed, and how many of them came: so many steps of the model fewer than tokens."""
+    """Tokens that were guessed, and the number of guesses that came true. Each of these saves a step of the model."""
 
     guessed: int
     accepted: int
@@ -34,23 +38,25 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Result:
-    """What was generated for one input.
+    """The generated text of one input.
 
     text: the text of the tokens, without the end token and up to a stop string; empty if the file has no tokenizer.
-    token_ids: every generated id, a prefix that was asked for and the end token, if it came to that, included.
-    score: Σ log-probability / length ** length_penalty of what was generated after the prefix; of beam search, of the
-        log-probabilities as rules and penalties left them.
+    token_ids: every id, with the forced prefix, and with the end token if it was generated.
+    score: Σ log-probability / length ** length_penalty of the ids after the prefix. Beam search sums the
+        log-probabilities after rules and penalties.
     finish_reason: "end" (an end token), "length" (no more tokens allowed) or "stop" (a stop string; or a constrained
-        text is complete, and the model has no end token to say so).
-    token_logprobs: the model's natural-log probability of each id; options do not change it.
-    top_logprobs: for each id, the likeliest ids at its place and their log-probabilities, if asked for.
-    alternatives: the other results if num_return_sequences is more than 1: next best first, or the other samples.
-    alignments: float32 (tokens, source positions): what the step that chose each token attended to. None if not asked
-        for.
-    hidden: submodule of the source model → its output, (tokens, …) for one of the decoder, at the step that chose each
-        token, or (source positions, …) for one of the encoder. Empty if not asked for.
-    timing: of the request; the same for all of its alternatives.
-    speculation: what came of a draft. None if there was none.
+        text is complete, and the model has no end token).
+    token_logprobs: the natural logarithm of the model's probability of each id; options do not change it.
+    top_logprobs: the likeliest ids at each position with their log-probabilities, if the options ask for them.
+    alternatives: the other results if num_return_sequences is more than 1: the next best hypotheses, or the other
+        samples.
+    cross_attentions: float32 (tokens, source positions): the attention weights of the step that chose each token. None
+        if the options do not ask for them.
+    hidden_states: submodule of the source model → its output. The output of a decoder's submodule is (tokens, …), at
+        the step that chose each token, and the output of an encoder's submodule is (source positions, …). Empty if the
+        options do not ask for them.
+    timing: of the request; the same for all alternatives.
+    speculation: None without speculation.
     """
 
     text: str
@@ -60,70 +66,85 @@ class Result:
     token_logprobs: tuple[float, ...]
     alternatives: tuple[Result, ...] = ()
     top_logprobs: tuple[Alternatives, ...] = ()
-    alignments: Array | None = field(default=None, compare=False, repr=False)
-    hidden: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
+    cross_attentions: Array | None = field(default=None, compare=False, repr=False)
+    hidden_states: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
     timing: Timing | None = field(default=None, compare=False, repr=False)
     speculation: Speculation | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Base:
-    """What has been read before a request: the state of one row that has, and the ids."""
+class PromptPrefix:
+    """Ids that were read before a request, and the state of one row that has read them."""
 
     state: State
-    ids: Ints
+    token_ids: Ints
 
 
 @dataclass(frozen=True)
 class Request:
-    """One input, ready to run. index: its place in the list of inputs. sources: request input → its ids or features.
+    """One input, ready to run.
 
-    prompt: the step input's first ids, those that `base` has read included. most: how many tokens may be generated.
-    given: how many of the prompt's last ids are a prefix, which the result begins with.
+    index: its place in the list of inputs.
+    sources: request input → its ids or features.
+    prompt: the first ids of the step input, with the ids of `cached_prefix`.
+    max_tokens: the maximum number of tokens to generate.
+    prefix_tokens: the number of last ids of the prompt with which the result begins.
     """
 
     index: int
     sources: Mapping[str, Array]
     prompt: Ints
-    most: int
-    given: int = 0
-    base: Base | None = None
+    max_tokens: int
+    prefix_tokens: int = 0
+    cached_prefix: PromptPrefix | None = None
 
     @property
     def prefix(self) -> list[int]:
-        """The ids that the result begins with."""
-        return [int(i) for i in self.prompt[len(self.prompt) - self.given :]]
+        """The ids with which the result begins."""
+        return [int(i) for i in self.prompt[len(self.prompt) - self.prefix_tokens :]]
 
 
 def make_request(
-    manifest: Manifest, inputs: Inputs, input: Input, index: int, settings: Settings, base: Base | None = None
+    manifest: Manifest,
+    inputs: Inputs,
+    input: Input,
+    index: int,
+    settings: Settings,
+    cached_prefix: PromptPrefix | None = None,
 ) -> Request:
-    """base: what has been read before the input. InputError tells what is wrong with it."""
-    sources, prompt, _ = inputs.parts(input, first=base is None)
-    if base is not None:
-        prompt = np.concatenate([base.ids, prompt])
+    """Return the request of an input. Raise InputError for an impossible input.
+
+    index: the place of the input in the list of inputs.
+    cached_prefix: ids that were read before the input.
+    """
+    sources, prompt, _ = inputs.generation_inputs(input, starts_prompt=cached_prefix is None)
+    if cached_prefix is not None:
+        prompt = np.concatenate([cached_prefix.token_ids, prompt])
     if not len(prompt):
-        raise InputError("the file names no token to start from: export the model with special={'start': [id], …}")
-    prefix = _prefix(inputs, settings)
-    first = (
-        [settings.forced_bos_token_id] if settings.forced_bos_token_id is not None and len(prefix) else []
-    )  # else it is a rule
-    prompt = np.concatenate([prompt, first, prefix]).astype(np.int64)
-    held = manifest.max_length
-    if len(prompt) >= held:
-        so_far = f", with the {len(base.ids)} before it," if base is not None else ""
         raise InputError(
-            f"the input{so_far} is {len(prompt)} tokens long and the model holds {held}, what it generates included"
+            "the file names no token to start from: export the model with special_tokens={'bos_token_id': id, …}"
         )
-    most = held - len(prompt)
+    prefix = _forced_prefix(inputs, settings)
+    bos = (
+        [settings.forced_bos_token_id] if settings.forced_bos_token_id is not None and len(prefix) else []
+    )  # without a prefix, a rule forces the id
+    prompt = np.concatenate([prompt, bos, prefix]).astype(np.int64)
+    max_length = manifest.max_length
+    if len(prompt) >= max_length:
+        with_prefix = f", with the {len(cached_prefix.token_ids)} before it," if cached_prefix is not None else ""
+        raise InputError(
+            f"the input{with_prefix} is {len(prompt)} tokens long and the model holds {max_length}, what it "
+            f"generates included"
+        )
+    max_tokens = max_length - len(prompt)
     if settings.max_new_tokens is not None:
-        most = min(most, settings.max_new_tokens)
-    return Request(index, sources, prompt, most, len(first) + len(prefix), base)
+        max_tokens = min(max_tokens, settings.max_new_tokens)
+    return Request(index, sources, prompt, max_tokens, len(bos) + len(prefix), cached_prefix)
 
 
-def _prefix(inputs: Inputs, settings: Settings) -> Ints:
-    """The ids that a result is to begin with."""
+def _forced_prefix(inputs: Inputs, settings: Settings) -> Ints:
+    """Return the ids with which a result must begin."""
     if not settings.forced_prefix:
         return np.zeros(0, np.int64)
     prefix = settings.forced_prefix
-    return inputs.ids(inputs.step, prefix if isinstance(prefix, str) else list(prefix), special=False)
+    return inputs.ids(inputs.step, prefix if isinstance(prefix, str) else list(prefix), add_special_tokens=False)

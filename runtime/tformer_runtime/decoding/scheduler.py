@@ -1,8 +1,9 @@
-"""Continuous batching: many tasks in one batch that others join as soon as there is room.
+"""Continuous batching: many tasks in one batch, which other tasks join as soon as there is room.
 
-Each step feeds every row the token that was chosen for it, and chooses the next. It ends there, so that a token is told
-before the model reads it. Tasks that are over leave at once, and tasks that wait take their rows: they are encoded and
-their prompts are read on their own, then they join. A task's result is its own, whoever is beside it.
+Each step feeds every row the token that was chosen for it, and chooses the next token. The step ends there, so that a
+token is returned before the model reads it. Finished tasks leave at once, and waiting tasks take their rows: they are
+encoded and their prompts are read separately, then they join. The result of a task does not depend on the other tasks
+of the batch.
 """
 
 from __future__ import annotations
@@ -19,359 +20,377 @@ from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError
 from tformer_runtime.decoding.beam_search import BeamSearch
+from tformer_runtime.decoding.row_placement import is_identity, place_rows
 from tformer_runtime.decoding.sampling import Guess
-from tformer_runtime.decoding.sequence import Search, Task, in_place, placed
-from tformer_runtime.decoding.token_search import RowSearch
-from tformer_runtime.engine.memory_budget import Budget, Share, never_fits
-from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.decoding.sequence import SequenceSearch, SequenceTask
+from tformer_runtime.decoding.token_search import TokenSearch
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare, never_fits_error
+from tformer_runtime.engine.step_outputs import StepHistory
 
-ROWS = 32  # that are decoded at once
-LATE = "the deadline passed before the request was finished"
-POSITIONS = MappingProxyType({"cpu": 4096, "cuda": 16384})
-"""Device → of prompts and sources, padded, that are computed at once before the first token.
+MAX_BATCH_ROWS = 32
+DEADLINE_MESSAGE = "the deadline passed before the request was finished"
+MAX_PREFILL_POSITIONS = MappingProxyType({"cpu": 4096, "cuda": 16384})
+"""Device → the maximum number of padded prompt and source positions that one call computes before the first token.
 
-More are no faster on two cores, and what attention writes grows with them: eight prompts of 1,024 tokens took a decoder
-of 134 M in float32 8.5 s with 200 MB of scores, at 4,096 positions, and 10 s with 400 MB at once; 32 sources of 128
-took an encoder-decoder of 60 M in int8 0.4 s at 1,024 as at 4,096."""
+More positions are no faster, and the memory of attention scores grows with them: docs/design/kernels.md."""
 
 
-class Rows(Protocol):
-    """What decoding needs of a model: some rows, and what they have cached."""
+class RunningBatch(Protocol):
+    """Rows of a model and their caches."""
 
     def step(self, tokens: Ints) -> F32 | DeviceLogits:
-        """Feed (rows, 1) tokens; logits (rows, vocabulary), which the next step overwrites."""
+        """Feed (rows, 1) tokens. Return logits (rows, vocabulary), which the next step overwrites."""
 
     def reorder(self, rows: Ints) -> None:
-        """Row i becomes what row rows[i] was; rows may repeat, be fewer or be more."""
+        """Row i becomes row rows[i]. Rows may repeat, and there may be fewer or more of them."""
 
     def requests(self) -> Ints | None:
-        """(rows,) numbers, equal for rows that are best beside each other; None if it does not matter."""
+        """Return (rows,) numbers that are equal for rows that should be neighbours; None if places do not matter."""
 
     def join(self, other: Any) -> None:
-        """Append the other's rows; it is of no more use then."""
+        """Append the rows of another batch, which cannot be used afterwards."""
 
     def fit(self) -> bool:
-        """Give back memory that is not used now. False if that is nothing to speak of."""
+        """Release unused memory. Return False if there is not enough of it to matter."""
 
-    def trails(self) -> list[Trail] | None:
-        """What was recorded of each row up to the latest step, if anything is."""
+    def histories(self) -> list[StepHistory] | None:
+        """Return the extra outputs of each row up to the latest step; None if none are recorded."""
 
     def guesses(self) -> list[Guess | None] | None:
-        """What was read ahead of each row, if anything is: the logits after it, if it comes, cost no step."""
-
-    def release(self) -> None:
-        """Give the memory back."""
-
-
-class Model(Protocol):
-    """What starts rows."""
-
-    def begin(self, tasks: Sequence[Task]) -> tuple[Rows, F32]:
-        """A row for each task, which has read its prompt, and the logits (rows, vocabulary) after it.
-
-        Raises if a task cannot be run; which one, is found by trying each alone.
+        """Return the guess for each row in speculative decoding. If the guess comes true, the next logits cost
+        no step.
         """
 
-    def need(self, running: Sequence[Task], coming: Sequence[Task], rows: Any = None) -> int:
-        """The most bytes that tasks may come to hold as rows of one batch. rows: those of the running ones."""
+    def release(self) -> None:
+        """Release the memory."""
+
+
+class BatchStarter(Protocol):
+    """Starts tasks as rows of a batch."""
+
+    def begin(self, tasks: Sequence[SequenceTask]) -> tuple[RunningBatch, F32]:
+        """Return a row for each task, which has read its prompt, and the logits (rows, vocabulary) after it.
+
+        Raise an error if a task cannot be run. To find this task, try each task alone.
+        """
+
+    def bytes_needed(self, running: Sequence[SequenceTask], coming: Sequence[SequenceTask], rows: Any = None) -> int:
+        """Return the maximum number of bytes of tasks in one batch. rows: of the running tasks."""
 
 
 class Scheduler:
-    """Tasks in, finished tasks out. To be used by one thread at a time.
+    """Decodes tasks in a batch. One thread at a time may use a scheduler.
 
-    Memory: that of the rows that are alive, in buffers of at most four times their need. A step costs the model's
-    step, one or two passes over the logits, and some microseconds a row.
+    The memory is that of the running rows, in buffers of at most four times their need. A step costs the step of the
+    model, one or two passes over the logits, and some microseconds for each row.
     """
 
     def __init__(
-        self, model: Model, rows: int = ROWS, positions: int = POSITIONS["cpu"], memory: Share | None = None
+        self,
+        model: BatchStarter,
+        rows: int = MAX_BATCH_ROWS,
+        positions: int = MAX_PREFILL_POSITIONS["cpu"],
+        memory: MemoryShare | None = None,
     ) -> None:
-        """rows: decoded at once. positions: computed at once before first tokens. memory: what tasks may hold."""
-        self._model, self._most_rows, self._positions = model, rows, positions
-        self.memory = memory or Budget().share()
-        self._waiting: deque[Task] = deque()
-        self._searches: dict[object, Search] = {}
-        self._places: dict[object, Ints] = {}  # the batch's row of each of a search's rows
-        self._rows: Rows | None = None
-        self._logits: F32 | DeviceLogits | None = None  # of the rows, until tokens are chosen by them
-        self._tokens: Ints | None = None  # (rows, 1), chosen, until the rows have read them
-        self._running: dict[Task, None] = {}
-        self._over: list[Task] = []  # not yet told of
-        self._dropped = False
+        """rows: the maximum number of rows of the batch.
+        positions: the maximum number of positions that are computed in one call before the first tokens.
+        memory: the share of the memory budget that the tasks use.
+        """
+        self._starter, self._max_rows, self._positions = model, rows, positions
+        self.memory = memory or MemoryBudget().new_share()
+        self._waiting: deque[SequenceTask] = deque()
+        self._searches: dict[object, SequenceSearch] = {}
+        self._places: dict[object, Ints] = {}  # search → the row of the batch for each of its rows
+        self._rows: RunningBatch | None = None
+        self._logits: F32 | DeviceLogits | None = None  # of the rows, until tokens are chosen
+        self._tokens: Ints | None = None  # (rows, 1) chosen tokens, until the model has read them
+        self._running: dict[SequenceTask, None] = {}
+        self._finished: list[SequenceTask] = []  # tasks that no step has returned yet
+        self._has_cancelled_rows = False
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def running(self) -> list[Task]:
+    def running(self) -> list[SequenceTask]:
         return list(self._running)
 
     @property
-    def wants_more(self) -> bool:
-        """Whether it has fewer tasks than it could admit at its next step."""
+    def accepts_tasks(self) -> bool:
+        """Whether fewer tasks wait than the next step could admit."""
         waiting = sum(task.width for task in self._waiting)
-        return waiting < max(self._most_rows - sum(task.width for task in self._running), self._most_rows // 4, 1)
+        return waiting < max(self._max_rows - sum(task.width for task in self._running), self._max_rows // 4, 1)
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running and not self._over
+        return not self._waiting and not self._running and not self._finished
 
     @property
-    def stalled(self) -> bool:
-        """Whether, after a step, nothing runs because others hold the memory that it would need."""
-        return bool(self._waiting) and not self._running and not self._over
+    def waits_for_memory(self) -> bool:
+        """Whether, after a step, no task runs because other requests hold the memory."""
+        return bool(self._waiting) and not self._running and not self._finished
 
-    def submit(self, task: Task) -> None:
-        """Let a task wait for its turn. MemoryBudgetError if it can never fit, with what it would need."""
+    def submit(self, task: SequenceTask) -> None:
+        """Queue a task. Raise MemoryBudgetError, with the number of bytes, if the task can never fit into the
+        memory.
+        """
         limit = self.memory.limit
-        if limit is not None and (need := self._model.need((), [task])) > limit:
-            raise never_fits(need, limit)
+        if limit is not None and (need := self._starter.bytes_needed((), [task])) > limit:
+            raise never_fits_error(need, limit)
         self._waiting.append(task)
 
-    def cancel(self, task: Task, error: Exception) -> None:
-        """End a task with an error; its rows are free at once."""
-        if not task.over:
+    def cancel(self, task: SequenceTask, error: Exception) -> None:
+        """End a task with an error. Its rows are free at once."""
+        if not task.finished:
             task.error = error
-            self._dropped = True
+            self._has_cancelled_rows = True
             if task in self._waiting:
                 self._waiting.remove(task)
-                self._over.append(task)
+                self._finished.append(task)
 
-    def step(self, come: Callable[[], object] | None = None) -> list[Task]:
-        """One token more for every row; returns the tasks that are over.
+    def step(self, poll: Callable[[], object] | None = None) -> list[SequenceTask]:
+        """Decode one token for every row. Return the finished tasks.
 
-        The model reads the tokens of the step before, and the next are chosen. come: is called between the two, to
-        submit and cancel what has come while the model was running.
-        Where nothing runs, for want of memory that others hold, it waits for that, or does nothing (`Share`).
+        The model reads the tokens of the step before, and the next tokens are chosen. poll: called between the two, to
+        submit and cancel tasks that changed while the model was running. If no task runs because other requests hold
+        the memory, the step waits for memory, or does nothing (`MemoryShare.blocking`).
         """
-        self._leave()
+        self._remove_ended()
         if self._tokens is not None:
-            self._read()
-            if come is not None:
-                come()
-            self._leave()
+            self._run_model()
+            if poll is not None:
+                poll()
+            self._remove_ended()
         self._admit()
         if self._logits is not None:
             self._choose()
-        self._take_out()
+        self._remove_finished()
         if not self._running:
             self.release()
-        over, self._over = self._over, []
-        for task in over:
-            task.ended = task.ended or time.monotonic()
-        return over
+        finished, self._finished = self._finished, []
+        for task in finished:
+            task.ended_at = task.ended_at or time.monotonic()
+        return finished
 
-    def turn(self, come: Callable[[], object] | None = None) -> list[Task]:
-        """A step that raises nothing: what no single task did ends all that run, as they have lost their rows."""
+    def step_or_fail(self, poll: Callable[[], object] | None = None) -> list[SequenceTask]:
+        """Step without raising an error. An error that belongs to no single task ends all tasks, which have lost their
+        rows.
+        """
         try:
-            return self.step(come)
+            return self.step(poll)
         except BaseException as error:
             return self.fail(error)
 
-    def fail(self, error: BaseException) -> list[Task]:
-        """End every task with an error, after a step that raised; those that were through before keep their result."""
-        over = [*self._waiting, *self._running, *self._over]
-        for task in over:
-            if not task.over:
+    def fail(self, error: BaseException) -> list[SequenceTask]:
+        """End every task with an error, after a step that raised it. Tasks that were finished before keep
+        their result.
+        """
+        tasks = [*self._waiting, *self._running, *self._finished]
+        for task in tasks:
+            if not task.finished:
                 task.error = error
-            task.ended = task.ended or time.monotonic()
+            task.ended_at = task.ended_at or time.monotonic()
         self._waiting.clear()
         self._running.clear()
-        self._over = []
+        self._finished = []
         self.release()
-        self.memory.leave()
-        return over
+        self.memory.withdraw()
+        return tasks
 
     def release(self) -> None:
-        """Give the memory back, when nothing runs."""
+        """Release the memory when no task runs."""
         if self._rows is not None:
             self._rows.release()
         self._rows = self._logits = self._tokens = None
         self._searches.clear()
         self._places.clear()
-        self.memory.end()
+        self.memory.release_reservation()
 
-    def _leave(self) -> None:
-        """Tasks that are late or were cancelled run no longer."""
-        self._expire()
-        if self._dropped:
-            self._drop()
-        self._take_out()
+    def _remove_ended(self) -> None:
+        """Remove tasks that are late or cancelled."""
+        self._cancel_late()
+        if self._has_cancelled_rows:
+            self._drop_cancelled_rows()
+        self._remove_finished()
 
-    def _take_out(self) -> None:
-        """Tasks that are over run no longer."""
-        over = [task for task in self._running if task.over]
-        for task in over:
+    def _remove_finished(self) -> None:
+        """Remove finished tasks."""
+        finished = [task for task in self._running if task.finished]
+        for task in finished:
             del self._running[task]
-        self._over += over
+        self._finished += finished
 
-    def _expire(self) -> None:
+    def _cancel_late(self) -> None:
         now = time.monotonic()
         for task in [*self._waiting, *self._running]:
-            if task.deadline is not None and now > task.deadline and not task.over:
-                self.cancel(task, DeadlineError(LATE))
+            if task.deadline is not None and now > task.deadline and not task.finished:
+                self.cancel(task, DeadlineError(DEADLINE_MESSAGE))
 
-    def _drop(self) -> None:
-        """Take the rows of cancelled tasks out, before or after the model has read the tokens that were chosen."""
-        self._dropped = False
+    def _drop_cancelled_rows(self) -> None:
+        """Remove the rows of cancelled tasks, before or after the model has read the chosen tokens."""
+        self._has_cancelled_rows = False
         if self._rows is None:
             return
-        left = []
+        rows_left = []
         for key, search in list(self._searches.items()):
-            stays = search.drop(lambda task: task.over)
+            stays = search.drop(lambda task: task.finished)
             self._places[key] = self._places[key][stays]
-            left.append(self._places[key])
-        kept = np.sort(np.concatenate(left))
-        count = self._count
-        if len(kept) == count:
+            rows_left.append(self._places[key])
+        kept_rows = np.sort(np.concatenate(rows_left))
+        count = self._num_rows
+        if len(kept_rows) == count:
             return
-        if not len(kept):
+        if not len(kept_rows):
             self.release()
             return
-        places, order = placed(kept, self._rows.requests())
-        where = np.zeros(count, np.int64)
-        where[kept] = places
+        places, order = place_rows(kept_rows, self._rows.requests())
+        new_rows = np.zeros(count, np.int64)
+        new_rows[kept_rows] = places
         if self._tokens is not None:
             self._tokens = self._tokens[order]
         elif self._logits is not None:
-            self._logits = self._logits[order]  # while it is where it was made
+            self._logits = self._logits[order]  # before the rows of the model move
         self._rows.reorder(order)
-        self._places = {key: where[old] for key, old in self._places.items()}
+        self._places = {key: new_rows[old] for key, old in self._places.items()}
 
     @property
-    def _count(self) -> int:
-        """How many rows there are."""
-        held = self._logits if self._tokens is None else self._tokens
-        return 0 if held is None else len(held)
+    def _num_rows(self) -> int:
+        """The number of rows."""
+        row_values = self._logits if self._tokens is None else self._tokens
+        return 0 if row_values is None else len(row_values)
 
     def _admit(self) -> None:
-        """Begin tasks that wait, in their order, if enough rows are free for it to pay."""
+        """Start waiting tasks, in their order, if enough rows are free for it to pay."""
         if not self._waiting:
-            self.memory.leave()
+            self.memory.withdraw()
             return
-        used = sum(task.width for task in self._running)
-        free = self._most_rows - used
-        if used and free < min(self._most_rows // 4, sum(t.width for t in self._waiting)):
+        used_rows = sum(task.width for task in self._running)
+        free_rows = self._max_rows - used_rows
+        if used_rows and free_rows < min(self._max_rows // 4, sum(t.width for t in self._waiting)):
             return
-        batch: list[Task] = []
-        longest = 0
+        batch: list[SequenceTask] = []
+        max_positions = 0
         while self._waiting:
             task = self._waiting[0]
-            longest = max(longest, task.size)
-            first = not batch and not used
-            if (not first and free < task.width) or (batch and (len(batch) + 1) * longest > self._positions):
+            max_positions = max(max_positions, task.prefill_positions)
+            first = not batch and not used_rows
+            if (not first and free_rows < task.width) or (batch and (len(batch) + 1) * max_positions > self._positions):
                 break
             try:
-                if not self._promised([*batch, task], idle=first):
+                if not self._reserve_memory([*batch, task], idle=first):
                     break
                 batch.append(task)
-                free -= task.width
-            except MemoryBudgetError as error:  # it does not fit beside what is kept
+                free_rows -= task.width
+            except MemoryBudgetError as error:  # it does not fit next to persistent shares
                 task.error = error
-                self._over.append(task)
+                self._finished.append(task)
             self._waiting.popleft()
         if batch:
             self._running |= dict.fromkeys(batch)
             self._begin(batch)
 
-    def _promised(self, coming: Sequence[Task], idle: bool) -> bool:
-        """Whether there will be memory for tasks beside those that run, to their end."""
+    def _reserve_memory(self, coming: Sequence[SequenceTask], idle: bool) -> bool:
+        """Reserve memory for new tasks together with the running tasks. Return False if it is not free now."""
         if self.memory.limit is None:
             return True
-        if self.memory.ask(self._model.need(self.running, coming, self._rows), idle):
+        if self.memory.reserve(self._starter.bytes_needed(self.running, coming, self._rows), idle):
             return True
         if self._rows is None or not self._rows.fit():
             return False
-        return self.memory.ask(self._model.need(self.running, coming, self._rows), idle)
+        return self.memory.reserve(self._starter.bytes_needed(self.running, coming, self._rows), idle)
 
-    def _begin(self, tasks: Sequence[Task]) -> None:
+    def _begin(self, tasks: Sequence[SequenceTask]) -> None:
         try:
-            rows, logits = self._model.begin(tasks)
+            rows, logits = self._starter.begin(tasks)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].error = error
                 return
-            for task in tasks:  # one that fails, fails alone
+            for task in tasks:  # so that only the task with the error fails
                 self._begin([task])
             return
-        first = self._count
+        first = self._num_rows
         if self._rows is None or self._logits is None:
             self._rows, self._logits = rows, logits
         else:
-            kept = self._logits.copy()
+            old_logits = self._logits.copy()
             try:
                 self._rows.join(rows)
             except BaseException:
                 rows.release()
                 raise
-            self._logits = np.concatenate([kept, logits])
-        alike: dict[object, list[int]] = {}
+            self._logits = np.concatenate([old_logits, logits])
+        task_numbers: dict[object, list[int]] = {}
         for i, task in enumerate(tasks):
-            alike.setdefault(_kind(task), []).append(i)
-        for key, numbers in alike.items():
+            task_numbers.setdefault(_kind(task), []).append(i)
+        for key, members in task_numbers.items():
             if key not in self._searches:
-                self._searches[key] = BeamSearch() if key else RowSearch()
+                self._searches[key] = BeamSearch() if key else TokenSearch()
                 self._places[key] = np.zeros(0, np.int64)
-            self._searches[key].add([tasks[i] for i in numbers])
-            self._places[key] = np.concatenate([self._places[key], first + np.array(numbers)])
+            self._searches[key].add([tasks[i] for i in members])
+            self._places[key] = np.concatenate([self._places[key], first + np.array(members)])
 
-    def _read(self) -> None:
-        """Have the model read the tokens that were chosen."""
+    def _run_model(self) -> None:
+        """Run the model on the chosen tokens."""
         assert self._rows is not None
         assert self._tokens is not None
         self._logits = self._rows.step(self._tokens)
         self._tokens = None
 
     def _choose(self) -> None:
-        """Choose the rows' next tokens by their logits, and put the rows that go on in their places."""
+        """Choose the next tokens of the rows, and move the rows that continue to their places."""
         assert self._rows is not None
         assert self._logits is not None
-        trails, guesses = self._rows.trails(), self._rows.guesses()
+        histories, guesses = self._rows.histories(), self._rows.guesses()
         parents, tokens, widths = [], [], []
         for key, search in self._searches.items():
-            own = self._places[key]
-            logits = self._logits if in_place(own, len(self._logits)) else self._logits[own]
-            numbers = own.tolist()
+            search_rows = self._places[key]
+            logits = self._logits if is_identity(search_rows, len(self._logits)) else self._logits[search_rows]
+            numbers = search_rows.tolist()
             continued, new = search.advance(
-                logits, trails and [trails[i] for i in numbers], guesses and [guesses[i] for i in numbers]
+                logits, histories and [histories[i] for i in numbers], guesses and [guesses[i] for i in numbers]
             )
-            parents.append(own[continued])
+            parents.append(search_rows[continued])
             tokens.append(new)
             widths.append(len(new))
         now = time.monotonic()
         for task in self._running:
-            task.first = task.first or now
-            if task.over:
-                task.ended = now
-        if len(tokens) == 1 and in_place(parents[0], len(self._logits)):  # as at most steps: all rows go on as they are
+            task.first_token_at = task.first_token_at or now
+            if task.finished:
+                task.ended_at = now
+        if len(tokens) == 1 and is_identity(parents[0], len(self._logits)):  # frequent: all rows continue in place
             self._places = dict.fromkeys(self._searches, parents[0])
             self._logits, self._tokens = None, tokens[0][:, None]
             return
-        every = np.concatenate(parents)
-        if not len(every):
+        all_parents = np.concatenate(parents)
+        if not len(all_parents):
             self.release()
             return
-        if in_place(every, len(self._logits)):
-            places = every
+        if is_identity(all_parents, len(self._logits)):
+            places = all_parents
         else:
-            places, order = placed(every, self._rows.requests())
+            places, order = place_rows(all_parents, self._rows.requests())
             self._rows.reorder(order)
-        fed = np.empty((len(every), 1), np.int64)
-        fed[places, 0] = np.concatenate(tokens)
+        next_tokens = np.empty((len(all_parents), 1), np.int64)
+        next_tokens[places, 0] = np.concatenate(tokens)
         ends = np.cumsum(widths)
         for key, end, width in zip(list(self._searches), ends, widths, strict=True):
-            own = places[end - width : end]
-            order = own.argsort()
-            self._places[key] = own[order]
+            search_rows = places[end - width : end]
+            order = search_rows.argsort()
+            self._places[key] = search_rows[order]
             if not width:
                 del self._searches[key], self._places[key]
-            elif not in_place(order, width):  # rows in the batch's order: logits need not be put in the search's
+            elif not is_identity(
+                order, width
+            ):  # the search takes the order of the batch, so that logits need not be reordered
                 self._searches[key].renumber(order.argsort())
-        self._logits, self._tokens = None, fed
+        self._logits, self._tokens = None, next_tokens
 
 
-def _kind(task: Task) -> object:
-    """Tasks of one kind are advanced together: beams of a number, or rows that are each their own."""
+def _kind(task: SequenceTask) -> object:
+    """Return the kind of a task: tasks of one kind are advanced together. All tasks without beams are of one kind, and
+    beam search has a kind for each number of beams.
+    """
     settings = task.settings
     return (settings.num_beams, settings.num_beam_groups) if settings.beams else 0

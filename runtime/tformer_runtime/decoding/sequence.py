@@ -1,15 +1,14 @@
-"""What every way of decoding shares: the task, what ends a sequence, and how rows find their places.
+"""Tasks of the search: the state of a request while it is decoded, and the interface of a search.
 
-Nothing here knows of files and sessions. A search holds the rows of some tasks. It is given logits for them, chooses
-the next tokens, and says which row each continues; a row counts for itself, so what it yields does not depend on the
-rows beside it. Tasks may come at any step (`scheduler.py`), with prompts of any lengths.
+This module knows no files and no sessions. A search holds rows of some tasks. It gets the logits of the rows, chooses
+the next tokens, and returns the row that each of them continues. The result of a row does not depend on the other rows.
+Tasks may join at any step (`scheduler.py`), with prompts of any lengths.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -18,10 +17,10 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.decoding.constraints import Guide
-from tformer_runtime.decoding.logit_rules import Rule, forbidden_by
+from tformer_runtime.decoding.logit_rules import Rule, forbidden_ids
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sampling import Guess
-from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.engine.step_outputs import StepHistory
 
 if TYPE_CHECKING:
     from tformer_runtime.engine.state import State
@@ -33,7 +32,7 @@ Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities,
 
 
 class Token(NamedTuple):
-    """A generated token. copy: which of the task's samples it belongs to. finish: set on the last."""
+    """A generated token. copy: the number of the sample of the task. finish: set for the last token."""
 
     copy: int
     id: int
@@ -43,9 +42,11 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A complete sequence of generated ids, the end token included.
+    """A complete sequence of generated ids, with the end token.
 
-    score: Σ logprobs / length ** length_penalty. alternatives: at each position, if they were asked for.
+    score: Σ logprobs / length ** length_penalty.
+    alternatives: of each position, if the options ask for them.
+    history: the extra outputs of its steps.
     """
 
     ids: tuple[int, ...]
@@ -53,98 +54,105 @@ class Hypothesis:
     score: float
     finish: FinishReason
     alternatives: tuple[Alternatives, ...] = ()
-    trail: Trail | None = None
+    history: StepHistory | None = None
 
 
 @dataclass(eq=False)
-class Task:
-    """One request while it is decoded.
+class SequenceTask:
+    """One request while it is decoded. Times are by `time.monotonic`.
 
-    index: its number, which samples are seeded by. prompt: the decoder's ids before the first generated one, of which
-        the last `given` are a prefix that the result begins with; given_logprobs, given_alternatives: of these. base: a
-        state of one row that has read the first ids of the prompt. most: how many ids may be generated.
-    stopped: makes a test that is told each of a row's ids and says whether the text has come to a stop string; cuts:
-        the same of all generated ids at once, for beams.
-    listen: told of each token of greedy decoding and sampling as it is chosen.
-    encoded: what encode gave besides. deadline: when it is to be over. began, first, ended: when it was given, had its
-        first token, and was over; all by `time.monotonic`.
-    guessed, accepted: how many tokens were read ahead, and how many of them came.
-    found: the hypotheses, best first, once it is over. error: what ended it instead.
+    index: its number, which is part of the seed of samples.
+    prompt: the decoder's ids before the first generated id.
+    max_tokens: the maximum number of ids to generate.
+    stop_checker: makes a function for a row. The function takes each generated id, and returns True when the text of
+        the row has a stop string.
+    truncates_text: returns whether the text of all generated ids has a stop string, for beams.
+    on_token: called with each token of greedy decoding and sampling when it is chosen.
+    prefix_tokens: the number of last ids of the prompt with which the result begins.
+    prefix_logprobs, prefix_alternatives: of these ids.
+    prefix_state: a state of one row that has read the first ids of the prompt.
+    encoder_outputs: extra outputs of the encoder.
+    deadline: the time at which the task must be finished.
+    started_at, first_token_at, ended_at: when the request was made, had its first token, and was finished.
+    guessed, accepted: the number of guessed tokens, and the number of guesses that came true.
+    hypotheses: of the finished task, best first.
+    error: the error that ended the task.
     """
 
     index: int
     prompt: Ints
-    most: int
+    max_tokens: int
     settings: Settings
-    ends: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
     rules: Sequence[Rule] = ()
     guide: Guide | None = None
-    stopped: Callable[[], Callable[[int], bool]] | None = None
-    cuts: Callable[[Sequence[int]], bool] | None = None
-    listen: Callable[[Token], None] | None = None
+    stop_checker: Callable[[], Callable[[int], bool]] | None = None
+    truncates_text: Callable[[Sequence[int]], bool] | None = None
+    on_token: Callable[[Token], None] | None = None
     sources: Mapping[str, Array] = field(default_factory=dict)
-    given: int = 0
-    given_logprobs: tuple[float, ...] = ()
-    given_alternatives: tuple[Alternatives, ...] = ()
-    base: State | None = None
-    encoded: Mapping[str, Array] = field(default_factory=dict)
+    prefix_tokens: int = 0
+    prefix_logprobs: tuple[float, ...] = ()
+    prefix_alternatives: tuple[Alternatives, ...] = ()
+    prefix_state: State | None = None
+    encoder_outputs: Mapping[str, Array] = field(default_factory=dict)
     deadline: float | None = None
-    began: float = field(default_factory=time.monotonic)
-    first: float = 0.0
-    ended: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
     guessed: int = 0
     accepted: int = 0
-    found: list[Hypothesis] | None = None
+    hypotheses: list[Hypothesis] | None = None
     error: BaseException | None = None
 
     @property
-    def unread(self) -> Ints:
-        """The ids of the prompt that its base has not read."""
-        return self.prompt if self.base is None else self.prompt[int(self.base.lengths[0]) :]
+    def unread_prompt(self) -> Ints:
+        """The ids of the prompt that `prefix_state` has not read."""
+        return self.prompt if self.prefix_state is None else self.prompt[int(self.prefix_state.lengths[0]) :]
 
     @property
     def prefix(self) -> Ints:
-        """The ids that the result begins with."""
-        return self.prompt[len(self.prompt) - self.given :]
+        """The ids with which the result begins."""
+        return self.prompt[len(self.prompt) - self.prefix_tokens :]
 
     @property
-    def size(self) -> int:
-        """How many positions are to be computed before the first token: what batches are packed by."""
-        return len(self.unread) + sum(len(array) for array in self.sources.values())
+    def prefill_positions(self) -> int:
+        """The positions that are computed before the first token. Batches are packed by it."""
+        return len(self.unread_prompt) + sum(len(array) for array in self.sources.values())
 
     @property
     def width(self) -> int:
-        """The rows that it takes."""
+        """The maximum number of rows of the task."""
         return self.settings.width
 
     @property
-    def longest(self) -> int:
-        """How many of the decoder's ids a row comes to."""
-        return len(self.prompt) + self.most
+    def max_positions(self) -> int:
+        """The maximum number of ids of a row: prompt and generated ids."""
+        return len(self.prompt) + self.max_tokens
 
     @property
-    def over(self) -> bool:
-        return self.found is not None or self.error is not None
+    def finished(self) -> bool:
+        return self.hypotheses is not None or self.error is not None
 
-    def reason(self, token: int, length: int, stopped: bool) -> FinishReason | None:
-        """Why a sequence of `length` generated ids, of which `token` is the last, ends; None if it goes on."""
-        if token in self.ends:
+    def finish_reason(self, token: int, length: int, stopped: bool) -> FinishReason | None:
+        """Return why a sequence of `length` generated ids, with `token` as the last, ends; None if it continues."""
+        if token in self.end_ids:
             return "end"
-        return "stop" if stopped else "length" if length >= self.most else None
+        return "stop" if stopped else "length" if length >= self.max_tokens else None
 
-    def complete(self, guide: Guide | None) -> bool:
-        """Whether a text is what its grammar asks for, whole, and the model has no end token to say so."""
-        return guide is not None and not self.ends and guide.over
+    def is_complete(self, guide: Guide | None) -> bool:
+        """Return whether a constrained text is complete and the model has no end token for it."""
+        return guide is not None and not self.end_ids and guide.must_end
 
-    def forbidden(self, ids: Ints) -> Ints | None:
-        """Ids that may not come next in a row, where its rules ask for nothing else; None where they, or a grammar,
-        do: then `ruled` tells."""
-        return None if self.guide is not None else forbidden_by(self.rules, ids, len(self.prompt))
+    def forbidden_ids(self, ids: Ints) -> Ints | None:
+        """Return the ids that may not be the next token of a row; None if rules or a grammar do more than forbid ids.
+        Then use `apply_rules`.
+        """
+        return None if self.guide is not None else forbidden_ids(self.rules, ids, len(self.prompt))
 
-    def ruled(self, ids: Ints, guide: Guide | None, scores: F32) -> F32:
-        """The scores of a row's next token, as its rules and its grammar leave them: -inf for what may not come.
+    def apply_rules(self, ids: Ints, guide: Guide | None, scores: F32) -> F32:
+        """Return the scores of a row's next token after rules and grammar; -inf forbids a token.
 
-        Where a grammar lets the text only end, it ends, whatever the rules say.
+        If a grammar allows only the end of the text, the text ends, whatever the rules forbid.
         """
         if not self.rules and guide is None:
             return scores
@@ -153,120 +161,50 @@ class Task:
             rule(ids, len(self.prompt), ruled)
         if guide is not None:
             guide.mask(ruled)
-            if ruled.max() == -np.inf and guide.over:
+            if ruled.max() == -np.inf and guide.must_end:
                 np.copyto(ruled, scores)
                 guide.mask(ruled)
         return ruled
 
 
-class Search(Protocol):
-    """Tasks that are decoded together. Rows are counted within the search."""
+class SequenceSearch(Protocol):
+    """Tasks that are decoded together. Row numbers count within the search."""
 
-    tasks: list[Task]
+    tasks: list[SequenceTask]
 
     @property
     def width(self) -> int:
-        """How many rows of logits `advance` takes."""
+        """The number of rows of logits that `advance` takes."""
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        """Take tasks; each has one row in the next logits, behind those that are there."""
+    def add(self, tasks: Sequence[SequenceTask]) -> None:
+        """Add tasks. Each gets one row in the next logits, after the existing rows."""
 
-    def drop(self, over: Callable[[Task], bool]) -> Ints:
-        """Forget tasks between two steps; returns the rows that stay."""
+    def drop(self, over: Callable[[SequenceTask], bool]) -> Ints:
+        """Remove tasks between two steps. Return the rows that stay."""
 
     def renumber(self, rows: Ints) -> None:
-        """Row i of the next logits is row rows[i] of them instead."""
+        """Row i of the search becomes row rows[i] of the next logits."""
 
     def advance(
-        self, logits: F32 | DeviceLogits, trails: Sequence[Trail] | None, guesses: Sequence[Guess | None] | None
+        self,
+        logits: F32 | DeviceLogits,
+        histories: Sequence[StepHistory] | None,
+        guesses: Sequence[Guess | None] | None,
     ) -> tuple[Ints, Ints]:
-        """Choose: for each row to come, the row that it continues, and its token (both (rows,)).
+        """Choose the next tokens. Return the row that each new row continues, and its token; both are (rows,).
 
-        logits: (width, vocabulary), unchanged when it returns. trails: what was recorded of each row, if anything is.
-        guesses: what was read ahead of each, if anything is.
+        logits: (width, vocabulary), unchanged on return.
+        histories: the extra outputs of each row, if any are recorded.
+        guesses: the guess for each row, in speculative decoding.
         """
 
 
-def in_place(rows: Ints, count: int) -> bool:
-    """Whether rows are all of `count`, each where it is."""
-    return len(rows) == count and bool((rows == np.arange(count)).all())
-
-
-def placed(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]:
-    """Places for rows that continue others, so that few must be copied.
-
-    parents: (n,) which of the present rows each continues. requests: a number for each present row. Rows that continue
-    those of one number are placed beside each other, if there are as many of each; else, and without numbers, anywhere.
-    Returns for each row its place among 0 … n-1, and for each place the present row that it continues. A child takes
-    its parent's place where it can.
-    """
-    places = _places(parents)
-    if requests is not None:
-        _, first, block, sizes = np.unique(
-            requests[parents], return_index=True, return_inverse=True, return_counts=True
-        )
-        size = int(sizes[0])
-        if size > 1 and bool((sizes == size).all()):
-            blocks = _places(parents[first] // size)
-            places = _places(parents, size, blocks[block])
-    order = np.empty(len(parents), np.int64)
-    order[places] = parents
-    return places, order
-
-
-def _places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
-    """A place for each child: its parent's, if that is one of 0 … n-1 and no earlier child has it, else one that is
-    left. blocks: the block of `size` places that each child's must be in; every block has as many children as places.
-    """
-    count = len(parents)
-    places = np.full(count, -1)
-    free = np.ones(count, np.bool_)
-    rows, firsts = np.unique(parents, return_index=True)
-    stays = rows < count if blocks is None else rows // size == blocks[firsts]
-    places[firsts[stays]] = rows[stays]
-    free[rows[stays]] = False
-    others = np.flatnonzero(places < 0)
-    if blocks is not None:
-        others = others[np.argsort(blocks[others], kind="stable")]
-    places[others] = np.flatnonzero(free)
-    return places
-
-
-@contextmanager
-def without(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) -> Iterator[None]:
-    """Within this, what each of some rows may not have next is -inf in the logits; then it is what it was.
-
-    Cost: some operations on what is forbidden, so that no row need be copied.
-    """
-    some = [(row, tokens) for row, tokens in zip(rows, forbidden, strict=True) if len(tokens)]
-    if not some:
-        yield
-        return
-    at = np.repeat([row for row, _ in some], [len(tokens) for _, tokens in some])
-    columns = np.concatenate([tokens for _, tokens in some])
-    kept = logits[at, columns]
-    logits[at, columns] = -np.inf
-    try:
-        yield
-    finally:
-        logits[at, columns] = kept
-
-
-def padded(rows: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """(rows, longest) right-padded with zeros, and the length of each."""
-    counts = np.array([len(row) for row in rows], np.int64)
-    tokens = np.zeros((len(rows), counts.max()), np.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens, counts
-
-
-def likeliest(logprobs: F32, count: int) -> Alternatives:
-    """The `count` likeliest tokens of a row, of those that may come."""
+def top_alternatives(logprobs: F32, count: int) -> Alternatives:
+    """Return the `count` likeliest tokens of a row with their log-probabilities, without forbidden tokens."""
     count = min(count, len(logprobs))
     if not count:
         return ()
-    some = np.argpartition(-logprobs, count - 1)[:count]
-    order = some[np.lexsort((some, -logprobs[some]))]
+    candidates = np.argpartition(-logprobs, count - 1)[:count]
+    order = candidates[np.lexsort((candidates, -logprobs[candidates]))]
     order = order[logprobs[order] > -np.inf]  # a shortlist may have fewer
     return tuple(zip(order.tolist(), logprobs[order].tolist(), strict=True))

@@ -1,13 +1,13 @@
-"""Stepping less: tokens are guessed, and one step of the model reads several of them.
+"""Speculative decoding: tokens are guessed, and one step of the model reads several of them.
 
 A step over a token and k guesses gives the logits after each of them, at little more than the cost of a step over one
-token. A row that reads ahead so keeps these logits; as long as the tokens that the search chooses are those that were
-guessed, it hands them out without a step. At the first that is another, it forgets what it has read beyond. The search
-sees the logits of one position after the other, as ever, so that rules, grammars, stop strings and all else hold by
-themselves, and nothing of theirs is to be taken back.
+token. A speculative row keeps these logits. As long as the search chooses the guessed tokens, the row returns the
+logits without a step. At the first other token, the row discards the positions after it. The search sees the logits of
+one position after another, as it does without guesses. So rules, grammars and stop strings need no change.
 
-Where few tokens have kernels of their own (`Decode.few_tokens`), a step with guesses stays within them: beyond,
-activations are rounded otherwise than in a step without guesses, by more than a close choice between two tokens bears.
+If a file has special kernels for small batches (`DecodeStage.small_batch_limit`), a step with guesses stays within the
+limit. Beyond it, activations are rounded differently, which can change the choice between two tokens of almost equal
+probability.
 """
 
 from __future__ import annotations
@@ -18,128 +18,131 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tformer_runtime.base.arrays import F32, Array, Ints
-from tformer_runtime.decoding.batch_rows import LiveRows, Starter
-from tformer_runtime.decoding.drafting import Drafter, Guesser, Lookup, Pace
+from tformer_runtime.decoding.batch_rows import EngineBatch, EngineStarter
+from tformer_runtime.decoding.drafting import Drafter, DraftLengthController, Guesser, PromptLookup
 from tformer_runtime.decoding.sampling import Guess
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import Share
-from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.engine.memory_budget import MemoryShare
+from tformer_runtime.engine.step_outputs import StepHistory
 
 if TYPE_CHECKING:
     from tformer_runtime.decoding.options import Settings
 
-PROMPT = "prompt"  # as a draft: what has been read and generated
-MORE = 0.1  # of a step, for each token that it reads more: 6+6 layers, d=512, 2 to 13 tokens, 0.05–0.1 fp32, 0.1 int8
-# … with kernels for few tokens: 134 M weights, two or three tokens, 0.3 int8, 0.4 int4; 0.2 in a balanced file
-MORE_OF_FEW = 0.3
+# The cost of another token in a step, relative to a step over one token (docs/design/kernels.md).
+TOKEN_COST = 0.1
+SMALL_BATCH_TOKEN_COST = 0.3  # with kernels for small batches
 
 
 def speculates(settings: Settings, rows: int) -> bool:
-    """Whether requests with these settings read ahead, in a batch of so many rows.
+    """Return whether requests with these settings speculate in a batch of `rows` rows.
 
-    It is done row by row, and several rows are faster side by side, where they give the same. Only what a draft model
-    has drawn makes samples other ones of the same distribution: so that they do not depend on the call, it always does.
+    Speculation works row by row. Batching several rows is faster and gives the same results. But sampling with a draft
+    model draws other samples from the same distribution. It always speculates, so that samples do not depend on the
+    batch.
     """
     return (
-        settings.draft is not None
+        settings.speculates
         and settings.width == 1
-        and (rows == 1 or (settings.sampling and settings.draft != PROMPT))
+        and (rows == 1 or (settings.sampling and settings.draft_model is not None))
     )
 
 
-class _Row:
-    """A row that reads ahead, of a state of its own."""
+class SpeculativeRow:
+    """A row that speculates, with a state of its own."""
 
-    def __init__(self, engine: Engine, live: LiveRows, task: Task, guesser: Guesser) -> None:
+    def __init__(self, engine: Engine, batch: EngineBatch, task: SequenceTask, guesser: Guesser) -> None:
         self._engine, self._task, self._guesser = engine, task, guesser
-        self.live = live
-        few, most = engine.decode.few_tokens, task.settings.num_draft_tokens
-        self._pace = (
-            Pace(MORE + guesser.cost, most) if few is None else Pace(MORE_OF_FEW + guesser.cost, min(most, few - 1))
+        self.batch = batch
+        batch_limit, max_guesses = engine.decode.small_batch_limit, task.settings.num_draft_tokens
+        self._draft_length = (
+            DraftLengthController(TOKEN_COST + guesser.cost, max_guesses)
+            if batch_limit is None
+            else DraftLengthController(SMALL_BATCH_TOKEN_COST + guesser.cost, min(max_guesses, batch_limit - 1))
         )
         self._kind = 0
-        self._read = int(live.state.lengths[0])  # tokens that have come
-        self._logits: Array = np.empty(0)  # after the latest token that the model was to read, and after each guess
+        self._tokens_read = int(batch.state.lengths[0])  # without guesses
+        self._logits: Array = np.empty(0)  # after the latest token, and after each guess
         self._guesses: list[Guess] = []
-        self._at = 0  # how many of them have come
+        self._accepted = 0  # guesses that came true
 
     @property
     def guess(self) -> Guess | None:
-        """The next."""
-        return self._guesses[self._at] if self._at < len(self._guesses) else None
+        """The guess for the next token."""
+        return self._guesses[self._accepted] if self._accepted < len(self._guesses) else None
 
     def step(self, token: int) -> F32:
-        """The logits after a token, (vocabulary,)."""
+        """Return the logits (vocabulary,) after a token."""
         self._guesser.take(token)
         if self.guess is not None and self.guess.token == token:
-            self._at += 1
+            self._accepted += 1
         else:
-            self._look(token)
-        self._read += 1
-        self.live.record_given(0, [self._at])
-        logits: F32 = self._logits[self._at]
+            self._run_model(token)
+        self._tokens_read += 1
+        self.batch.record_positions(0, [self._accepted])
+        logits: F32 = self._logits[self._accepted]
         return logits
 
     def fit(self) -> bool:
-        return any([self.live.fit(), self._guesser.fit()])
+        return any([self.batch.fit(), self._guesser.fit()])
 
     def release(self) -> None:
-        self.live.release()
+        self.batch.release()
         self._guesser.release()
 
-    def _look(self, token: int) -> None:
-        """Read a token, and guesses."""
+    def _run_model(self, token: int) -> None:
+        """Run the model on a token and on guesses after it."""
         if self._guesses:
-            self._pace.learn(self._kind, len(self._guesses), self._at)
-        state, self._at = self.live.state, 0
-        state.rewind(self._read)
-        self._guesses = self._made()
+            self._draft_length.record(self._kind, len(self._guesses), self._accepted)
+        state, self._accepted = self.batch.state, 0
+        state.rewind(self._tokens_read)
+        self._guesses = self._make_guesses()
         self._task.guessed += len(self._guesses)
-        fed = np.array([[token, *(guess.token for guess in self._guesses)]])
-        self._logits = self._engine.step(state, fed, want="all")[0]
+        tokens = np.array([[token, *(guess.token for guess in self._guesses)]])
+        self._logits = self._engine.step(state, tokens, logit_positions="all")[0]
 
-    def _made(self) -> list[Guess]:
-        left = self._task.longest - self._read - 1  # tokens that are still to be chosen
-        kind = self._guesser.kind() if left > 1 else None
+    def _make_guesses(self) -> list[Guess]:
+        """Return guesses; no more than are expected to pay."""
+        tokens_left = self._task.max_positions - self._tokens_read - 1  # until the maximum
+        kind = self._guesser.kind() if tokens_left > 1 else None
         if kind is None:
             return []
         self._kind = kind
-        count = min(self._pace.count(kind), left - 1)
+        count = min(self._draft_length.num_guesses(kind), tokens_left - 1)
         return self._guesser.guess(count) if count else []
 
 
-class Ahead:
-    """Rows that read ahead, each by itself: what the scheduler asks of rows."""
+class SpeculativeBatch:
+    """Rows that speculate, each by itself: a `RunningBatch` of the scheduler."""
 
-    def __init__(self, rows: list[_Row]) -> None:
+    def __init__(self, rows: list[SpeculativeRow]) -> None:
         self._rows = rows
 
     def step(self, tokens: Ints) -> F32:
-        found = [row.step(token) for row, token in zip(self._rows, tokens[:, 0].tolist(), strict=True)]
-        return found[0][None] if len(found) == 1 else np.stack(found)
+        logits = [row.step(token) for row, token in zip(self._rows, tokens[:, 0].tolist(), strict=True)]
+        return logits[0][None] if len(logits) == 1 else np.stack(logits)
 
     def reorder(self, rows: Ints) -> None:
-        """No row repeats: each is a request's only one."""
-        kept = [self._rows[i] for i in rows.tolist()]
+        """No row repeats, because each request has a single row."""
+        kept_rows = [self._rows[i] for i in rows.tolist()]
         for row in self._rows:
-            if row not in kept:
+            if row not in kept_rows:
                 row.release()
-        self._rows = kept
+        self._rows = kept_rows
 
     def requests(self) -> None:
         return None
 
-    def join(self, other: Ahead) -> None:
+    def join(self, other: SpeculativeBatch) -> None:
         self._rows += other._rows
 
     def fit(self) -> bool:
-        fitted = [row.fit() for row in self._rows]
-        return any(fitted)
+        results = [row.fit() for row in self._rows]
+        return any(results)
 
-    def trails(self) -> list[Trail] | None:
-        found = [row.live.trails() for row in self._rows]
-        return [trail for own in found if own for trail in own] or None
+    def histories(self) -> list[StepHistory] | None:
+        histories = [row.batch.histories() for row in self._rows]
+        return [history for row_histories in histories if row_histories for history in row_histories] or None
 
     def guesses(self) -> list[Guess | None]:
         return [row.guess for row in self._rows]
@@ -149,41 +152,45 @@ class Ahead:
             row.release()
 
 
-class Speculator:
-    """Begins tasks whose rows read ahead."""
+class SpeculativeStarter:
+    """Starts tasks as rows that speculate."""
 
-    def __init__(self, engine: Engine, wanted: tuple[str, ...], budget: Share) -> None:
+    def __init__(self, engine: Engine, extra_names: tuple[str, ...], budget: MemoryShare) -> None:
         self._engine, self._budget = engine, budget
-        self._starter = Starter(engine, wanted, budget, joins=False)
+        self._starter = EngineStarter(engine, extra_names, budget, joins=False)
 
-    def begin(self, tasks: Sequence[Task]) -> tuple[Ahead, F32]:
-        rows: list[_Row] = []
+    def begin(self, tasks: Sequence[SequenceTask]) -> tuple[SpeculativeBatch, F32]:
+        rows: list[SpeculativeRow] = []
         logits = []
         try:
             for task in tasks:
-                live, after = self._starter.begin([task])
-                rows.append(_Row(self._engine, live, task, self._guesser(task)))
-                logits.append(after)
+                batch, row_logits = self._starter.begin([task])
+                rows.append(SpeculativeRow(self._engine, batch, task, self._new_guesser(task)))
+                logits.append(row_logits)
         except BaseException:
-            Ahead(rows).release()
+            SpeculativeBatch(rows).release()
             raise
-        return Ahead(rows), np.concatenate(logits)
+        return SpeculativeBatch(rows), np.concatenate(logits)
 
-    def need(self, running: Sequence[Task], coming: Sequence[Task], rows: Ahead | None = None) -> int:
-        return sum(self._need(task) for task in (*running, *coming))
+    def bytes_needed(
+        self, running: Sequence[SequenceTask], coming: Sequence[SequenceTask], rows: SpeculativeBatch | None = None
+    ) -> int:
+        return sum(self._task_bytes(task) for task in (*running, *coming))
 
-    def _need(self, task: Task) -> int:
+    def _task_bytes(self, task: SequenceTask) -> int:
         draft = _draft(task)
-        return self._starter.need((), [task]) + (Drafter.need(draft, self._engine, task) if draft else 0)
+        return self._starter.bytes_needed((), [task]) + (
+            Drafter.bytes_needed(draft, self._engine, task) if draft else 0
+        )
 
-    def _guesser(self, task: Task) -> Guesser:
+    def _new_guesser(self, task: SequenceTask) -> Guesser:
         draft = _draft(task)
         if draft is None:
-            return Lookup.of(self._engine.manifest, task)
+            return PromptLookup.of(self._engine.manifest, task)
         return Drafter(draft, self._engine, task, self._budget)
 
 
-def _draft(task: Task) -> Engine | None:
-    """The draft model, if it is one."""
-    draft = task.settings.draft
-    return None if draft is None or isinstance(draft, str) else draft.engine
+def _draft(task: SequenceTask) -> Engine | None:
+    """Return the draft model of a task; None for prompt lookup."""
+    draft = task.settings.draft_model
+    return None if draft is None else draft.engine

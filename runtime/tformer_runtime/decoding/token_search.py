@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling: every row for itself."""
+"""Greedy decoding and sampling, in which rows are independent of each other."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from tformer_runtime.backend.sampling_graph import TopLogits
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.logit_rules import NO_IDS
-from tformer_runtime.decoding.sampling import Guess, Sampler, log_normalizer, seed_of
+from tformer_runtime.decoding.row_placement import mask_forbidden
+from tformer_runtime.decoding.sampling import Guess, Sampler, log_normalizer, seed_or_random
 from tformer_runtime.decoding.sequence import (
     NOTHING_LEFT,
     Alternatives,
     FinishReason,
     Hypothesis,
-    Task,
+    SequenceTask,
     Token,
-    likeliest,
-    without,
+    top_alternatives,
 )
-from tformer_runtime.engine.step_outputs import Trail
+from tformer_runtime.engine.step_outputs import StepHistory
 
 
-class _Row:
+class SampledSequence:
     """One sample of a task, or its only sequence."""
 
-    def __init__(self, task: Task, copy: int, seed: int) -> None:
+    def __init__(self, task: SequenceTask, copy: int, seed: int) -> None:
         self.task, self.copy = task, copy
-        self._ids: Ints = np.empty(task.longest, np.int64)
+        self._ids: Ints = np.empty(task.max_positions, np.int64)
         self._ids[: len(task.prompt)] = task.prompt
         self.logprobs: list[float] = []
         self.alternatives: list[Alternatives] = []
         self.guide = task.guide.copy() if task.guide is not None else None
-        self.stopped = task.stopped() if task.stopped is not None else None
-        self.sampler = Sampler.of(task.settings, seed, task.index, copy) if task.settings.sampling else None
-        self.free = not (task.rules or self.guide or task.settings.top_logprobs)
+        self.has_stop_string = task.stop_checker() if task.stop_checker is not None else None
+        self.sampler = Sampler.from_settings(task.settings, seed, task.index, copy) if task.settings.sampling else None
+        self.unconstrained = not (task.rules or self.guide or task.settings.top_logprobs)
 
     @property
     def ids(self) -> Ints:
-        """The prompt's, and those that were generated."""
+        """The ids of the prompt and the generated ids."""
         return self._ids[: len(self.task.prompt) + len(self.logprobs)]
 
     def forbidden(self) -> Ints | None:
-        """The ids that may not come next, where it is the likeliest of all others that does; else None."""
+        """Return the ids that may not be next if the row takes the likeliest of all other ids; otherwise None."""
         if self.sampler is not None:
             return None
-        return self.task.forbidden(self.ids) if self.task.rules or self.guide else NO_IDS
+        return self.task.forbidden_ids(self.ids) if self.task.rules or self.guide else NO_IDS
 
     def choose(self, logits: F32, guess: Guess | None) -> int:
-        """The token that follows, by the task's rules, grammar and way of choosing. guess: what may be it."""
-        scores = self.task.ruled(self.ids, self.guide, logits)
+        """Return the next token by the rules, the grammar and the sampling of the task. guess: a candidate for it."""
+        scores = self.task.apply_rules(self.ids, self.guide, logits)
         if self.sampler is None:
             token = int(scores.argmax())
             if scores[token] == -np.inf:
@@ -61,176 +61,188 @@ class _Row:
         return self.sampler(scores, guess)
 
     def take(self, token: int, logprob: float) -> FinishReason | None:
+        """Append a token. Return why the sequence ends, or None."""
         self._ids[len(self.ids)] = token
         self.logprobs.append(logprob)
         if self.guide is not None:
             self.guide.accept(token)
-        stopped = (self.stopped is not None and self.stopped(token)) or self.task.complete(self.guide)
-        reason = self.task.reason(token, len(self.logprobs), stopped)
-        if self.task.listen is not None:
-            self.task.listen(Token(self.copy, token, logprob, reason))
+        stopped = (self.has_stop_string is not None and self.has_stop_string(token)) or self.task.is_complete(
+            self.guide
+        )
+        reason = self.task.finish_reason(token, len(self.logprobs), stopped)
+        if self.task.on_token is not None:
+            self.task.on_token(Token(self.copy, token, logprob, reason))
         return reason
 
-    def hypothesis(self, finish: FinishReason, trail: Trail | None) -> Hypothesis:
+    def hypothesis(self, finish: FinishReason, history: StepHistory | None) -> Hypothesis:
         ids = tuple(self.ids[len(self.task.prompt) :].tolist())
         score = float(sum(self.logprobs) / len(ids) ** self.task.settings.length_penalty)
-        return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), trail)
+        return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), history)
 
 
 class _OnHost:
-    """What a step gives: (rows, vocabulary) logits."""
+    """Choices from logits (rows, vocabulary) on the host."""
 
-    def __init__(self, logits: F32, rows: Sequence[_Row], at: Sequence[int]) -> None:
-        """at: the row of logits of each row."""
+    def __init__(self, logits: F32, rows: Sequence[SampledSequence], row_numbers: Sequence[int]) -> None:
+        """row_numbers: the row of logits of each sequence."""
         tokens = logits.argmax(-1)
-        top = logits[np.arange(len(logits)), tokens]
-        self._logits, self._norms = logits, log_normalizer(logits, top)
-        self._tokens, self._possible = tokens.tolist(), (top != -np.inf).tolist()
-        self._plain: set[_Row] = set()
-        barred: dict[int, Ints] = {}  # of the rows whose likeliest may not come
-        for row, i in zip(rows, at, strict=True):
+        max_logits = logits[np.arange(len(logits)), tokens]
+        self._logits, self._norms = logits, log_normalizer(logits, max_logits)
+        self._tokens, self._possible = tokens.tolist(), (max_logits != -np.inf).tolist()
+        self._greedy_rows: set[SampledSequence] = set()
+        forbidden_by_row: dict[int, Ints] = {}  # for rows whose likeliest token is forbidden
+        for row, i in zip(rows, row_numbers, strict=True):
             forbidden = row.forbidden()
             if forbidden is None:
                 continue
-            self._plain.add(row)
+            self._greedy_rows.add(row)
             if len(forbidden) and self._tokens[i] in forbidden:
-                barred[i] = forbidden
-        with without(logits, list(barred), list(barred.values())):
-            for i in barred:
+                forbidden_by_row[i] = forbidden
+        with mask_forbidden(logits, list(forbidden_by_row), list(forbidden_by_row.values())):
+            for i in forbidden_by_row:
                 self._tokens[i] = int(logits[i].argmax())
                 self._possible[i] = bool(logits[i, self._tokens[i]] != -np.inf)
 
-    def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
-        """A row's next token and its log-probability. at: its row of logits."""
-        if row not in self._plain:
-            token = row.choose(self._logits[at], guess)
-        elif self._possible[at]:
-            token = self._tokens[at]
+    def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
+        """Return the next token of a sequence and its log-probability. row_number: its row of logits."""
+        if row not in self._greedy_rows:
+            token = row.choose(self._logits[row_number], guess)
+        elif self._possible[row_number]:
+            token = self._tokens[row_number]
         else:
             raise OptionError(NOTHING_LEFT)
         count = row.task.settings.top_logprobs
         if count:
-            row.alternatives.append(likeliest(self._logits[at] - self._norms[at], count))
-        return token, float(self._logits[at, token] - self._norms[at])
+            row.alternatives.append(top_alternatives(self._logits[row_number] - self._norms[row_number], count))
+        return token, float(self._logits[row_number, token] - self._norms[row_number])
 
 
 class _OnDevice:
-    """The same of logits that are on a device: rows come from there where less will not do.
+    """Choices from logits on a device. Whole rows are copied to the host only if needed.
 
-    A greedy row needs what was chosen there, a sample without rules the head of its row. Whole rows are needed by rules
-    that raise any token or have forbidden what was chosen, by grammars, which forbid most tokens, by top_logprobs, and
-    by samples that have rules, or for which a head does not tell all that may be drawn (`sampling.warp_top_logits`).
+    A greedy row needs the likeliest token, which the device finds. A sample without rules needs the top logits of its
+    row. A whole row is needed for rules that raise a token or forbid the likeliest one, for grammars, which forbid most
+    tokens, for top_logprobs, for samples with rules, and if the top logits do not determine the sample
+    (`sampling.warp_top_logits`).
     """
 
-    def __init__(self, chosen: DeviceLogits, rows: Sequence[_Row], at: Sequence[int]) -> None:
-        self._chosen = chosen
-        self._tokens, self._logprobs = chosen.tokens.tolist(), chosen.logprobs.tolist()
+    def __init__(self, logits: DeviceLogits, rows: Sequence[SampledSequence], row_numbers: Sequence[int]) -> None:
+        self._device_logits = logits
+        self._tokens, self._logprobs = logits.tokens.tolist(), logits.logprobs.tolist()
         self._logits: F32 | None = None
-        self._heads: list[TopLogits] = []
-        drawn = [(i, row.sampler) for row, i in zip(rows, at, strict=True) if row.free and row.sampler is not None]
-        if any(sampler.of_few for _, sampler in drawn):
-            temperatures = np.ones(len(chosen), np.float32)
-            for i, sampler in drawn:
+        self._top_logits: list[TopLogits] = []
+        samplers = [
+            (i, row.sampler)
+            for row, i in zip(rows, row_numbers, strict=True)
+            if row.unconstrained and row.sampler is not None
+        ]
+        if any(sampler.draws_from_few for _, sampler in samplers):
+            temperatures = np.ones(len(logits), np.float32)
+            for i, sampler in samplers:
                 temperatures[i] = sampler.temperature
-            self._heads = chosen.top_logits(temperatures)
+            self._top_logits = logits.top_logits(temperatures)
 
-    def choose(self, row: _Row, at: int, guess: Guess | None) -> tuple[int, float]:
+    def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
         forbidden = None if row.task.settings.top_logprobs else row.forbidden()
-        if forbidden is not None and not (len(forbidden) and self._tokens[at] in forbidden):
-            return self._tokens[at], self._logprobs[at]
-        if row.free and row.sampler is not None and row.sampler.of_few:
-            head = self._heads[at]
-            token = row.sampler.of_top_logits(head)
+        if forbidden is not None and not (len(forbidden) and self._tokens[row_number] in forbidden):
+            return self._tokens[row_number], self._logprobs[row_number]
+        if row.unconstrained and row.sampler is not None and row.sampler.draws_from_few:
+            top_logits = self._top_logits[row_number]
+            token = row.sampler.draw_from_top_logits(top_logits)
             if token is not None:
-                behind = float(head.logits.max() - head.logits[np.searchsorted(head.tokens, token)])
-                return token, self._logprobs[at] - behind
+                difference = float(
+                    top_logits.logits.max() - top_logits.logits[np.searchsorted(top_logits.tokens, token)]
+                )
+                return token, self._logprobs[row_number] - difference
         if self._logits is None:
-            self._logits = self._chosen.copy()
-        return _OnHost(self._logits[at : at + 1], [row], [0]).choose(row, 0, guess)
+            self._logits = self._device_logits.copy()
+        return _OnHost(self._logits[row_number : row_number + 1], [row], [0]).choose(row, 0, guess)
 
 
-class RowSearch:
-    """Rows that each take one token a step. Cost of a step: one pass over the logits, and some microseconds a row.
+class TokenSearch:
+    """Rows that take one token each in a step. Cost of a step: one pass over the logits, and some microseconds for each
+    row.
 
-    A task's samples begin as one row of logits and are rows of their own after the first token.
+    The samples of a task share one row of logits for the first token. Afterwards each sample has its own row.
     """
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self._rows: list[_Row] = []
-        self._at: list[int] = []  # the row of logits of each
-        self._done: dict[Task, dict[int, Hypothesis]] = {}
+        self.tasks: list[SequenceTask] = []
+        self._rows: list[SampledSequence] = []
+        self._row_numbers: list[int] = []  # the row of logits of each sequence
+        self._hypotheses: dict[SequenceTask, dict[int, Hypothesis]] = {}
 
     @property
     def width(self) -> int:
-        return self._at[-1] + 1 if self._at else 0
+        return self._row_numbers[-1] + 1 if self._row_numbers else 0
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        for at, task in enumerate(tasks, self.width):
-            seed = seed_of(task.settings)
+    def add(self, tasks: Sequence[SequenceTask]) -> None:
+        for row_number, task in enumerate(tasks, self.width):
+            seed = seed_or_random(task.settings)
             self.tasks.append(task)
-            self._done[task] = {}
-            self._rows += [_Row(task, copy, seed) for copy in range(task.settings.num_return_sequences)]
-            self._at += [at] * task.settings.num_return_sequences
+            self._hypotheses[task] = {}
+            self._rows += [SampledSequence(task, copy, seed) for copy in range(task.settings.num_return_sequences)]
+            self._row_numbers += [row_number] * task.settings.num_return_sequences
 
-    def drop(self, over: Callable[[Task], bool]) -> Ints:
-        stays = [i for i, row in enumerate(self._rows) if not over(row.task)]
-        kept = sorted({self._at[i] for i in stays})
-        moved = {at: i for i, at in enumerate(kept)}
-        self._rows, self._at = [self._rows[i] for i in stays], [moved[self._at[i]] for i in stays]
-        self._forget(over)
-        return np.array(kept, np.int64)
+    def drop(self, is_finished: Callable[[SequenceTask], bool]) -> Ints:
+        kept = [i for i, row in enumerate(self._rows) if not is_finished(row.task)]
+        kept_rows = sorted({self._row_numbers[i] for i in kept})
+        new_numbers = {row_number: i for i, row_number in enumerate(kept_rows)}
+        self._row_numbers = [new_numbers[self._row_numbers[i]] for i in kept]
+        self._rows = [self._rows[i] for i in kept]
+        self._remove(is_finished)
+        return np.array(kept_rows, np.int64)
 
     def renumber(self, rows: Ints) -> None:
-        at = rows[self._at].tolist()
-        order = sorted(range(len(at)), key=at.__getitem__)
-        self._rows, self._at = [self._rows[i] for i in order], [at[i] for i in order]
+        row_numbers = rows[self._row_numbers].tolist()
+        order = sorted(range(len(row_numbers)), key=row_numbers.__getitem__)
+        self._rows, self._row_numbers = [self._rows[i] for i in order], [row_numbers[i] for i in order]
 
     def advance(
         self,
         logits: F32 | DeviceLogits,
-        trails: Sequence[Trail] | None = None,
+        histories: Sequence[StepHistory] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
-        given = (
-            _OnDevice(logits, self._rows, self._at)
+        choices = (
+            _OnDevice(logits, self._rows, self._row_numbers)
             if isinstance(logits, DeviceLogits)
-            else _OnHost(logits, self._rows, self._at)
+            else _OnHost(logits, self._rows, self._row_numbers)
         )
-        left, chosen = [], []
-        for i, (row, at) in enumerate(zip(self._rows, self._at, strict=True)):
+        continuing, chosen = [], []
+        for i, (row, row_number) in enumerate(zip(self._rows, self._row_numbers, strict=True)):
             task = row.task
             try:
-                guess = guesses[at] if guesses else None
-                token, logprob = given.choose(row, at, guess)
+                guess = guesses[row_number] if guesses else None
+                token, logprob = choices.choose(row, row_number, guess)
                 if guess is not None and guess.token == token:
                     task.accepted += 1
                 finish = row.take(token, logprob)
-            except Exception as error:  # of the task's own rule or listener: it ends alone
+            except Exception as error:  # of the task's own rule or callback: only this task ends
                 task.error = task.error or error
                 continue
             if finish is None:
-                left.append(i)
+                continuing.append(i)
                 chosen.append(token)
             else:
-                self._done[task][row.copy] = row.hypothesis(finish, trails[at] if trails else None)
+                self._hypotheses[task][row.copy] = row.hypothesis(finish, histories[row_number] if histories else None)
                 self._finish(task)
-        parents = np.array([self._at[i] for i in left], np.int64)
-        if len(left) < len(self._rows) or self.width < len(self._rows):
-            going = [not self._rows[i].task.over for i in left]  # a sample that failed takes the others with it
-            left = [i for i, goes in zip(left, going, strict=True) if goes]
+        parents = np.array([self._row_numbers[i] for i in continuing], np.int64)
+        if len(continuing) < len(self._rows) or self.width < len(self._rows):
+            going = [not self._rows[i].task.finished for i in continuing]  # the other samples of a failed task end, too
+            continuing = [i for i, goes in zip(continuing, going, strict=True) if goes]
             chosen = [token for token, goes in zip(chosen, going, strict=True) if goes]
             parents = parents[going] if len(going) else parents
-            self._rows = [self._rows[i] for i in left]
-            self._at = list(range(len(left)))
-            self._forget(lambda task: task.over)
+            self._rows = [self._rows[i] for i in continuing]
+            self._row_numbers = list(range(len(continuing)))
+            self._remove(lambda task: task.finished)
         return parents, np.array(chosen, np.int64)
 
-    def _finish(self, task: Task) -> None:
-        done = self._done[task]
-        if len(done) == task.settings.num_return_sequences and not task.over:
-            task.found = [done[copy] for copy in range(len(done))]
+    def _finish(self, task: SequenceTask) -> None:
+        done = self._hypotheses[task]
+        if len(done) == task.settings.num_return_sequences and not task.finished:
+            task.hypotheses = [done[copy] for copy in range(len(done))]
 
-    def _forget(self, over: Callable[[Task], bool]) -> None:
-        self.tasks = [task for task in self.tasks if not over(task)]
-        self._done = {task: done for task, done in self._done.items() if not over(task)}
+    def _remove(self, is_finished: Callable[[SequenceTask], bool]) -> None:
+        self.tasks = [task for task in self.tasks if not is_finished(task)]
+        self._hypotheses = {task: done for task, done in self._hypotheses.items() if not is_finished(task)}

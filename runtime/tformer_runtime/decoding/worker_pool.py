@@ -1,45 +1,76 @@
-"""Several batches decoded side by side, each by a thread of its own, as if they were one.
+"""Decode several batches in parallel, each in a thread of its own, with the interface of a single `Scheduler`.
 
 One thread per core, each with a session of one thread, gives more tokens a second than one batch whose operators share
-the cores: only products are worth sharing, and at every operator the cores would wait for each other.
+the cores. Only matrix products gain from several cores, and at every operator the cores would wait for each other.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
 
 from tformer_runtime.base.errors import UnsupportedCallError
 from tformer_runtime.decoding.scheduler import Scheduler
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.sequence import SequenceTask
+from tformer_runtime.engine.memory_budget import MemoryBudget
 
 
-class Workers:
-    """Schedulers that take their tasks from one queue, in its order. To be used by one thread, as a `Scheduler` is.
+def wait_for_work(
+    memory: MemoryBudget,
+    schedulers: Collection[Scheduler],
+    change_count: int,
+    has_new_work: Callable[[], bool],
+    deadline: float | None = None,
+) -> None:
+    """Sleep until schedulers have something to do. Call it with the lock of `memory.changed`, which it waits for.
 
-    A worker takes few tasks more than it has rows for, so that all end at about the same time. It sleeps on the
-    condition of the schedulers' memory, which it may have to wait for as well.
+    memory: the budget of the schedulers.
+    change_count: `memory.change_count` before the latest step of the schedulers.
+    has_new_work: returns whether the thread has work that the schedulers do not have yet.
+    deadline: the earliest deadline of the tasks, by `time.monotonic`.
+    A scheduler has something to do if it has a task that runs. If all tasks wait for memory, the schedulers have
+    something to do when the memory changes or the deadline passes.
+    """
+    while not has_new_work():
+        timeout = None
+        active = [scheduler for scheduler in schedulers if not scheduler.idle]
+        if active:
+            if memory.change_count != change_count or not all(scheduler.waits_for_memory for scheduler in active):
+                return
+            if deadline is not None:
+                timeout = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                if timeout <= 0:
+                    return
+        memory.changed.wait(timeout)
+
+
+class WorkerPool:
+    """Schedulers that take tasks from one queue, in the order of the queue. One thread at a time may use the pool.
+
+    A worker takes few tasks more than it has rows for, so that all workers finish at about the same time. Workers sleep
+    on the condition of the memory budget, because they may have to wait for memory, too.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        """schedulers: of one budget, with shares that do not wait."""
-        self._inbox: deque[Task] = deque()
-        self._outbox: SimpleQueue[Task] = SimpleQueue()
-        self._left = 0  # tasks that were submitted and have not been given back
+        """schedulers: with shares of one budget, none of which blocks its thread."""
+        self._inbox: deque[SequenceTask] = deque()
+        self._outbox: SimpleQueue[SequenceTask] = SimpleQueue()
+        self._unfinished = 0  # tasks that were submitted and not yet returned by `step`
         self._closing = False
         self._shares = [scheduler.memory for scheduler in schedulers]
         for share in self._shares:
-            share.crew = self._shares
+            share.waiting_together = self._shares
         self._memory = self._shares[0].budget
-        self._wake = self._memory.changed
+        self._condition = self._memory.changed
         self._threads = [
             threading.Thread(target=self._run, args=(scheduler,), name="tformer-worker", daemon=True)
             for scheduler in schedulers
         ]
-        atexit.register(self.release)  # a thread in native code when the interpreter goes may abort the process
+        atexit.register(self.release)  # a thread in native code may abort the process when the interpreter ends
         for thread in self._threads:
             thread.start()
 
@@ -49,81 +80,80 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        return not self._left
+        return not self._unfinished
 
-    def submit(self, task: Task) -> None:
-        """Let a task wait for its turn. What keeps it from being run becomes its error."""
-        with self._wake:
+    def submit(self, task: SequenceTask) -> None:
+        """Queue a task. If a scheduler refuses the task, the error becomes the error of the task."""
+        with self._condition:
             self._inbox.append(task)
-            self._left += 1
-            self._wake.notify_all()
+            self._unfinished += 1
+            self._condition.notify_all()
 
-    def step(self) -> list[Task]:
-        """Wait until tasks are over, and return them."""
-        over = [self._first()] if self._left else []
+    def step(self) -> list[SequenceTask]:
+        """Wait until tasks are finished, and return them."""
+        finished = [self._next_finished()] if self._unfinished else []
         try:
-            while len(over) < self._left:
-                over.append(self._outbox.get_nowait())
+            while len(finished) < self._unfinished:
+                finished.append(self._outbox.get_nowait())
         except Empty:
             pass
-        self._left -= len(over)
-        return over
+        self._unfinished -= len(finished)
+        return finished
 
-    def _first(self) -> Task:
-        """A task that is over. While this thread waits for it, what the thread holds itself stays held."""
+    def _next_finished(self) -> SequenceTask:
+        """Wait for a finished task. Meanwhile the budget knows that this thread cannot release memory of its own."""
         if self._memory.limit is None or not self._outbox.empty():
             return self._outbox.get()
-        self._waited(threading.get_ident())
+        self._set_waiting_thread(threading.get_ident())
         try:
             return self._outbox.get()
         finally:
-            self._waited(None)
+            self._set_waiting_thread(None)
 
-    def _waited(self, thread: int | None) -> None:
-        with self._wake:
+    def _set_waiting_thread(self, thread: int | None) -> None:
+        with self._condition:
             for share in self._shares:
                 share.thread = thread
-            self._memory.look()
+            self._memory.notify()
 
     def release(self) -> None:
-        """End the threads, whatever they are doing, and give the memory back."""
-        with self._wake:
+        """End the threads, whatever they are doing, and release the memory."""
+        with self._condition:
             self._closing = True
-            self._wake.notify_all()
+            self._condition.notify_all()
         for thread in self._threads:
-            # One may not have begun, if starting it was interrupted; and garbage may be collected in any of them.
+            # A thread may not have started, if starting the threads was interrupted. And the garbage collector may run
+            # this method in any of the threads.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
         atexit.unregister(self.release)
 
     def _run(self, scheduler: Scheduler) -> None:
+        """Run one scheduler in the current thread until the pool is released."""
+        change_count = self._memory.change_count
+
+        def has_new_work() -> bool:
+            return self._closing or (scheduler.idle and bool(self._inbox))
+
         try:
-            while self._take(scheduler):
-                seen = self._memory.changes
-                for task in scheduler.turn():
+            while True:
+                with self._condition:
+                    wait_for_work(self._memory, (scheduler,), change_count, has_new_work)
+                    if self._closing:
+                        return
+                    self._take_tasks(scheduler)
+                    change_count = self._memory.change_count
+                for task in scheduler.step_or_fail():
                     self._outbox.put(task)
-                self._rest(scheduler, seen)
         finally:
             scheduler.fail(UnsupportedCallError("the batch was left"))
 
-    def _take(self, scheduler: Scheduler) -> bool:
-        """Give a scheduler tasks, waiting for some if it has none. False: the work is over."""
-        with self._wake:
-            while scheduler.idle and not self._inbox and not self._closing:
-                self._wake.wait()
-            if self._closing:
-                return False
-            while self._inbox and scheduler.wants_more:
-                task = self._inbox.popleft()
-                try:
-                    scheduler.submit(task)
-                except Exception as error:
-                    task.error = error
-                    self._outbox.put(task)
-        return True
-
-    def _rest(self, scheduler: Scheduler, seen: int) -> None:
-        """Until the memory that a scheduler waits for may be there. seen: the memory's changes before it looked."""
-        with self._wake:
-            while scheduler.stalled and self._memory.changes == seen and not self._closing:
-                self._wake.wait()
+    def _take_tasks(self, scheduler: Scheduler) -> None:
+        """Move tasks from the queue to a scheduler."""
+        while self._inbox and scheduler.accepts_tasks:
+            task = self._inbox.popleft()
+            try:
+                scheduler.submit(task)
+            except Exception as error:
+                task.error = error
+                self._outbox.put(task)

@@ -1,4 +1,4 @@
-"""A run of the decode stage: what is bound for it, once for each of its shapes, and what is written before each."""
+"""A run of the decode stage in an onnxruntime session: inputs and outputs are bound once for each shape."""
 
 from __future__ import annotations
 
@@ -7,133 +7,164 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.engine.shortlist import Spread
-from tformer_runtime.engine.state import State, Want
-from tformer_runtime.engine.static_inputs import Feeds
+from tformer_runtime.engine.shortlist import LogitScatter
+from tformer_runtime.engine.state import LogitPositions, State
+from tformer_runtime.engine.static_inputs import StaticInputs
 from tformer_runtime.format.manifest import (
-    COLUMNS,
-    GATHER,
-    GATHERED,
-    LAST,
+    COLUMN_IDS,
+    COLUMN_WEIGHT,
+    GATHER_IDS,
+    GATHERED_COLUMNS,
+    LAST_POSITION,
     POSITIONS,
-    SELECT,
-    SLOTS,
-    STAGE,
-    START,
-    TOTAL,
-    WEIGHT,
-    Decode,
+    SELECTED_TOKENS,
+    SLOT_INDICES,
+    STAGE_INPUT,
+    START_SLOT,
+    TOTAL_SLOTS,
+    DecodeStage,
 )
 
 
-class Call:
-    """One shape of decode call with everything bound: a run only writes the few numbers that change.
+class SessionCall:
+    """A `DecodeCall` with inputs and outputs bound once. A run only writes the few numbers that change.
 
-    It belongs to a state and does not hold it, so that both are freed as soon as nobody uses them.
+    It belongs to a state but has no reference to it, so that both are freed without a garbage collection.
     """
 
-    chooses = False
+    keeps_logits_on_device = False
 
-    def __init__(self, feeds: Feeds, decode: Decode, state: State, new: int, want: Want, gathers: bool = False) -> None:
-        """new: tokens a row. gathers: whether columns of the output projection are given too, for the candidates."""
+    def __init__(
+        self,
+        static_inputs: StaticInputs,
+        decode: DecodeStage,
+        state: State,
+        new_tokens: int,
+        logit_positions: LogitPositions,
+        gathers_columns: bool = False,
+    ) -> None:
+        """Bind the call.
+
+        new_tokens: the new tokens of each row.
+        gathers_columns: whether the call also gathers the pending columns of the state's candidates.
+        """
         rows = state.rows
-        self.session, self.new, self.want = feeds.session, new, want
+        self.session, self.new_tokens, self.logit_positions = static_inputs.session, new_tokens, logit_positions
         self.controls = frozenset(decode.controls)
-        self.slots, self.last_position = feeds.slots, len(feeds.slots) - 1
-        self.selects = SELECT in self.controls
-        self.tokens: Array = np.zeros((rows, new, *decode.features), decode.step.dtype)
-        self.ahead = np.arange(new)
-        # With one new token the positions are the lengths: the graph reads the state's own array.
-        self.positions: Ints = state.lengths[:, None] if new == 1 else np.zeros((rows, new), np.int64)
-        self.last = np.zeros(rows, np.int32)
-        self.total = np.zeros((), np.int32)
-        self.select: Ints = np.tile(self.ahead, (rows, 1)) if want == "all" else np.full((rows, 1), new - 1)
-        wanted = self.select.shape[1] if self.selects else new
+        self.slot_indices, self.max_position = static_inputs.slot_indices, len(static_inputs.slot_indices) - 1
+        self.has_select_input = SELECTED_TOKENS in self.controls
+        self.tokens: Array = np.zeros((rows, new_tokens, *decode.features), decode.step.dtype)
+        self.token_offsets = np.arange(new_tokens)
+        # With one new token the positions are the lengths: the graph reads the state's array itself.
+        self.positions: Ints = state.lengths[:, None] if new_tokens == 1 else np.zeros((rows, new_tokens), np.int64)
+        self.last_positions = np.zeros(rows, np.int32)
+        self.total_slots = np.zeros((), np.int32)
+        self.selected_tokens: Ints = (
+            np.tile(self.token_offsets, (rows, 1)) if logit_positions == "all" else np.full((rows, 1), new_tokens - 1)
+        )
+        num_positions = self.selected_tokens.shape[1] if self.has_select_input else new_tokens
         vocabulary = int(decode.logits.shape[-1])
         self.candidates = state.candidates
-        self.gathers = self.candidates.wanted if self.candidates and gathers else None
-        self.columns: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
-        self.logits = np.zeros((rows, wanted, len(self.columns) or vocabulary), np.float32)
-        self.spread = Spread(rows, wanted, vocabulary) if self.candidates else None
-        self.inputs: dict[str, Array] = {
-            decode.step.name: self.tokens, POSITIONS: self.positions, LAST: self.last, TOTAL: self.total,
-            START: state.lengths, SELECT: self.select,
-        }  # fmt: skip
-        self.inputs = {n: a for n, a in self.inputs.items() if n in self.controls or n == decode.step.name}
-        self.bindings = [self._bound(feeds, decode, state, turn) for turn in range(state.cache.turns)]
+        self.gather_ids = self.candidates.pending_ids if self.candidates and gathers_columns else None
+        self.column_ids: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
+        self.logits = np.zeros((rows, num_positions, len(self.column_ids) or vocabulary), np.float32)
+        self.logit_scatter = LogitScatter(rows, num_positions, vocabulary) if self.candidates else None
+        inputs: dict[str, Array] = {
+            decode.step.name: self.tokens,
+            POSITIONS: self.positions,
+            LAST_POSITION: self.last_positions,
+            TOTAL_SLOTS: self.total_slots,
+            START_SLOT: state.lengths,
+            SELECTED_TOKENS: self.selected_tokens,
+        }
+        self.inputs = {n: a for n, a in inputs.items() if n in self.controls or n == decode.step.name}
+        self.bindings = [self._bind(static_inputs, decode, state, side) for side in range(state.cache.num_sides)]
 
-    def _bound(self, feeds: Feeds, decode: Decode, state: State, turn: int) -> Any:
-        session, io = self.session, self.session.binding("decode")
+    def _bind(self, static_inputs: StaticInputs, decode: DecodeStage, state: State, side: int) -> Any:
+        """Return an IOBinding with all inputs and outputs. side: the side of the caches that holds the past."""
+        session, binding = self.session, self.session.new_binding("decode")
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
-        bound |= dict(zip(feeds.context, state.held.values, strict=True))
-        bound |= dict(zip((c.past for c in decode.caches), state.cache.past(turn), strict=True))
-        if SLOTS in self.controls:
-            bound[SLOTS] = session.host_tensor(self.slots)
-        if STAGE in session.inputs("decode"):
-            bound[STAGE] = feeds.decodes
+        bound |= dict(zip(static_inputs.context, state.encoder_context.values, strict=True))
+        bound |= dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
+        if SLOT_INDICES in self.controls:
+            bound[SLOT_INDICES] = session.host_tensor(self.slot_indices)
+        if STAGE_INPUT in session.input_shapes("decode"):
+            bound[STAGE_INPUT] = static_inputs.decode_flag
         if self.candidates is not None:
             if len(self.candidates.ids):
-                bound[COLUMNS], bound[WEIGHT] = session.tensor(self.candidates.ids), self.candidates.weight
-            if self.gathers is not None:
-                bound[GATHER] = session.tensor(self.gathers)
-        for name in session.inputs("decode"):
-            session.bind_input(io, name, bound[name] if name in bound else feeds.unread[name])
-        io.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
-        for cache, present in zip(decode.caches, state.cache.present(turn), strict=True):
-            session.bind_output(io, cache.present, present)
-        for name in (*state.wanted, *([GATHERED] if self.gathers is not None else ())):
-            session.give(io, name)
-        return io
+                bound[COLUMN_IDS] = session.device_tensor(self.candidates.ids)
+                bound[COLUMN_WEIGHT] = self.candidates.weight
+            if self.gather_ids is not None:
+                bound[GATHER_IDS] = session.device_tensor(self.gather_ids)
+        for name in session.input_shapes("decode"):
+            session.bind_input(binding, name, bound[name] if name in bound else static_inputs.placeholders[name])
+        binding.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
+        for cache, present in zip(decode.caches, state.cache.present(side), strict=True):
+            session.bind_output(binding, cache.present, present)
+        for name in (*state.step_extras, *([GATHERED_COLUMNS] if self.gather_ids is not None else ())):
+            session.bind_new_output(binding, name)
+        return binding
 
-    def ready(self, longest: int) -> bool:
+    def ready(self, max_row_length: int) -> bool:
         return True
 
-    def choose(self, state: State, tokens: Array, total: int) -> Array:
-        return self.run(state, tokens, None, total)
+    def run_one_token(self, state: State, tokens: Array, total_slots: int) -> Array:
+        return self.run(state, tokens, None, total_slots)
 
-    def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
-        new, lengths = self.new, state.lengths
-        self.tokens[:] = tokens
-        if counts is not None and new > 1 and self.tokens.ndim > 2:
-            self.tokens[self.ahead >= counts[:, None]] = 0  # attention hides these, but a weight of 0 hides no NaN
-        self.total[()] = total
-        if new == 1:
-            self.last[:] = lengths
-        else:
-            own = new if counts is None else counts
-            np.minimum(lengths[:, None] + self.ahead, self.last_position, out=self.positions)
-            self.last[:] = lengths + own - 1
-            if self.want == "last":
-                self.select[:, 0] = np.subtract(own, 1)
-        io = self.bindings[state.cache.turn]
-        if SLOTS in self.controls:
-            io.bind_ortvalue_input(SLOTS, self.session.host_tensor(self.slots[:total]))
-        if self.session.device != "cpu":  # binding copies to the device, so what changed is bound again
+    def run(self, state: State, tokens: Array, counts: Array | None, total_slots: int) -> Array:
+        new_tokens, lengths = self.new_tokens, state.lengths
+        self._write_inputs(lengths, tokens, counts, total_slots)
+        binding = self.bindings[state.cache.side]
+        if SLOT_INDICES in self.controls:
+            binding.bind_ortvalue_input(SLOT_INDICES, self.session.host_tensor(self.slot_indices[:total_slots]))
+        if self.session.device != "cpu":  # binding copies to the device, so changed inputs are bound again
             for name, array in self.inputs.items():
-                io.bind_ortvalue_input(name, self.session.host_tensor(array))
-        self.session.run(io, "decode")
-        state.cache.turn = (state.cache.turn + 1) % state.cache.turns
-        state.cache.wrote(lengths, new)
-        if counts is None or new == 1:
-            lengths += new
-            state.longest = total
+                binding.bind_ortvalue_input(name, self.session.host_tensor(array))
+        self.session.run(binding, "decode")
+        state.cache.side = (state.cache.side + 1) % state.cache.num_sides
+        state.cache.record_writes(lengths, new_tokens)
+        if counts is None or new_tokens == 1:
+            lengths += new_tokens
+            state.max_row_length = total_slots
         else:
             lengths += counts
-            state.longest = int(lengths.max())
-        given = io.get_outputs() if state.wanted or self.gathers is not None else []
-        if self.gathers is not None:
+            state.max_row_length = int(lengths.max())
+        outputs = binding.get_outputs() if state.step_extras or self.gather_ids is not None else []
+        if self.gather_ids is not None:
             assert self.candidates is not None
-            self.candidates.hold(given.pop())
+            self.candidates.set_gathered(outputs.pop())
             state.call = None
-        if state.wanted:
-            values = given[-len(state.wanted) :]
-            state.extras = {n: self._wanted(v.numpy()) for n, v in zip(state.wanted, values, strict=True)}
-        if self.spread is not None and self.candidates is not None:
-            return self._wanted(self.spread(self.logits, self.columns, self.candidates.rows))
-        return self._wanted(self.logits)
+        if state.step_extras:
+            values = outputs[-len(state.step_extras) :]
+            state.extras = {
+                name: self._select_positions(value.numpy())
+                for name, value in zip(state.step_extras, values, strict=True)
+            }
+        if self.logit_scatter is not None and self.candidates is not None:
+            return self._select_positions(self.logit_scatter(self.logits, self.column_ids, self.candidates.rows))
+        return self._select_positions(self.logits)
 
-    def _wanted(self, values: Array) -> Array:
-        """Of what the graph gives for each row, what was asked for: every position, or the last token's."""
-        if self.want == "all":
+    def _write_inputs(self, lengths: Ints, tokens: Array, counts: Array | None, total_slots: int) -> None:
+        """Write the tokens and control inputs of a run into the bound arrays. lengths: (rows,), cached tokens."""
+        new_tokens = self.new_tokens
+        self.tokens[:] = tokens
+        if counts is not None and new_tokens > 1 and self.tokens.ndim > 2:
+            # Attention gives padding a weight of 0, but 0 times NaN is NaN.
+            self.tokens[self.token_offsets >= counts[:, None]] = 0
+        self.total_slots[()] = total_slots
+        if new_tokens == 1:
+            self.last_positions[:] = lengths
+        else:
+            row_counts = new_tokens if counts is None else counts
+            np.minimum(lengths[:, None] + self.token_offsets, self.max_position, out=self.positions)
+            self.last_positions[:] = lengths + row_counts - 1
+            if self.logit_positions == "last":
+                self.selected_tokens[:, 0] = np.subtract(row_counts, 1)
+
+    def _select_positions(self, values: Array) -> Array:
+        """Return the values of the requested positions: all of them, or only each row's last token."""
+        if self.logit_positions == "all":
             return values
-        return values[:, 0] if self.selects or self.new == 1 else values[np.arange(len(values)), self.select[:, 0]]
+        if self.has_select_input or self.new_tokens == 1:
+            return values[:, 0]
+        return values[np.arange(len(values)), self.selected_tokens[:, 0]]

@@ -1,11 +1,10 @@
-"""What the encode stage leaves for the decode stage: tensors that decoding reads and never writes, one row a sequence.
+"""The context: outputs of the encode stage that decoding reads and never writes, one row for each sequence.
 
-As the caches have it (`kv_cache.py`), the buffers have room for more rows than are in use, though not for far more, and
-only rows that move are copied. Where the file can share it (`Decode.shares_context`), neighbouring rows that came of
-one request, such as its beams, have one row of context together, as long as every request has as many rows. A free axis
-is as long as the longest row's, and longer after that has left, until rows come for which the buffers are made anew.
-What stands at a row's position of padding is what stands at any, so that a row can be made as long as another by
-repeating its end.
+As in `kv_cache`, the buffers have more rows than are in use, within limits, and only rows that move are copied. If the
+file supports it (`DecodeStage.shares_context`), neighbouring rows of one request, such as its beams, share one row of
+context, provided that every request has the same number of rows. A free axis has the length of the longest row. It
+stays longer after that row has left, until new rows require new buffers. All padding positions of a row have equal
+contents, so that repeating the end of a row extends it.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ import numpy as np
 
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.engine.kv_cache import SPARE, move
-from tformer_runtime.engine.memory_budget import Share
-from tformer_runtime.format.manifest import BATCH, TensorSpec
+from tformer_runtime.engine.kv_cache import MAX_BUFFER_RATIO, move_rows
+from tformer_runtime.engine.memory_budget import MemoryShare
+from tformer_runtime.format.manifest import BATCH_AXIS, TensorSpec
 
-_WASTE = 1.3  # times the length that is needed: longer axes are cut when rows come
+MAX_AXIS_RATIO = 1.3  # axes longer than this multiple of the need are cut when rows join
 
 
-class Context:
-    """The context of a batch's rows. Its bytes are taken from `budget`, and given back by `release`, or when nobody
-    refers to it any more.
+class EncoderContext:
+    """The context of a batch's rows.
 
-    arrays: as the encode stage gave them, in the order of specs. lengths: free axis → (rows,) how long each row's own
-    part is, a position of padding counted if there is one; axes that it does not tell are never cut. shares: whether
-    the file can share them.
+    Its bytes are acquired from `budget`. `release` and garbage collection return them.
+
+    requests: (rows,), the number of the request of each row. Rows with the same number have the same context.
     """
 
     nbytes = 0
@@ -42,182 +40,201 @@ class Context:
         arrays: Sequence[Array],
         lengths: Mapping[str, Ints],
         rows: int,
-        budget: Share,
+        budget: MemoryShare,
         shares: bool = False,
     ) -> None:
+        """Store the outputs of the encode stage.
+
+        arrays: the outputs, in the order of specs.
+        lengths: free axis → (rows,), the length of each row there, with one position of padding if there is any. Other
+            free axes are never cut.
+        shares: whether rows may share a row of context.
+        """
         self._session, self._specs, self._budget, self._shares = session, specs, budget, shares
         self._lengths = dict(lengths)
-        self.requests = np.arange(rows)  # of each row of the batch: rows with the same number have the same context
-        self._held = self.requests  # of each row of the buffers
-        self._axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs]
-        # Rows can come and go in place where they are the first axis: the rows in use are then one piece of memory.
+        self.requests = np.arange(rows)
+        self._buffer_requests = self.requests  # (rows of the buffers in use,), the request of each
+        self._axes = [spec.shape.index(BATCH_AXIS) if BATCH_AXIS in spec.shape else None for spec in specs]
+        # If rows are the first axis, the rows in use are contiguous, so that rows can be added and removed in place.
         self._in_place = session.device == "cpu" and all(axis in (None, 0) for axis in self._axes)
         self._arrays: list[Array] = []
         self._values: list[Any] = []
-        self._hold([_writable(array) for array in arrays])
+        self._replace_buffers([_writable(array) for array in arrays])
 
     @property
     def rows(self) -> int:
-        """Of the buffers, in use."""
-        return len(self._held)
+        """The number of rows of the buffers that are in use."""
+        return len(self._buffer_requests)
 
     @property
     def arrays(self) -> list[Array]:
-        """The rows that are in use."""
-        return [_rows(array, axis, self.rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
+        """The rows of the buffers that are in use."""
+        return [_row_range(array, axis, self.rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
 
     @property
     def values(self) -> list[Any]:
-        """The OrtValues to bind. MemoryBudgetError as of `Share.take`, and nothing has changed."""
-        self.arrange()
+        """The OrtValues to bind. MemoryBudgetError as for `MemoryShare.acquire`; then the context is unchanged."""
+        self.share_rows()
         if len(self._values) != len(self._arrays):
-            self._values = [self._session.tensor(array) for array in self.arrays]
+            self._values = [self._session.device_tensor(array) for array in self.arrays]
         return self._values
 
-    def arrange(self) -> None:
-        """Have neighbouring rows of one request share its context, where the file can."""
-        self._arrange(self.requests)
+    def share_rows(self) -> None:
+        """Let neighbouring rows of one request share a row of context, if the file supports it."""
+        self._assign_rows(self.requests)
 
     def reorder(self, rows: Ints) -> bool:
-        """Row i becomes what row rows[i] was. True if there are new values to bind."""
-        return self._arrange(self.requests[rows])
+        """Replace row i by row rows[i]. Return whether there are new values to bind."""
+        return self._assign_rows(self.requests[rows])
 
-    def _arrange(self, requests: Ints) -> bool:
-        """Have the buffers hold what rows of these requests read; True if there are new values to bind."""
-        wanted = _together(requests) if self._shares else requests
-        if np.array_equal(wanted, self._held) or not self._arrays:
-            self.requests, self._held = requests, wanted
+    def _assign_rows(self, requests: Ints) -> bool:
+        """Arrange the buffers for rows of these requests. Return whether there are new values to bind."""
+        buffer_requests = _shared_requests(requests) if self._shares else requests
+        if np.array_equal(buffer_requests, self._buffer_requests) or not self._arrays:
+            self.requests, self._buffer_requests = requests, buffer_requests
             return False
-        count, before = len(wanted), self.rows
-        rows = _first_of(self._held, wanted)
-        if self._in_place and self._arrays and count <= self.room <= SPARE * count:
+        count, count_before = len(buffer_requests), self.rows
+        rows = _first_index_of(self._buffer_requests, buffer_requests)
+        if self._in_place and self._arrays and count <= self.row_capacity <= MAX_BUFFER_RATIO * count:
             stays = np.zeros(count, np.bool_)
-            both = min(count, before)
-            stays[:both] = wanted[:both] == self._held[:both]
+            common = min(count, count_before)
+            stays[:common] = buffer_requests[:common] == self._buffer_requests[:common]
             moved = np.flatnonzero(~stays)
             for array, axis in zip(self._arrays, self._axes, strict=True):
                 if axis is not None:
-                    move(array, moved, rows[moved])
-            changed = count != before
+                    move_rows(array, moved, rows[moved])
+            changed = count != count_before
             self._values = [] if changed else self._values
         else:
-            self._hold([_taken(array, axis, rows) for array, axis in zip(self._arrays, self._axes, strict=True)])
+            taken = [_take_rows(array, axis, rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
+            self._replace_buffers(taken)
             changed = True
-        self._lengths = {name: own[rows] for name, own in self._lengths.items()}
-        self.requests, self._held = requests, wanted
+        self._lengths = {name: lengths[rows] for name, lengths in self._lengths.items()}
+        self.requests, self._buffer_requests = requests, buffer_requests
         return changed or not self._in_place
 
-    def join(self, other: Context) -> None:
-        """Append the other's rows; the other is released. Copies those, and all of them where there is no room.
+    def join(self, other: EncoderContext) -> None:
+        """Append the rows of `other` and release it. Copies its rows, and all rows if the buffers are too small.
 
-        What rows share is arranged when it is next read, as rows that come often continue as several.
+        The sharing of rows is arranged when the values are next read, because new rows often split into several first.
         """
-        before, rows = self.rows, self.rows + other.rows
-        self._budget.give(other.nbytes)  # what moves over is counted once
+        rows_before, rows = self.rows, self.rows + other.rows
+        self._budget.release(other.nbytes)  # the budget counts the moved rows once
         other.nbytes = 0
-        self._lengths = {name: np.concatenate([own, other._lengths[name]]) for name, own in self._lengths.items()}
-        shapes = [self._shape(*each, rows) for each in zip(self._specs, self._arrays, other._arrays, strict=True)]
+        self._lengths = {
+            axis: np.concatenate([lengths, other._lengths[axis]]) for axis, lengths in self._lengths.items()
+        }
+        shapes = [
+            self._merged_shape(spec, array.shape, joined.shape, rows)
+            for spec, array, joined in zip(self._specs, self._arrays, other._arrays, strict=True)
+        ]
         if (
             not self._in_place
-            or rows > self.room
+            or rows > self.row_capacity
             or any(
                 axis is not None and array.shape[1:] != shape[1:]
                 for axis, array, shape in zip(self._axes, self._arrays, shapes, strict=True)
             )
         ):
-            grown = [np.empty(shape, array.dtype) for array, shape in zip(self._arrays, shapes, strict=True)]
-            for axis, array, kept in zip(self._axes, grown, self.arrays, strict=True):
-                _rows(array, axis, before)[...] = _fitted(kept, axis, array.shape)
-            self._hold(grown)
-        for axis, array, came in zip(self._axes, self._arrays, other.arrays, strict=True):
+            buffers = [np.empty(shape, array.dtype) for array, shape in zip(self._arrays, shapes, strict=True)]
+            for axis, buffer, array in zip(self._axes, buffers, self.arrays, strict=True):
+                _row_range(buffer, axis, rows_before)[...] = _resize_axes(array, axis, buffer.shape)
+            self._replace_buffers(buffers)
+        for axis, buffer, array in zip(self._axes, self._arrays, other.arrays, strict=True):
             if axis is not None:
-                _rows(array, axis, rows, before)[...] = _fitted(came, axis, array.shape)
-        first = int(max(self.requests.max(initial=-1), self._held.max(initial=-1))) + 1
+                _row_range(buffer, axis, rows, rows_before)[...] = _resize_axes(array, axis, buffer.shape)
+        first = int(max(self.requests.max(initial=-1), self._buffer_requests.max(initial=-1))) + 1
         self.requests = np.concatenate([self.requests, other.requests + first])
-        self._held, self._values = np.concatenate([self._held, other._held + first]), []
+        self._buffer_requests = np.concatenate([self._buffer_requests, other._buffer_requests + first])
+        self._values = []
         other.release()
 
-    def _shape(self, spec: TensorSpec, held: Array, came: Array, rows: int) -> tuple[int, ...]:
-        """What a tensor's shape is to be for all rows."""
-        shape = []
-        for name, one, two in zip(spec.shape, held.shape, came.shape, strict=True):
-            if name == BATCH:
-                shape.append(rows)
+    def _merged_shape(
+        self, spec: TensorSpec, shape: Sequence[int], other_shape: Sequence[int], rows: int
+    ) -> tuple[int, ...]:
+        """Return the shape of a tensor for `rows` rows of this context and another. Uses the lengths of all rows."""
+        merged = []
+        for axis, size, other_size in zip(spec.shape, shape, other_shape, strict=True):
+            if axis == BATCH_AXIS:
+                merged.append(rows)
             else:
-                own = self._lengths.get(name) if isinstance(name, str) else None
-                need = max(one, two) if own is None else min(int(own.max()), max(one, two))
-                shape.append(one if need <= one <= need * _WASTE else need)
-        return tuple(shape)
+                lengths = self._lengths.get(axis) if isinstance(axis, str) else None
+                larger = max(size, other_size)
+                needed = larger if lengths is None else min(int(lengths.max()), larger)
+                merged.append(size if needed <= size <= needed * MAX_AXIS_RATIO else needed)
+        return tuple(merged)
 
     def fit(self) -> bool:
-        """Give back the room beyond the rows, and far beyond the longest. False if that is nothing to speak of."""
+        """Shrink the buffers to the rows in use and their lengths. Return False if they are not larger."""
         shapes = [
-            self._shape(spec, array, array, self.rows) for spec, array in zip(self._specs, self._arrays, strict=True)
+            self._merged_shape(spec, array.shape, array.shape, self.rows)
+            for spec, array in zip(self._specs, self._arrays, strict=True)
         ]
         if all(array.shape == shape for array, shape in zip(self._arrays, shapes, strict=True)):
             return False
         cut = [array[tuple(map(slice, shape))] for array, shape in zip(self._arrays, shapes, strict=True)]
-        self._hold([np.ascontiguousarray(array) for array in cut])
+        self._replace_buffers([np.ascontiguousarray(array) for array in cut])
         return True
 
-    def copy(self, rows: Ints, budget: Share) -> Context:
-        """A context of its own, whose row i is what row rows[i] is here."""
-        wanted = self.requests[rows]
-        own = _first_of(self._held, wanted)
-        taken = [_taken(array, axis, own) for array, axis in zip(self._arrays, self._axes, strict=True)]
-        lengths = {name: length[own] for name, length in self._lengths.items()}
-        other = Context(self._session, self._specs, taken, lengths, len(rows), budget, self._shares)
-        other.requests = other._held = wanted
+    def copy(self, rows: Ints, budget: MemoryShare) -> EncoderContext:
+        """Return a new context whose row i is a copy of row rows[i]."""
+        requests = self.requests[rows]
+        buffer_rows = _first_index_of(self._buffer_requests, requests)
+        taken = [_take_rows(array, axis, buffer_rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
+        lengths = {axis: row_lengths[buffer_rows] for axis, row_lengths in self._lengths.items()}
+        other = EncoderContext(self._session, self._specs, taken, lengths, len(rows), budget, self._shares)
+        other.requests = other._buffer_requests = requests
         return other
 
     def release(self) -> None:
-        """Give the memory back."""
-        self._budget.give(self.nbytes)
+        """Free the buffers and their bytes in the budget."""
+        self._budget.release(self.nbytes)
         self._arrays, self._values, self.nbytes = [], [], 0
 
     def __del__(self) -> None:
-        if self.nbytes:  # not when an interrupt came before there was anything to give back
+        if self.nbytes:  # 0 if an interrupt ended the constructor
             self.release()
 
     @property
-    def room(self) -> int:
-        """Rows that the buffers have."""
+    def row_capacity(self) -> int:
+        """The number of rows that the buffers have."""
         return max((len(a) for a, axis in zip(self._arrays, self._axes, strict=True) if axis == 0), default=self.rows)
 
-    def _hold(self, arrays: list[Array]) -> None:
-        """Take other buffers in the place of the present ones. MemoryBudgetError as of `Share.take`."""
-        count = sum(array.nbytes for array in arrays)
-        self._budget.take(count - self.nbytes)
-        self._arrays, self._values, self.nbytes = arrays, [], count
+    def _replace_buffers(self, arrays: list[Array]) -> None:
+        """Replace the buffers. MemoryBudgetError as for `MemoryShare.acquire`."""
+        nbytes = sum(array.nbytes for array in arrays)
+        self._budget.acquire(nbytes - self.nbytes)
+        self._arrays, self._values, self.nbytes = arrays, [], nbytes
 
 
-def _together(requests: Ints) -> Ints:
-    """One number for each run of equal ones, if all runs are as long; else the numbers themselves."""
+def _shared_requests(requests: Ints) -> Ints:
+    """Return one number for each run of equal numbers, if all runs have the same length; else the numbers unchanged."""
     begins = np.flatnonzero(np.diff(requests, prepend=-1))
-    alike = len(begins) < len(requests) and len(set(np.diff(begins, append=len(requests)).tolist())) == 1
-    return requests[begins] if alike else requests
+    is_uniform = len(begins) < len(requests) and len(set(np.diff(begins, append=len(requests)).tolist())) == 1
+    return requests[begins] if is_uniform else requests
 
 
-def _first_of(held: Ints, wanted: Ints) -> Ints:
-    """Where each of the wanted numbers is held first."""
-    order = np.argsort(held, kind="stable")
-    return order[np.searchsorted(held[order], wanted)]
+def _first_index_of(array: Ints, values: Ints) -> Ints:
+    """Return the first index of each value in the array."""
+    order = np.argsort(array, kind="stable")
+    return order[np.searchsorted(array[order], values)]
 
 
-def _rows(array: Array, axis: int | None, end: int, start: int = 0) -> Array:
-    """Some rows of a tensor whose batch is on `axis`; all of one that has none."""
+def _row_range(array: Array, axis: int | None, end: int, start: int = 0) -> Array:
+    """Return rows start … end - 1 of a tensor with its batch on `axis`; the whole tensor if it has no batch axis."""
     return array if axis is None else array[(slice(None),) * axis + (slice(start, end),)]
 
 
-def _taken(array: Array, axis: int | None, rows: Ints) -> Array:
+def _take_rows(array: Array, axis: int | None, rows: Ints) -> Array:
+    """Return a copy of some rows; the tensor itself if it has no batch axis."""
     return array if axis is None else np.ascontiguousarray(np.take(array, rows, axis))
 
 
-def _fitted(array: Array, axis: int | None, shape: Sequence[int]) -> Array:
-    """Every axis but the batch's as long as in `shape`: cut, or its end repeated."""
-    cut = array[tuple(slice(None) if at == axis else slice(0, size) for at, size in enumerate(shape))]
-    more = [(0, 0 if at == axis else size - cut.shape[at]) for at, size in enumerate(shape)]
-    return np.pad(cut, more, mode="edge") if any(end for _, end in more) else cut
+def _resize_axes(array: Array, axis: int | None, shape: Sequence[int]) -> Array:
+    """Cut every axis but the batch's to its size in `shape`, or extend it by repeating its end."""
+    cut = array[tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(shape))]
+    padding = [(0, 0 if i == axis else size - cut.shape[i]) for i, size in enumerate(shape)]
+    return np.pad(cut, padding, mode="edge") if any(end for _, end in padding) else cut
 
 
 def _writable(array: Array) -> Array:

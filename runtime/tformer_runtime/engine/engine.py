@@ -1,12 +1,12 @@
-"""The lowest level of decoding: encode requests, feed tokens, get logits. Everything above it is search.
+"""The lowest level of decoding: encode requests, feed tokens, return logits. Search is in the layers above.
 
     engine = Engine("model.onnx", device="cpu")
     state = engine.start({"src": [ids, other_ids]}, rows=2)      # None for a decoder-only model
     logits = engine.step(state, np.array([[1], [1]]))            # (2, vocabulary)
-    engine.reorder(state, np.array([1, 1]))                      # beams; or fewer rows, to drop the finished ones
-    engine.join(state, engine.start({"src": [more]}, rows=1, joins=True))      # rows that come while others decode
+    engine.reorder(state, np.array([1, 1]))                      # beams; or fewer rows, to drop finished rows
+    engine.join(state, engine.start({"src": [more]}, rows=1, joins=True))      # add rows while others decode
 
-A `State` belongs to one call and one thread; an `Engine` may be shared by any number of them.
+A `State` belongs to one call and one thread. Any number of threads may share an `Engine`.
 """
 
 from __future__ import annotations
@@ -18,109 +18,121 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.backend.cuda_graphs import MAX_SHAPES, BufferPool, CapturedStep, DeviceLogits
+from tformer_runtime.backend.cuda_graphs import MAX_BUFFER_SHAPES, BufferPool, CapturedStep, DeviceLogits
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
 from tformer_runtime.engine.cuda_call import CudaGraphCall
-from tformer_runtime.engine.decode_call import Call
-from tformer_runtime.engine.encoder_context import Context
+from tformer_runtime.engine.decode_call import SessionCall
+from tformer_runtime.engine.encoder_context import EncoderContext
 from tformer_runtime.engine.kv_cache import KVCache
-from tformer_runtime.engine.memory_budget import Budget, Share
-from tformer_runtime.engine.memory_estimate import Sizing, slack
-from tformer_runtime.engine.padding import lengths_of, request_arrays
-from tformer_runtime.engine.shortlist import KEY, Candidates, Shortlist
-from tformer_runtime.engine.state import State, Want
-from tformer_runtime.engine.static_inputs import Feeds
-from tformer_runtime.format.manifest import GATHER, GATHERED, STAGE, Decode, Manifest
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
+from tformer_runtime.engine.memory_estimate import MemoryEstimate, join_padding
+from tformer_runtime.engine.padding import padded_request_arrays, row_lengths
+from tformer_runtime.engine.shortlist import SHORTLIST_KEY, Candidates, Shortlist
+from tformer_runtime.engine.state import LogitPositions, State
+from tformer_runtime.engine.static_inputs import StaticInputs
+from tformer_runtime.format.manifest import GATHER_IDS, GATHERED_COLUMNS, STAGE_INPUT, DecodeStage, Manifest
 from tformer_runtime.format.model_file import read_metadata
 
-_KEPT = 32  # tokens of a call at most, for it to be kept: its logits take memory that nobody counts
+MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
 
 
 class Engine:
-    """A model file's stages as functions. See the module's docstring."""
+    """The stages of a model file as functions. The module's docstring has an example."""
 
     def __init__(
-        self, model: Session | str | os.PathLike[str], device: str = "auto", threads: int | None = None
+        self,
+        model: Session | str | os.PathLike[str],
+        device: str = "auto",
+        threads: int | None = None,
+        manifest: Manifest | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
+        """Open a model file. manifest, shortlist: used instead of the file's, for the exporter."""
         self.session = model if isinstance(model, Session) else Session(model, device, threads)
-        self.manifest: Manifest = self.session.manifest
+        self.manifest: Manifest = manifest or self.session.manifest
+        self._shortlist_override = shortlist
         self.pool = BufferPool(self.session) if self.session.keeps_buffers else None
-        self._feeds = Feeds(self.session)
-        listed = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
-        self._shortlist_text = read_metadata(self.session.path).get(KEY) if listed else None
+        self._static_inputs = StaticInputs(self.session)
+        has_shortlist = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
+        self._shortlist_text = read_metadata(self.session.path).get(SHORTLIST_KEY) if has_shortlist else None
 
     @property
-    def decode(self) -> Decode:
+    def decode(self) -> DecodeStage:
+        """The decode stage. UnsupportedCallError if the file has none."""
         if self.manifest.decode is None:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
 
     @functools.cached_property
-    def sizing(self) -> Sizing:
-        """What requests will take."""
-        return Sizing(self.manifest, self.decode, exact=self.session.device == "cpu")
+    def memory_estimate(self) -> MemoryEstimate:
+        """Estimates of the memory that requests need."""
+        return MemoryEstimate(self.manifest, self.decode, exact=self.session.device == "cpu")
 
     @functools.cached_property
-    def slack(self) -> int:
-        """Positions of padding that give every row some at the end of every axis of the context, for `join`."""
-        return slack(self.manifest, self.encode)
+    def join_padding(self) -> int:
+        """Positions of input padding that pad the end of every axis of the context, as `join` needs."""
+        return join_padding(self.manifest, self.encode)
 
     @functools.cached_property
     def shortlist(self) -> Shortlist | None:
-        """The file's. ModelFileError if it is damaged."""
+        """The file's shortlist; None if it has none. ModelFileError if it is damaged."""
+        if self._shortlist_override is not None:
+            return self._shortlist_override
         if self.decode.shortlist is None or self._shortlist_text is None:
             return None
         try:
-            found = Shortlist.from_text(self._shortlist_text)
+            shortlist = Shortlist.from_text(self._shortlist_text)
         except ModelFileError as error:
             raise ModelFileError(f"{self.session.path}: {error}") from error
-        if found.vocabulary != self.decode.logits.shape[-1]:
+        if shortlist.vocabulary != self.decode.logits.shape[-1]:
             raise ModelFileError(f"{self.session.path}: the file's shortlist is of another vocabulary: export it again")
-        return found
+        return shortlist
 
     def encode(
         self,
         requests: Mapping[str, Sequence[Array]],
         rows: int,
         extras: Sequence[str] = (),
-        widen: int = 0,
-        gather: Ints | None = None,
+        extra_padding: int = 0,
+        gather_ids: Ints | None = None,
     ) -> dict[str, Any]:
-        """Run the encode stage: name of each of its outputs → OrtValue on the session's device (`Session.array` reads
-        any).
+        """Run the encode stage and return name of an output → OrtValue on the session's device.
 
-        requests: for each request input that is not derived, `rows` arrays, one a row; ids are 1-D, of any lengths.
-        extras: names of the stage's extras to give too, behind the outputs. widen: with so many more positions of
-        padding at the end of every row, as far as the model can take them. gather: ids whose columns of the output
-        projection are given as GATHERED.
+        `Session.read_array` reads these OrtValues.
+
+        requests: for each request input that is not a mask, `rows` arrays, one a row; ids are 1-D, of any lengths.
+        extras: names of extra outputs of the stage to return after its outputs.
+        extra_padding: further positions of padding at the end of every row, as far as the maximum lengths allow.
+        gather_ids: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
         """
         encode = self.manifest.encode
         if encode is None:
-            raise UnsupportedCallError(f"{self.session.path} has no input beside the tokens it continues")
-        arrays = request_arrays(encode.inputs, requests, rows, widen)
-        io = self.session.binding("encode")
-        if gather is not None:
-            arrays[GATHER] = gather
-        for name in self.session.inputs("encode"):
-            read = self.session.tensor(arrays[name]) if name in arrays else self._feeds.unread[name]
-            self.session.bind_input(io, name, self._feeds.one_column.get(name, read))
-        wanted = [output.name for output in (*encode.outputs, *encode.extras)]
-        wanted = [name for i, name in enumerate(wanted) if i < len(encode.outputs) or name in extras]
-        if gather is not None:
-            wanted.append(GATHERED)
-        for name in wanted:
-            self.session.give(io, name)
+            raise UnsupportedCallError(f"{self.session.path} has no input besides the tokens it continues")
+        arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding)
+        binding = self.session.new_binding("encode")
+        if gather_ids is not None:
+            arrays[GATHER_IDS] = gather_ids
+        constants = self._static_inputs
+        for name in self.session.input_shapes("encode"):
+            tensor = self.session.device_tensor(arrays[name]) if name in arrays else constants.placeholders[name]
+            self.session.bind_input(binding, name, constants.one_column_inputs.get(name, tensor))
+        names = [output.name for output in encode.outputs]
+        names += [extra.name for extra in encode.extras if extra.name in extras]
+        if gather_ids is not None:
+            names.append(GATHERED_COLUMNS)
+        for name in names:
+            self.session.bind_new_output(binding, name)
         try:
-            self.session.run(io, "encode")
+            self.session.run(binding, "encode")
         except OutOfMemoryError as error:
             shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
             raise OutOfMemoryError(
                 f"there is not enough memory to read it ({shapes}; of most models it grows with the square of the "
                 "length): cut it into parts that are read one by one"
             ) from error
-        return dict(zip(wanted, io.get_outputs(), strict=True))
+        return dict(zip(names, binding.get_outputs(), strict=True))
 
     def start(
         self,
@@ -128,238 +140,274 @@ class Engine:
         rows: int,
         repeat: int = 1,
         extras: Sequence[str] = (),
-        budget: Share | None = None,
+        budget: MemoryShare | None = None,
         joins: bool = False,
         candidates: Sequence[Ints | None] | None = None,
-        most: Sequence[int] | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> State:
-        """Encode `rows` requests and make a state with `repeat` rows for each (row i belongs to i // repeat).
+        """Encode `rows` requests and return a state with `repeat` rows for each (row i belongs to i // repeat).
 
-        extras: names of the manifest's extras that are wanted, of either stage. budget: what the state's memory is
-        taken from. joins: the state may be joined with others. candidates: of each request, the ids that may come, in
-        order, None for all; for a file with a shortlist. most: tokens that each request's rows will come to, if that is
-        known: buffers are no larger. A row may come to more, for some copying.
+        requests: as for `encode`; None for a decoder-only model.
+        extras: names of the extra outputs to compute, of either stage.
+        budget: the share from which the state's memory is acquired.
+        joins: whether the state will join another.
+        candidates: for a file with a shortlist: the candidate ids of each request, in order, or None for all ids.
+        max_tokens: the expected maximum of tokens for the rows of each request, if known. Buffers are no larger. A row
+            may get more tokens, at the cost of a copy.
         """
-        budget = budget or Budget().share()
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget, most, self.pool)
+        budget = budget or MemoryBudget().new_share()
+        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget, max_tokens, self.pool)
         arrays: dict[str, Array] = {}
         context: list[Array] = []
         lengths: dict[str, Ints] = {}
-        chosen = self._candidates(candidates, budget)
+        shortlisted = self._candidates(candidates, budget)
         if self.manifest.encode is not None:
-            requests, more = requests or {}, self.slack if joins else 0
+            requests, padding = requests or {}, self.join_padding if joins else 0
             try:
-                given = self.encode(requests, rows, extras, more, chosen.wanted if chosen else None)
+                outputs = self.encode(requests, rows, extras, padding, shortlisted.pending_ids if shortlisted else None)
             except BaseException:
-                if chosen is not None:  # whoever keeps the error keeps this frame
-                    chosen.release()
+                if shortlisted is not None:  # the traceback of a stored error keeps this frame alive
+                    shortlisted.release()
                 raise
-            if chosen is not None and chosen.wanted is not None:
-                chosen.hold(given.pop(GATHERED))
-            arrays = {name: self.session.array(value) for name, value in given.items()}
+            if shortlisted is not None and shortlisted.pending_ids is not None:
+                shortlisted.set_gathered(outputs.pop(GATHERED_COLUMNS))
+            arrays = {name: self.session.read_array(value) for name, value in outputs.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encoded]
-            lengths = lengths_of(self.manifest.encode.inputs, requests, rows, more)
-        held = Context(self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context)
-        state = State(held, cache, rows, arrays, self._of_steps(extras), chosen)
+            lengths = row_lengths(self.manifest.encode.inputs, requests, rows, padding)
+        encoder_context = EncoderContext(
+            self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context
+        )
+        state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
 
-    def step(self, state: State, tokens: Array, counts: Array | None = None, want: Want = "last") -> Array:
+    def step(
+        self, state: State, tokens: Array, counts: Array | None = None, logit_positions: LogitPositions = "last"
+    ) -> Array:
         """Feed new tokens to every row and return the logits that follow them.
 
-        tokens: (rows, N) int64, right-padded; (rows, N, features) float32 for a model that continues a series, whose
-        outputs are called logits here. What is beyond a row's count does not matter.
-        counts: (rows,) how many of the N are a row's own, at least 1; None: all of them.
-        Returns float32 (rows, vocabulary) for each row's last token, or (rows, N, vocabulary) for all with
-        want="all"; -inf for ids that are no candidates of a row. The array is not to be written to, and is overwritten
-        by the next call, as are the extras that the state then holds.
-        InputError if a row would pass the maximum length; MemoryBudgetError. Then nothing has been read.
+        tokens: (rows, N) int64, right-padded with any ids; (rows, N, features) float32 for a model that continues a
+            series. The outputs of such a model are called logits here.
+        counts: (rows,), the number of valid tokens of each row, at least 1; None: N for every row.
+        logit_positions: "last" returns float32 (rows, vocabulary) for the last token of each row; "all" returns (rows,
+            N, vocabulary). Ids that are no candidates of a row have -inf.
+
+        The returned array is read-only. The next call overwrites it, and the extra outputs of the state.
+        InputError if a row would exceed the maximum length, MemoryBudgetError if the caches cannot grow. After either
+        error the state is unchanged.
         """
-        rows, new = tokens.shape[:2]
+        rows, new_tokens = tokens.shape[:2]
         if rows != state.rows:
             raise ValueError(f"{rows} rows of tokens for a state of {state.rows}")
         state.check()
-        if new > 1 and counts is not None:
-            new = int(counts.max())  # operators reckon from the row's last token back: no column without a valid one
-            tokens = tokens[:, :new]
-        total = state.longest + new
-        if new > 1 and self._one_at_a_time(state, total):
-            return self._columns(state, tokens, counts, want)
-        if total > self.manifest.max_length:
-            raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
-        if state.cache.reserve(total, state.longest):
+        if new_tokens > 1 and counts is not None:
+            # Operators count back from the last valid token, so that every column needs a valid token.
+            new_tokens = int(counts.max())
+            tokens = tokens[:, :new_tokens]
+        total_slots = state.max_row_length + new_tokens
+        if new_tokens > 1 and self._must_step_one_by_one(state, total_slots):
+            return self._step_one_by_one(state, tokens, counts, logit_positions)
+        if total_slots > self.manifest.max_length:
+            raise self._too_long(total_slots)
+        if state.cache.reserve(total_slots, state.max_row_length):
             state.call = None
-        gathers = state.candidates is not None and state.candidates.due()
+        gathers = state.candidates is not None and state.candidates.should_gather()
         if gathers:
             state.call = None
         call = state.call
-        if call is None or call.new != new or call.want != want:
+        if call is None or call.new_tokens != new_tokens or call.logit_positions != logit_positions:
             call = (
-                state.calls.get((new, want))
-                or self._cuda_graph_call(state, new, want)
-                or Call(self._feeds, self.decode, state, new, want, gathers)
+                state.calls.get((new_tokens, logit_positions))
+                or self._cuda_graph_call(state, new_tokens, logit_positions)
+                or SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers)
             )
             state.call = call
-            if rows * new <= _KEPT:
-                state.calls[new, want] = call
-        if not call.ready(state.longest):
-            call = Call(self._feeds, self.decode, state, new, want, gathers)
-        return call.run(state, tokens, counts, total)
+            if rows * new_tokens <= MAX_CACHED_CALL_TOKENS:
+                state.calls[new_tokens, logit_positions] = call
+        if not call.ready(state.max_row_length):
+            call = SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers)
+        return call.run(state, tokens, counts, total_slots)
 
-    def choose(self, state: State, tokens: Array) -> Array | DeviceLogits:
-        """As `step`, for one token a row; the logits may stay on the device, with what is likeliest on the host."""
-        rows, new = tokens.shape
-        call, total = state.call, state.longest + 1
-        if call is None or not call.chooses or rows != state.rows or new != 1 or total > state.cache.capacity:
+    def step_one_token(self, state: State, tokens: Array) -> Array | DeviceLogits:
+        """Feed one token to every row, as `step` does. The logits may stay on the device (`DeviceLogits`)."""
+        call, total_slots = state.call, state.max_row_length + 1
+        if (
+            call is None
+            or not call.keeps_logits_on_device
+            or tokens.shape != (state.rows, 1)
+            or total_slots > state.cache.slot_capacity
+        ):
             return self.step(state, tokens)
         state.check()
-        if not call.ready(state.longest):
+        if not call.ready(state.max_row_length):
             return self.step(state, tokens)
-        return call.choose(state, tokens, total)
+        return call.run_one_token(state, tokens, total_slots)
 
     def reorder(self, state: State, rows: Array) -> None:
-        """Row i becomes what row rows[i] was. Rows may repeat (beams), be fewer (finished ones dropped) or be more."""
+        """Replace row i by row rows[i]. Rows may repeat (beams), and be fewer (finished rows) or more than before."""
         rows = np.asarray(rows, np.int64)
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
         state.check()
         lengths = state.lengths[rows]
-        if state.held.reorder(rows):
+        if state.encoder_context.reorder(rows):
             state.call = None
         if state.cache.reorder(rows, state.lengths):
             state.call = None
         if state.candidates is not None and state.candidates.reorder(rows):
             state.call = None
-            if all(own is None for own in state.candidates.rows):
+            if all(ids is None for ids in state.candidates.rows):
                 state.candidates = None
         if len(rows) == state.rows:
-            state.lengths[:] = lengths  # bound calls read this very array
+            state.lengths[:] = lengths  # bound calls read this array itself
         else:
             state.lengths = lengths
             state.call = None
-        state.longest = int(lengths.max(initial=0))
+        state.max_row_length = int(lengths.max(initial=0))
 
     def join(self, state: State, other: State) -> None:
-        """Append the other's rows, which were started with `joins`; it is of no more use then.
+        """Append the rows of `other`, which was started with `joins`, and release it.
 
-        Copies the other's rows, and its own where the buffers have no room, or far too much.
+        Copies the rows of `other`. Copies the rows of `state` too if its buffers are too small or far too large.
         """
         state.check()
         other.check()
-        if other.wanted != state.wanted:
+        if other.step_extras != state.step_extras:
             raise ValueError("states are joined that give different extras")
-        state.held.join(other.held)
-        state.cache.join(other.cache, state.longest, other.longest)
-        one, two = state.candidates, other.candidates
-        if one is not None or two is not None:
-            one, two = one or self._all(two, state.rows), two or self._all(one, other.rows)
-            one.join(two)
-            state.candidates = one
+        state.encoder_context.join(other.encoder_context)
+        state.cache.join(other.cache, state.max_row_length, other.max_row_length)
+        ours, theirs = state.candidates, other.candidates
+        if ours is not None or theirs is not None:
+            ours, theirs = ours or _unrestricted(theirs, state.rows), theirs or _unrestricted(ours, other.rows)
+            ours.join(theirs)
+            state.candidates = ours
         other.release()
         state.lengths = np.concatenate([state.lengths, other.lengths])
-        state.longest = max(state.longest, other.longest)
+        state.max_row_length = max(state.max_row_length, other.max_row_length)
         state.call = None
 
     def copy(
         self,
         state: State,
         rows: Array,
-        budget: Share | None = None,
+        budget: MemoryShare | None = None,
         extras: Sequence[str] | None = None,
-        most: Sequence[int] | None = None,
+        max_tokens: Sequence[int] | None = None,
     ) -> State:
-        """A state of its own, whose row i is what row rows[i] is. budget: what its memory is taken from. extras: as of
-        `start`; None: the state's own. most: as of `start`, of each row."""
+        """Return a new state whose row i is a copy of row rows[i].
+
+        budget: the share from which its memory is acquired.
+        extras: as for `start`; None: the extra outputs of `state`.
+        max_tokens: as for `start`, for each row.
+        """
         state.check()
-        budget = budget or Budget().share()
+        budget = budget or MemoryBudget().new_share()
         lengths = state.lengths[rows]
-        longest = int(lengths.max(initial=0))
-        wanted = state.wanted if extras is None else self._of_steps(extras)
-        context = state.held.copy(rows, budget)
+        max_row_length = int(lengths.max(initial=0))
+        step_extras = state.step_extras if extras is None else self._decode_extras(extras)
+        context = state.encoder_context.copy(rows, budget)
         try:
-            cache = state.cache.copy(rows, longest, budget, most)
+            cache = state.cache.copy(rows, max_row_length, budget, max_tokens)
         except BaseException:
             context.release()
             raise
         finally:
-            state.check()  # again: another thread may have released it meanwhile
+            state.check()  # again: another thread may have released it in the meantime
         candidates = state.candidates.copy(rows, budget) if state.candidates else None
-        other = State(context, cache, len(rows), state.encoded, wanted, candidates)
-        other.lengths, other.longest = lengths, longest
+        other = State(context, cache, len(rows), state.encoded, step_extras, candidates)
+        other.lengths, other.max_row_length = lengths, max_row_length
         return other
 
     def fit(self, state: State) -> bool:
-        """Give back what the buffers have beyond the need of the rows. False if that is nothing to speak of."""
-        less = [state.cache.fit(state.longest + 1), state.held.fit()]
-        if any(less):
+        """Shrink the buffers to the need of the rows. Return False if they are not larger."""
+        shrunk = [state.cache.fit(state.max_row_length + 1), state.encoder_context.fit()]
+        if any(shrunk):
             state.call = None
-        return any(less)
+        return any(shrunk)
 
-    def _candidates(self, rows: Sequence[Ints | None] | None, budget: Share) -> Candidates | None:
-        if rows is None or all(own is None for own in rows):
+    def _candidates(self, rows: Sequence[Ints | None] | None, budget: MemoryShare) -> Candidates | None:
+        """Return the candidates of new rows; None if every row may have any id."""
+        if rows is None or all(ids is None for ids in rows):
             return None
         if self.decode.shortlist is None:
             raise UnsupportedCallError(f"{self.session.path} holds no shortlist: export the model with --shortlist")
-        return Candidates(rows, int(self.decode.logits.shape[-1]), self.sizing.column, budget)
+        return Candidates(rows, int(self.decode.logits.shape[-1]), self.memory_estimate.column_bytes, budget)
 
-    def _all(self, like: Candidates | None, rows: int) -> Candidates:
-        """Rows that may have any id, to be beside others that may not."""
-        assert like is not None
-        return Candidates([None] * rows, like.vocabulary, like.bytes_each, like.budget)
-
-    def _of_steps(self, extras: Sequence[str]) -> tuple[str, ...]:
+    def _decode_extras(self, extras: Sequence[str]) -> tuple[str, ...]:
         return tuple(extra.name for extra in self.decode.extras if extra.name in extras)
 
-    def _cuda_graph_call(self, state: State, new: int, want: Want) -> CudaGraphCall | None:
-        """A call that replays a CUDA graph, for one token a row in buffers that graphs may be captured with."""
-        buffers = state.cache.pooled
-        if buffers is None or new > 1 or want != "last" or state.wanted or state.candidates is not None:
+    def _too_long(self, tokens: int) -> InputError:
+        return InputError(f"{tokens} tokens are more than the {self.manifest.max_length} that the model can hold")
+
+    def _cuda_graph_call(self, state: State, new_tokens: int, logit_positions: LogitPositions) -> CudaGraphCall | None:
+        """Return a call that replays a CUDA graph; None if a graph cannot run this step.
+
+        A graph runs steps of one token a row, on buffers from the pool.
+        """
+        buffers = state.cache.pooled_buffers
+        if buffers is None or new_tokens > 1 or logit_positions != "last":
             return None
-        if self.decode.features:  # a graph goes on from the likeliest token
+        if state.step_extras or state.candidates is not None:
             return None
-        state.held.arrange()
-        contexts = dict(zip(self._feeds.context, state.context, strict=True))
+        if self.decode.features:  # a graph continues from the likeliest token
+            return None
+        state.encoder_context.share_rows()
+        contexts = dict(zip(self._static_inputs.context, state.context, strict=True))
         key = tuple(array.shape for array in contexts.values())
-        step = buffers.steps.get(key)
+        step = buffers.steps_by_context.get(key)
         if step is None:
-            if len(buffers.steps) == MAX_SHAPES:
+            if len(buffers.steps_by_context) == MAX_BUFFER_SHAPES:
                 return None
-            others = {**self._feeds.unread, STAGE: self._feeds.decodes}
+            others = {**self._static_inputs.placeholders, STAGE_INPUT: self._static_inputs.decode_flag}
             step = CapturedStep(self.session, self.decode, buffers, state.cache.past(0), contexts, others)
-            buffers.steps[key] = step
+            buffers.steps_by_context[key] = step
         else:
             for name, array in contexts.items():
-                self.session.write(step.contexts[name], array)
+                self.session.write_tensor(step.contexts[name], array)
         return CudaGraphCall(step)
 
-    def _one_at_a_time(self, state: State, total: int) -> bool:
-        """Whether several new tokens must be fed singly: the operators cannot, or the padding would pass the end."""
+    def _must_step_one_by_one(self, state: State, total_slots: int) -> bool:
+        """Return whether several new tokens must be fed one by one.
+
+        This is so if the operators cannot take several, or if the padding would exceed the maximum length.
+        """
         return (
-            state.longest > 0 and state.rows > 1 and (not self.decode.ragged_chunks or total > self.manifest.max_length)
+            state.max_row_length > 0
+            and state.rows > 1
+            and (not self.decode.chunked_prefill or total_slots > self.manifest.max_length)
         )
 
-    def _columns(self, state: State, tokens: Array, counts: Array | None, want: Want) -> Array:
-        rows, new = tokens.shape[:2]
-        counts = np.full(rows, new) if counts is None else np.asarray(counts)
-        total = int((state.lengths + counts).max())
-        if total > self.manifest.max_length:
-            raise InputError(f"{total} tokens are more than the {self.manifest.max_length} that the model can hold")
-        if state.cache.reserve(total, state.longest):
+    def _step_one_by_one(
+        self, state: State, tokens: Array, counts: Array | None, logit_positions: LogitPositions
+    ) -> Array:
+        """Run `step` for one column of tokens after the other."""
+        rows, new_tokens = tokens.shape[:2]
+        counts = np.full(rows, new_tokens) if counts is None else np.asarray(counts)
+        total_slots = int((state.lengths + counts).max())
+        if total_slots > self.manifest.max_length:
+            raise self._too_long(total_slots)
+        if state.cache.reserve(total_slots, state.max_row_length):
             state.call = None
-        every, logits = [], np.empty(0, np.float32)
-        extras: dict[str, list[Array]] = {name: [] for name in state.wanted}
-        for i in range(new):
-            # A row that is through feeds its last token again: the same slot gets the same content.
-            through = i >= counts
-            state.lengths -= through
-            state.longest = int(state.lengths.max())
+        all_logits, logits = [], np.empty(0, np.float32)
+        extras: dict[str, list[Array]] = {name: [] for name in state.step_extras}
+        for i in range(new_tokens):
+            # A row without a token in this column feeds its last token again: the same slot gets the same content.
+            finished = i >= counts
+            state.lengths -= finished
+            state.max_row_length = int(state.lengths.max())
             logits = self.step(state, tokens[np.arange(rows), np.minimum(i, counts - 1)][:, None])
-            if want == "all":
-                every.append(logits.copy())
+            if logit_positions == "all":
+                all_logits.append(logits.copy())
                 for name, arrays in extras.items():
                     arrays.append(state.extras[name].copy())
-        if want == "all":
+        if logit_positions == "all":
             state.extras = {name: np.stack(arrays, 1) for name, arrays in extras.items()}
-            return np.stack(every, 1)
+            return np.stack(all_logits, 1)
         return logits
+
+
+def _unrestricted(like: Candidates | None, rows: int) -> Candidates:
+    """Return candidates for rows that may have any id, to join them with rows that may not."""
+    assert like is not None
+    return Candidates([None] * rows, like.vocabulary, like.column_bytes, like.budget)

@@ -1,17 +1,17 @@
 """Key/value caches: buffers that grow and shrink with the need, and rows that move.
 
 A cache tensor has its batch on axis 0 and its slots on an axis that the manifest names. Slot *j* of a row holds the
-row's token *j*, so a row of length *n* uses slots 0 … n-1 and what lies beyond is never read. On the CPU the buffers
-are numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps; growing,
-joining and moving rows pass through the host for now.
+row's token *j*, so a row of length *n* uses slots 0 … n-1, and later slots are never read. On the CPU the buffers are
+numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing,
+joining and moving rows copies them through the host.
 
-Rows that move are copied from where they differ: every slot bears a number of who wrote it when, so that beams, which
-have most of their past in common, copy little.
+Rows that move are copied from their first difference on. Every slot has the id of the write that filled it, so that
+beams, which share most of their past, copy little.
 
-Buffers have room for more rows and slots than are in use, so that most changes move little: a row that leaves makes
-room for one that comes. They are made anew when the room is too small, or four times what is needed. Where it is known
-what rows come to, buffers are no larger, and have room for all of it at once if that is not far more than a prompt
-takes, whose copy would cost as much as several steps.
+Buffers have more rows and slots than are in use, so that most changes copy little: a new row takes the place of a
+finished one. Buffers are reallocated if they are too small, or larger than MAX_BUFFER_RATIO times the need. If the
+maximum length of the rows is known, buffers are no larger. They are allocated with all these slots at once if the
+prompt fills a good part of them, because growing would copy the prompt at the cost of several steps.
 """
 
 from __future__ import annotations
@@ -26,57 +26,66 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.engine.memory_budget import Budget, Share
-from tformer_runtime.format.dtypes import held_as
-from tformer_runtime.format.manifest import SLOT, Cache
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
+from tformer_runtime.format.dtypes import storage_dtype
+from tformer_runtime.format.manifest import SLOT_AXIS, CacheSpec
 
-BLOCK = 32  # slots of the first buffers; they double from there
-SPARE = 4  # buffers of more than so many times the need are given back
-AHEAD = 8  # one slot more for every so many, where rows are known to go on
-
-
-def slots_for(need: int, most: int) -> int:
-    """The slots that a buffer has for `need` of them: BLOCK doubled as often as it takes, and no more than `most`."""
-    room = BLOCK
-    while room < need:
-        room *= 2
-    return max(need, min(room, most))
+FIRST_BUFFER_SLOTS = 32  # larger buffers have twice, four times, … as many
+MAX_BUFFER_RATIO = 4  # larger multiples of the need are freed
+GROWTH_DIVISOR = 8  # buffers get 1/8 more slots than needed if rows will grow
 
 
-def bytes_of(specs: Sequence[Cache], rows: int, slots: int) -> int:
-    """Bytes of the buffers of all cached tensors for so many rows and slots."""
+def buffer_slots(required: int, max_slots: int) -> int:
+    """Return the slots of a buffer that needs `required` slots.
+
+    These are FIRST_BUFFER_SLOTS, doubled until they suffice, but at most the greater of `max_slots` and `required`.
+    """
+    slots = FIRST_BUFFER_SLOTS
+    while slots < required:
+        slots *= 2
+    return max(required, min(slots, max_slots))
+
+
+def cache_bytes(specs: Sequence[CacheSpec], rows: int, slots: int) -> int:
+    """Return the bytes of the buffers of all cached tensors."""
     total = 0
     for spec in specs:
-        sizes = [slots if size == SLOT else int(size) for size in spec.shape[1:]]
+        sizes = [slots if size == SLOT_AXIS else int(size) for size in spec.shape[1:]]
         sides = 1 if spec.in_place else 2
-        total += sides * rows * int(np.prod(sizes)) * held_as(spec.dtype).itemsize
+        total += sides * rows * int(np.prod(sizes)) * storage_dtype(spec.dtype).itemsize
     return total
 
 
 @dataclass
-class _Slab:
-    """Cached tensors of one shape, in one array (tensors, room, …) so that they grow and move in one go.
+class _TensorGroup:
+    """Cached tensors of one shape, in one array (tensors, row capacity, …), so that they grow and move together.
 
-    arrays: one for each side, past and present, or one for both; None on another device, where `values` hold the
-    tensors. values[side][k]: the OrtValue of tensor k's rows.
+    members: indices of the tensors in the manifest's list of caches.
+    arrays: one for each side, past and present, or one for both. None on other devices, where `values` has the tensors.
+    values: values[side][k] is the OrtValue of the rows of tensor k.
     """
 
-    spec: Cache
+    spec: CacheSpec
     members: list[int]
     arrays: list[Array | None]
     values: list[list[Any]]
 
     @property
-    def axis(self) -> int:
-        """Of the slots, in the array."""
-        return self.spec.shape.index(SLOT) + 1
+    def slot_axis(self) -> int:
+        """The axis of the slots in `arrays`."""
+        return self.spec.shape.index(SLOT_AXIS) + 1
 
 
 class KVCache:
     """The buffers of every cached tensor for the rows of one batch.
 
-    Tensors written in place have one buffer; if any has not, past and present swap roles with each step, which is
-    what `turn` counts. Bytes are taken from `budget` before they are held, and given back by `release`.
+    A tensor that is written in place has one buffer, other tensors have two sides, past and present. The sides swap
+    their roles after each step. Bytes are acquired from `budget` before they are allocated, and `release` returns them.
+
+    row_capacity: the rows of the buffers.
+    slot_capacity: the slots of the buffers.
+    side: the side that the next step reads as past.
+    pooled_buffers: buffers with CUDA graphs, borrowed from the pool; None for buffers of this cache alone.
     """
 
     nbytes = 0
@@ -84,255 +93,283 @@ class KVCache:
     def __init__(
         self,
         session: Session,
-        specs: Sequence[Cache],
+        specs: Sequence[CacheSpec],
         max_length: int,
         rows: int,
-        budget: Share | None = None,
-        most: Sequence[int] | None = None,
+        budget: MemoryShare | None = None,
+        max_tokens: Sequence[int] | None = None,
         pool: BufferPool | None = None,
     ) -> None:
-        """pool: where buffers come from that CUDA graphs are captured with. most: slots that each row comes to use, if
-        that is known. CUDA graphs are captured for buffers of a size, so that those of a GPU have few sizes instead."""
+        """Create a cache without slots.
+
+        max_tokens: the expected maximum of tokens of each row, if known. It counts on the CPU only: on a GPU buffers
+            have few different sizes, because CUDA graphs are captured for each size.
+        pool: source of buffers with CUDA graphs.
+        """
         self._session, self._specs, self._max_length, self._pool = session, specs, max_length, pool
-        self._mosts: Ints | None = np.array(most, np.int64) if most is not None and self._on_host else None
-        self._budget = budget or Budget().share()
+        is_limited = max_tokens is not None and self._on_host
+        self._max_slots: Ints | None = np.array(max_tokens, np.int64) if is_limited else None
+        self._budget = budget or MemoryBudget().new_share()
         self.rows = rows
-        self.room = 0  # rows that the buffers have, on the host
-        self.capacity = 0  # slots that they have
-        self.turn = 0
-        self.turns = 1 if all(spec.in_place for spec in specs) else 2
-        self._written: Ints = np.zeros((0, 0), np.int64)  # (room, capacity): equal numbers at a slot, equal contents
-        self._writes = 0
+        self.row_capacity = 0
+        self.slot_capacity = 0
+        self.side = 0
+        self.num_sides = 1 if all(spec.in_place for spec in specs) else 2
+        self._write_ids: Ints = np.zeros((0, 0), np.int64)  # (rows, slots): slots with equal ids have equal contents
+        self._last_write_id = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
             groups.setdefault((spec.dtype, spec.shape, spec.in_place), []).append(k)
-        self.pooled: BufferSet | None = None  # buffers that graphs are captured with
-        self._slabs = []
+        self.pooled_buffers: BufferSet | None = None
+        self._groups = []
         for members in groups.values():
             sides = 1 if specs[members[0]].in_place else 2
-            self._slabs.append(_Slab(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
+            self._groups.append(_TensorGroup(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
 
-    def past(self, turn: int) -> list[Any]:
-        """The OrtValues to bind as past, in the order of the manifest's caches."""
+    def past(self, side: int) -> list[Any]:
+        """Return the OrtValues to bind as past, in the order of the manifest's caches."""
         values: list[Any] = [None] * len(self._specs)
-        for slab in self._slabs:
-            for k, value in zip(slab.members, slab.values[turn % len(slab.values)], strict=True):
+        for group in self._groups:
+            for k, value in zip(group.members, group.values[side % len(group.values)], strict=True):
                 values[k] = value
         return values
 
-    def present(self, turn: int) -> list[Any]:
-        return self.past(turn + 1)
+    def present(self, side: int) -> list[Any]:
+        """Return the OrtValues to bind as present, in the order of the manifest's caches. side: of the past."""
+        return self.past(side + 1)
 
-    def wrote(self, lengths: Ints, new: int) -> None:
-        """Note that each row has read so many new tokens behind those that it had. lengths: (rows,) of the latter."""
-        for row, first in enumerate(lengths.tolist()):  # 0.25 µs a row; indexing by arrays, ten in all
-            self._writes += 1
-            self._written[row, first : first + new] = self._writes
+    def record_writes(self, lengths: Ints, new_tokens: int) -> None:
+        """Record that a step wrote `new_tokens` slots of each row. lengths: (rows,), the cached tokens before it."""
+        for row, first in enumerate(lengths.tolist()):  # faster than index arrays for few rows
+            self._last_write_id += 1
+            self._write_ids[row, first : first + new_tokens] = self._last_write_id
 
     def reserve(self, slots: int, used: int) -> bool:
-        """Make room for `slots` slots a row, keeping the first `used`. True if there are new buffers to bind."""
-        if slots <= self.capacity:
+        """Grow the buffers to `slots` slots and keep the first `used`. Return whether there are new buffers to bind."""
+        if slots <= self.slot_capacity:
             return False
-        self._remake(np.arange(self.rows), self._fitting(self.rows, slots, self._mosts), used)
+        self._reallocate(np.arange(self.rows), self._buffer_size(self.rows, slots, self._max_slots), used)
         self._bind()
         return True
 
     def reorder(self, rows: Array, lengths: Array) -> bool:
-        """Row i becomes what row rows[i] was. Rows may repeat, be fewer or be more. True if there are new buffers to
-        bind. lengths: the slots in use of each row as it was.
+        """Replace row i by row rows[i] and return whether there are new buffers to bind.
 
-        Copies what is in use of the rows that move, from where they differ from what they become; all of all rows where
-        the buffers have no room for as many, or far too much.
+        Rows may repeat, and be fewer or more than before. Copies the used slots of the rows that move, from their first
+        difference on. Copies all rows if the buffers are too small or far too large.
+
+        lengths: the used slots of each row before the call.
         """
         used = int(lengths[rows].max(initial=0))
-        before, mosts = self.rows, None if self._mosts is None else self._mosts[rows]
-        fitting = self._fitting(len(rows), used, mosts)
-        if fitting != (self.room, self.capacity) or not self._on_host:
-            self._remake(rows, fitting, used)
+        rows_before, max_slots = self.rows, None if self._max_slots is None else self._max_slots[rows]
+        buffer_size = self._buffer_size(len(rows), used, max_slots)
+        if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
+            self._reallocate(rows, buffer_size, used)
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
             if moved.size:
-                self._move(moved, rows[moved], lengths)
-            if len(rows) == before:
-                self._mosts = mosts
+                self._move_in_place(moved, rows[moved], lengths)
+            if len(rows) == rows_before:
+                self._max_slots = max_slots
                 return False
-        self.rows, self._mosts = len(rows), mosts
+        self.rows, self._max_slots = len(rows), max_slots
         self._bind()
         return True
 
-    def _move(self, to: Ints, sources: Ints, lengths: Ints) -> None:
-        """Rows `to` become what rows `sources` were, in place. lengths: the slots in use of each row as it was."""
+    def _move_in_place(self, targets: Ints, sources: Ints, lengths: Ints) -> None:
+        """Copy rows `sources` to rows `targets`. lengths: the used slots of each row before the call."""
         ends = lengths[sources]
         if not ends.any():
             return
-        were, become = (self._written[rows, : ends.max()] for rows in (to, sources))
-        differ = were != become
-        begins = np.where(differ.any(1), differ.argmax(1), ends)
-        for slab in self._slabs:
+        old_ids, new_ids = (self._write_ids[rows, : ends.max()] for rows in (targets, sources))
+        differs = old_ids != new_ids
+        begins = np.where(differs.any(1), differs.argmax(1), ends)
+        for group in self._groups:
             parts = [
-                (slice(None),) * (slab.axis - 1) + (slice(begin, end),)
+                (slice(None),) * (group.slot_axis - 1) + (slice(begin, end),)
                 for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
             ]
-            move(self._live(slab).swapaxes(0, 1), to, sources, parts)
-        self._written[to, : ends.max()] = become
+            move_rows(self._current_array(group).swapaxes(0, 1), targets, sources, parts)
+        self._write_ids[targets, : ends.max()] = new_ids
 
-    def join(self, other: KVCache, used: int, others: int) -> None:
-        """Append the other's rows. used, others: how many slots of each are in use. The other is released.
+    def join(self, other: KVCache, used: int, other_used: int) -> None:
+        """Append the rows of `other` and release it.
 
-        Copies the other's rows, and its own where the buffers are too small, or far too large.
+        Copies the rows of `other`, and the rows of this cache too if its buffers are too small or far too large.
+
+        used, other_used: the number of used slots of both caches.
         """
-        before, rows = self.rows, self.rows + other.rows
-        known = self._mosts is not None and other._mosts is not None
-        mosts = np.concatenate([self._mosts, other._mosts]) if known else None
-        fitting = self._fitting(rows, max(used, others), mosts)
-        self._budget.give(other.nbytes)  # what moves over is counted once
+        rows_before, rows = self.rows, self.rows + other.rows
+        is_limited = self._max_slots is not None and other._max_slots is not None
+        max_slots = np.concatenate([self._max_slots, other._max_slots]) if is_limited else None
+        buffer_size = self._buffer_size(rows, max(used, other_used), max_slots)
+        self._budget.release(other.nbytes)  # the budget counts the moved rows once
         other.nbytes = 0
-        if fitting != (self.room, self.capacity) or not self._on_host:
-            self._remake(np.arange(before), fitting, used)
-        for slab, theirs in zip(self._slabs, other._slabs, strict=True) if others else ():
-            part = _part(slab.axis, others)
-            self._live(slab)[:, before:rows][part] = other._live(theirs)[:, : other.rows][part]
-        if others:
-            self._written[before:rows, :others] = other._written[: other.rows, :others] + self._writes
-            self._writes += other._writes
+        if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
+            self._reallocate(np.arange(rows_before), buffer_size, used)
+        for group, other_group in zip(self._groups, other._groups, strict=True) if other_used else ():
+            part = _first_slots(group.slot_axis, other_used)
+            joined = self._current_array(group)[:, rows_before:rows]
+            joined[part] = other._current_array(other_group)[:, : other.rows][part]
+        if other_used:
+            other_ids = other._write_ids[: other.rows, :other_used] + self._last_write_id
+            self._write_ids[rows_before:rows, :other_used] = other_ids
+            self._last_write_id += other._last_write_id
         other.release()
-        self.rows, self._mosts = rows, mosts
+        self.rows, self._max_slots = rows, max_slots
         self._bind()
 
     def fit(self, used: int) -> bool:
-        """Give back the room beyond the rows and their first `used` slots. False if there is none to speak of."""
-        slots = self._slots(used, self._mosts)
-        if not self.capacity or (self.room == self.rows and self.capacity <= slots):
+        """Shrink the buffers to the rows and their first `used` slots. Return False if they are not larger."""
+        slots = self._new_slots(used, self._max_slots)
+        if not self.slot_capacity or (self.row_capacity == self.rows and self.slot_capacity <= slots):
             return False
-        self._remake(np.arange(self.rows), (self.rows, min(slots, self.capacity)), min(used, self.capacity))
+        buffer_size = self.rows, min(slots, self.slot_capacity)
+        self._reallocate(np.arange(self.rows), buffer_size, min(used, self.slot_capacity))
         self._bind()
         return True
 
-    def copy(self, rows: Array, used: int, budget: Share | None = None, most: Sequence[int] | None = None) -> KVCache:
-        """A cache of its own, whose row i is what row rows[i] is here, in its first `used` slots. most: as at first."""
-        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, most, self._pool)
-        lives = [self._live(slab) for slab in self._slabs] if used else []
-        other._remake(rows, other._fitting(len(rows), used, other._mosts), used, lives)
+    def copy(
+        self, rows: Array, used: int, budget: MemoryShare | None = None, max_tokens: Sequence[int] | None = None
+    ) -> KVCache:
+        """Return a new cache whose row i is a copy of row rows[i], in its first `used` slots."""
+        other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, max_tokens, self._pool)
+        sources = [self._current_array(group) for group in self._groups] if used else []
+        other._reallocate(rows, other._buffer_size(len(rows), used, other._max_slots), used, sources)
         if used:
-            other._written[: len(rows), :used] = self._written[rows, :used]
-            other._writes = self._writes
+            other._write_ids[: len(rows), :used] = self._write_ids[rows, :used]
+            other._last_write_id = self._last_write_id
         other._bind()
         return other
 
     def release(self) -> None:
-        """Give the buffers and their bytes back."""
-        self._unpool()
-        for slab in self._slabs:
-            slab.arrays, slab.values = [None] * len(slab.arrays), [[] for _ in slab.values]
-        self._budget.give(self.nbytes)
-        self.nbytes = self.room = self.capacity = 0
+        """Free the buffers and their bytes in the budget."""
+        self._return_to_pool()
+        for group in self._groups:
+            group.arrays, group.values = [None] * len(group.arrays), [[] for _ in group.values]
+        self._budget.release(self.nbytes)
+        self.nbytes = self.row_capacity = self.slot_capacity = 0
 
     def __del__(self) -> None:
-        if self.nbytes:  # not when an interrupt came before there was anything to give back
+        if self.nbytes:  # 0 if an interrupt ended the constructor
             self.release()
 
     @property
     def _on_host(self) -> bool:
         return self._session.device == "cpu"
 
-    def _fitting(self, rows: int, slots: int, mosts: Ints | None) -> tuple[int, int]:
-        """The room and the capacity for so many rows and slots: those there are, unless they are too small or more
-        than SPARE times the need. mosts: slots that each row comes to use."""
-        room = self.room if self._on_host and rows <= self.room <= SPARE * rows else rows
-        if not slots and not self.capacity:  # nothing has been read yet
-            return room, 0
-        fits = slots <= self.capacity <= SPARE * max(slots, BLOCK)
-        return room, self.capacity if fits else self._slots(slots, mosts)
+    def _buffer_size(self, rows: int, slots: int, max_slots: Ints | None) -> tuple[int, int]:
+        """Return the row capacity and slot capacity for `rows` rows and `slots` slots.
 
-    def _slots(self, need: int, mosts: Ints | None) -> int:
-        """That buffers are made with: never more than the rows come to use, if they do not come to more than was said.
+        These are the present capacities, unless they are too small or more than MAX_BUFFER_RATIO times the need.
 
-        Where the rows come to few, all of them are there at once: to grow thrice took 3 ms of 230, of a prompt of 16
-        tokens and 64 steps (134 M weights)."""
-        most = 0 if mosts is None else int(mosts.max(initial=0))
-        if need > most:
-            return slots_for(need, self._max_length)
-        if most <= SPARE * max(need, BLOCK) and self.turns == 1:  # others are copied at each step
-            return most
-        return slots_for(min(need + need // AHEAD, most), most)
+        max_slots: the expected maximum of slots of each row, if known.
+        """
+        keeps_rows = self._on_host and rows <= self.row_capacity <= MAX_BUFFER_RATIO * rows
+        row_capacity = self.row_capacity if keeps_rows else rows
+        if not slots and not self.slot_capacity:  # before the first step
+            return row_capacity, 0
+        keeps_slots = slots <= self.slot_capacity <= MAX_BUFFER_RATIO * max(slots, FIRST_BUFFER_SLOTS)
+        return row_capacity, self.slot_capacity if keeps_slots else self._new_slots(slots, max_slots)
 
-    def _live(self, slab: _Slab) -> Array:
-        """The side that the next step reads, on the host: the array itself, or a copy of what is on the device."""
-        side = self.turn % len(slab.arrays)
-        held = slab.arrays[side]
-        if held is None:
-            held = np.stack([value.numpy() for value in slab.values[side]])
-        return held
+    def _new_slots(self, required: int, max_slots: Ints | None) -> int:
+        """Return the slots of new buffers: at most the expected maximum of the rows, unless they need more.
 
-    def _remake(self, rows: Array, fitting: tuple[int, int], used: int, lives: Sequence[Array] | None = None) -> None:
-        """New buffers, to be bound: row i becomes what row rows[i] was, here or in `lives`, in its first slots."""
-        held = bytes_of(self._specs, *fitting)
-        self._budget.take(held - self.nbytes)
-        self.nbytes = held
-        if lives is None and used:
-            lives = [self._live(slab) for slab in self._slabs]
-        written = np.zeros(fitting, np.int64)
-        if used and len(self._written):
-            written[: len(rows), :used] = self._written[rows, :used]
-        self.room, self.capacity, self._written = *fitting, written
-        for k, slab in enumerate(self._slabs):
-            sizes = [self.capacity if size == SLOT else int(size) for size in slab.spec.shape[1:]]
-            shape = (len(slab.members), self.room, *sizes)
-            slab.arrays = [np.zeros(shape, held_as(slab.spec.dtype)) for _ in slab.arrays]
-            if lives and used:
-                part = _part(slab.axis, used)
-                self._live(slab)[:, : len(rows)][part] = lives[k][part][:, rows]
+        If the maximum is small, the buffers have all these slots at once, because growing takes time
+        (docs/design/kernels.md).
+        """
+        maximum = 0 if max_slots is None else int(max_slots.max(initial=0))
+        if required > maximum:
+            return buffer_slots(required, self._max_length)
+        # A cache with two sides is copied at each step, so that unused slots would cost time.
+        if maximum <= MAX_BUFFER_RATIO * max(required, FIRST_BUFFER_SLOTS) and self.num_sides == 1:
+            return maximum
+        return buffer_slots(min(required + required // GROWTH_DIVISOR, maximum), maximum)
+
+    def _current_array(self, group: _TensorGroup) -> Array:
+        """Return the side that the next step reads: the array on the host, or a copy from the device."""
+        side = self.side % len(group.arrays)
+        array = group.arrays[side]
+        if array is None:
+            array = np.stack([value.numpy() for value in group.values[side]])
+        return array
+
+    def _reallocate(
+        self, rows: Array, buffer_size: tuple[int, int], used: int, sources: Sequence[Array] | None = None
+    ) -> None:
+        """Allocate new buffers and copy row rows[i] to row i, in its first `used` slots. `_bind` must follow.
+
+        sources: the arrays to copy from, one for each group; None: the arrays of this cache.
+        """
+        nbytes = cache_bytes(self._specs, *buffer_size)
+        self._budget.acquire(nbytes - self.nbytes)
+        self.nbytes = nbytes
+        if sources is None and used:
+            sources = [self._current_array(group) for group in self._groups]
+        write_ids = np.zeros(buffer_size, np.int64)
+        if used and len(self._write_ids):
+            write_ids[: len(rows), :used] = self._write_ids[rows, :used]
+        self.row_capacity, self.slot_capacity, self._write_ids = *buffer_size, write_ids
+        for k, group in enumerate(self._groups):
+            sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
+            shape = (len(group.members), self.row_capacity, *sizes)
+            group.arrays = [np.zeros(shape, storage_dtype(group.spec.dtype)) for _ in group.arrays]
+            if sources and used:
+                part = _first_slots(group.slot_axis, used)
+                self._current_array(group)[:, : len(rows)][part] = sources[k][part][:, rows]
 
     def _bind(self) -> None:
-        """Make the OrtValues of the rows anew. On another device they take the place of the arrays."""
-        self._unpool()
-        # What is pooled stays when it is given back, so that a budget would not be kept.
-        if self._pool is not None and self.turns == 1 and self.capacity and self._budget.limit is None:
-            arrays = [slab.arrays[0] for slab in self._slabs]
-            self.pooled = self._pool.acquire(self.rows, self.capacity, [a for a in arrays if a is not None])
-        if self.pooled is not None:
-            for slab, values in zip(self._slabs, self.pooled.values, strict=True):
-                slab.values, slab.arrays = [values], [None]
+        """Create the OrtValues of the rows. On another device they replace the arrays."""
+        self._return_to_pool()
+        # The pool keeps its buffers after their return, so that it cannot respect a budget.
+        if self._pool is not None and self.num_sides == 1 and self.slot_capacity and self._budget.limit is None:
+            arrays = [array for group in self._groups if (array := group.arrays[0]) is not None]
+            self.pooled_buffers = self._pool.acquire(self.rows, self.slot_capacity, arrays)
+        if self.pooled_buffers is not None:
+            for group, values in zip(self._groups, self.pooled_buffers.values, strict=True):
+                group.values, group.arrays = [values], [None]
             return
-        for slab in self._slabs:
-            for side, array in enumerate(slab.arrays):
+        for group in self._groups:
+            for side, array in enumerate(group.arrays):
                 if array is not None:
-                    slab.values[side] = [self._session.tensor(tensor[: self.rows]) for tensor in array]
+                    group.values[side] = [self._session.device_tensor(tensor[: self.rows]) for tensor in array]
             if not self._on_host:
-                slab.arrays = [None] * len(slab.arrays)
+                group.arrays = [None] * len(group.arrays)
 
-    def _unpool(self) -> None:
-        if self.pooled is not None:
+    def _return_to_pool(self) -> None:
+        if self.pooled_buffers is not None:
             assert self._pool is not None
-            self._pool.release(self.pooled)
-            self.pooled = None
+            self._pool.release(self.pooled_buffers)
+            self.pooled_buffers = None
 
 
-def move(array: Array, to: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
-    """Rows `to` of (rows, …) become what rows `sources` were. parts: what has to be copied for each, if not all.
+def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
+    """Copy rows `sources` of (rows, …) to rows `targets`, as if all copies happened at once.
 
-    Each row is copied once, from whom it continues, in an order in which nothing is overwritten that is still to be
-    read; of rows that change places in a circle, one is put aside.
+    Each target is copied once, after all rows that read it. Of rows that swap in a cycle, one is copied to temporary
+    memory.
+
+    parts: the part of each target to copy; by default all of it.
     """
-    left = dict(zip(to.tolist(), sources.tolist(), strict=True))
-    part_of = dict(zip(left, parts, strict=False))
-    readers = Counter(left.values())
-    ready = [row for row in left if not readers[row]]
-    aside: dict[int, Array] = {}
-    while left:
+    source_of = dict(zip(targets.tolist(), sources.tolist(), strict=True))
+    part_of = dict(zip(source_of, parts, strict=False))
+    readers = Counter(source_of.values())
+    ready = [row for row in source_of if not readers[row]]
+    saved: dict[int, Array] = {}
+    while source_of:
         if not ready:
-            row = next(iter(left))
-            aside[row] = array[row].copy()
+            row = next(iter(source_of))
+            saved[row] = array[row].copy()
             ready.append(row)
         row = ready.pop()
-        source = left.pop(row)
-        own = part_of.get(row, ...)
-        array[row][own] = aside.get(source, array[source])[own]
+        source = source_of.pop(row)
+        part = part_of.get(row, ...)
+        array[row][part] = saved.get(source, array[source])[part]
         readers[source] -= 1
-        if not readers[source] and source in left and source not in aside:
+        if not readers[source] and source in source_of and source not in saved:
             ready.append(source)
 
 
-def _part(axis: int, used: int) -> tuple[slice, ...]:
-    """Of an array (tensors, rows, …), the first `used` slots, which are on `axis`."""
-    return (slice(None),) * axis + (slice(0, used),)
+def _first_slots(slot_axis: int, used: int) -> tuple[slice, ...]:
+    """Return the index of the first `used` slots in an array (tensors, rows, …) with its slots on `slot_axis`."""
+    return (slice(None),) * slot_axis + (slice(0, used),)

@@ -1,9 +1,9 @@
-"""How many bytes decoding may hold: caches and contexts ask here before they are made.
+"""A limit for the bytes of caches and contexts. They acquire their bytes here before they are allocated.
 
-A batch is promised all that its requests may come to hold before they start, so that none that has started runs out.
-Who asks for more than is free waits, in the order of asking, until what runs has ended. What does not end by itself is
-not waited for: a prefix or a conversation that is kept, and what the thread that waits has itself begun and not
-finished, such as a stream that it is in the middle of. A request that does not fit beside these is refused.
+A batch reserves the maximum that its requests may need before they start, so that no running request lacks memory. A
+share that needs more than is free waits, in order of arrival, until running requests have ended. It does not wait for
+memory that no request releases: a stored prefix or conversation, or an unfinished request of the waiting thread itself,
+such as a stream in the middle of its iteration. A request that does not fit next to these is refused.
 """
 
 from __future__ import annotations
@@ -14,180 +14,195 @@ from collections.abc import Callable, Collection
 from tformer_runtime.base.errors import MemoryBudgetError
 
 
-class Budget:
-    """Bytes that are held, and at most may be. Safe to share between threads.
+class MemoryBudget:
+    """The bytes of all caches and contexts, and their limit. Safe to share between threads.
 
-    limit: None for no limit. held, peak: bytes of caches and contexts now, and the most that there were.
-    changed: notified whenever those who wait may have to no longer, which `changes` counts; and when somebody waits.
+    limit: in bytes; None for no limit.
+    used_bytes, peak_bytes: bytes of caches and contexts, now and at most so far.
+    changed: notified when waiting shares may have a turn, and when a share begins to wait.
+    change_count: the number of events after which waiting shares may have a turn.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.held = 0
-        self.peak = 0
+        self.used_bytes = 0
+        self.peak_bytes = 0
         self.changed = threading.Condition()
-        self.changes = 0
-        self._shares: set[Share] = set()  # those that are promised something
-        self._queue: dict[Share, int] = {}  # who waits, in this order, and for how many bytes
+        self.change_count = 0
+        self._shares: set[MemoryShare] = set()  # shares with a reservation
+        self._waiting: dict[MemoryShare, int] = {}  # waiting share → bytes it needs, in order of arrival
 
-    def share(self, kept: bool = False, waits: bool = True) -> Share:
-        """A share for one batch, or for one state that is kept. waits: whether `ask` may block its thread."""
-        return Share(self, kept, waits)
+    def new_share(self, persistent: bool = False, blocking: bool = True) -> MemoryShare:
+        """Return a share for one batch, or for one stored state.
 
-    def look(self) -> None:
-        """Have all who wait see whether they still have to, or may."""
+        persistent: whether the share belongs to a stored state, which no request releases.
+        blocking: whether `reserve` may block its thread.
+        """
+        return MemoryShare(self, persistent, blocking)
+
+    def notify(self) -> None:
+        """Let all waiting shares check whether they can reserve their bytes now."""
         with self.changed:
-            self.changes += 1
+            self.change_count += 1
             self.changed.notify_all()
 
-    def _count(self, bytes_more: int) -> None:
-        self.held += bytes_more
-        self.peak = max(self.peak, self.held)
+    def _add_used(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def _grants(self, share: Share, count: int) -> bool:
-        """Whether `count` bytes in all are free for a share whose turn it is."""
-        if self.limit is None or (count <= share.promised and not self._queue):
+    def _can_reserve(self, share: MemoryShare, nbytes: int) -> bool:
+        """Return whether a share can reserve `nbytes` bytes in total now: they are free, and it is the share's turn."""
+        if self.limit is None or (nbytes <= share.reserved_bytes and not self._waiting):
             return True
-        # Those who wait may wait for what this thread holds: behind them it would never come to give it back.
-        turn = not self._queue or next(iter(self._queue)) is share or self._own(share) > 0
-        return turn and count + self._promised(lambda other: other is not share) <= self.limit
+        # A share whose thread has reserved other bytes takes its turn at once: the others may wait for those bytes.
+        has_turn = (
+            not self._waiting or next(iter(self._waiting)) is share or self._bytes_held_by_waiting_thread(share) > 0
+        )
+        return has_turn and nbytes + self._reserved_bytes(lambda other: other is not share) <= self.limit
 
-    def _hopeless(self, share: Share, count: int) -> bool:
-        """Whether `count` bytes stay out of reach of a share even if all ends that can end by itself.
+    def _can_never_reserve(self, share: MemoryShare, nbytes: int) -> bool:
+        """Return whether `nbytes` bytes cannot become free for a share, even after all requests that can end.
 
-        What a waiting thread holds ends after it has been served. So it is asked whether those threads, and this one,
-        can be served one after another.
+        The requests of a waiting thread can end only after the thread has got its bytes. So this checks whether these
+        threads, and the share's own, can get their bytes one after another.
         """
         assert self.limit is not None
-        free = self.limit - self._promised(lambda other: other.kept and other is not share)
-        if not self._own(share):
-            return count > free
-        holders = {share.thread: (count, self._own(share))}  # thread → what it waits for, and what it holds
-        for other, wanted in self._queue.items():
-            if other is not share and (own := self._own(other)):
-                holders[other.thread] = (max(wanted, holders.get(other.thread, (0,))[0]), own)
-        free -= sum(own for _, own in holders.values())
-        while served := [thread for thread, (wanted, _) in holders.items() if wanted <= free]:
-            free += sum(holders.pop(thread)[1] for thread in served)
-        return bool(holders)
+        free = self.limit - self._reserved_bytes(lambda other: other.persistent and other is not share)
+        if not self._bytes_held_by_waiting_thread(share):
+            return nbytes > free
+        # thread → the bytes that it waits for, and the bytes that it has reserved
+        threads = {share.thread: (nbytes, self._bytes_held_by_waiting_thread(share))}
+        for other, needed in self._waiting.items():
+            if other is not share and (reserved := self._bytes_held_by_waiting_thread(other)):
+                threads[other.thread] = (max(needed, threads.get(other.thread, (0,))[0]), reserved)
+        free -= sum(reserved for _, reserved in threads.values())
+        while served := [thread for thread, (needed, _) in threads.items() if needed <= free]:
+            free += sum(threads.pop(thread)[1] for thread in served)
+        return bool(threads)
 
-    def _own(self, share: Share) -> int:
-        """Bytes that the thread waiting for a share must itself give back: it is in the middle of what holds them."""
+    def _bytes_held_by_waiting_thread(self, share: MemoryShare) -> int:
+        """Return the bytes reserved by unfinished requests of the thread that waits for a share."""
         if share.thread is None:
             return 0
-        crew = share.crew or {share}
-        return self._promised(lambda other: other not in crew and not other.kept and other.thread == share.thread)
+        group = share.waiting_together or {share}
+        return self._reserved_bytes(
+            lambda other: other not in group and not other.persistent and other.thread == share.thread
+        )
 
-    def _promised(self, which: Callable[[Share], bool]) -> int:
-        shares = [*self._shares]  # a copy, as one may be freed meanwhile
-        return sum(share.promised for share in shares if which(share))
+    def _reserved_bytes(self, condition: Callable[[MemoryShare], bool]) -> int:
+        """Return the bytes reserved by the shares that fulfil a condition."""
+        shares = [*self._shares]  # a copy, because garbage collection may remove a share during the iteration
+        return sum(share.reserved_bytes for share in shares if condition(share))
 
 
-class Share:
-    """What one batch is promised of a budget and holds of it; or one state that is kept, which takes as it grows.
+class MemoryShare:
+    """The part of a budget that belongs to one batch, or to one stored state, which acquires bytes as it grows.
 
-    promised: bytes that it may hold. held: that it does.
-    thread: which one waits while the share's requests run; None: none. crew: shares that one thread waits for at once,
-    each with a thread of its own in which it asks.
+    reserved_bytes: bytes that the share may use.
+    used_bytes: bytes that it uses.
+    thread: the thread that waits while the share's requests run; None for no thread.
+    waiting_together: shares that one thread waits for at the same time, while each share reserves in another thread.
     """
 
-    def __init__(self, budget: Budget, kept: bool, waits: bool) -> None:
-        self.budget, self.kept, self.waits = budget, kept, waits
-        self.promised = 0
-        self.held = 0
+    def __init__(self, budget: MemoryBudget, persistent: bool, blocking: bool) -> None:
+        self.budget, self.persistent, self.blocking = budget, persistent, blocking
+        self.reserved_bytes = 0
+        self.used_bytes = 0
         self.thread: int | None = None
-        self.crew: Collection[Share] = ()
+        self.waiting_together: Collection[MemoryShare] = ()
 
     @property
     def limit(self) -> int | None:
+        """The limit of the budget in bytes; None for no limit."""
         return self.budget.limit
 
-    def ask(self, count: int, idle: bool = True) -> bool:
-        """Be promised `count` bytes, in the place of what was promised before.
+    def reserve(self, nbytes: int, idle: bool = True) -> bool:
+        """Reserve `nbytes` bytes, in the place of the present reservation. Return False if they are not free now.
 
-        idle: nothing of this share runs that would end and give bytes back. Then it waits for its turn; a share that
-        does not wait keeps a place among those who do, and is to ask again when the budget has changed.
-        False: not now. MemoryBudgetError: not ever, or not before what is kept is released.
+        idle: whether no request of this share runs that would release bytes. If so, the share waits for its turn. A
+            share that does not block gets a place in the queue and must call again after a change of the budget.
+        MemoryBudgetError if the bytes can never become free, or not before stored states are released.
         """
         budget = self.budget
         with budget.changed:
-            if self.waits:
+            if self.blocking:
                 self.thread = threading.get_ident()
-            while not budget._grants(self, count):
+            while not budget._can_reserve(self, nbytes):
                 if not idle:
                     return False
-                if budget._hopeless(self, count):
-                    self.leave()
-                    raise self._refusal(count)
-                if self not in budget._queue:
+                if budget._can_never_reserve(self, nbytes):
+                    self.withdraw()
+                    raise self._budget_error(nbytes)
+                if self not in budget._waiting:
                     budget.changed.notify_all()
-                budget._queue[self] = count
-                if not self.waits:
+                budget._waiting[self] = nbytes
+                if not self.blocking:
                     return False
                 try:
                     budget.changed.wait()
                 except BaseException:
-                    self.leave()
+                    self.withdraw()
                     raise
-            self.leave()
-            self._promise(count)
+            self.withdraw()
+            self._set_reserved(nbytes)
             return True
 
-    def leave(self) -> None:
-        """Wait no longer."""
-        if self in self.budget._queue:
+    def withdraw(self) -> None:
+        """Stop waiting: leave the queue."""
+        if self in self.budget._waiting:
             with self.budget.changed:
-                self.budget._queue.pop(self, None)
-                self.budget.look()
+                self.budget._waiting.pop(self, None)
+                self.budget.notify()
 
-    def take(self, count: int) -> None:
-        """Hold `count` bytes more. What is kept waits for them as `ask` does.
+    def acquire(self, nbytes: int) -> None:
+        """Use `nbytes` more bytes. The share of a stored state waits for them as `reserve` does.
 
-        MemoryBudgetError if they cannot be had, and then nothing is taken.
+        MemoryBudgetError if the bytes are not available; then the share is unchanged.
         """
         with self.budget.changed:
-            total = self.held + count
-            if total > self.promised and not self.ask(total, idle=self.kept):
-                raise self._refusal(total)
-            self._hold(total)
+            total = self.used_bytes + nbytes
+            if total > self.reserved_bytes and not self.reserve(total, idle=self.persistent):
+                raise self._budget_error(total)
+            self._set_used(total)
 
-    def give(self, count: int) -> None:
-        """Hold `count` bytes less. What a batch gives back it may take again, until it ends."""
-        if count:
+    def release(self, nbytes: int) -> None:
+        """Use `nbytes` fewer bytes. A batch keeps its reservation until it ends."""
+        if nbytes:
             with self.budget.changed:
-                self._hold(self.held - count)
-                if self.kept:
-                    self._promise(self.held)
+                self._set_used(self.used_bytes - nbytes)
+                if self.persistent:
+                    self._set_reserved(self.used_bytes)
 
-    def end(self) -> None:
-        """No more is needed than is held, which is nothing for a batch that is over."""
-        if self.promised > self.held:
+    def release_reservation(self) -> None:
+        """Reduce the reservation to the used bytes, which are 0 after the end of a batch."""
+        if self.reserved_bytes > self.used_bytes:
             with self.budget.changed:
-                self._promise(self.held)
+                self._set_reserved(self.used_bytes)
 
-    def _hold(self, total: int) -> None:
-        self.budget._count(total - self.held)
-        self.held = total
+    def _set_used(self, total: int) -> None:
+        self.budget._add_used(total - self.used_bytes)
+        self.used_bytes = total
 
-    def _promise(self, count: int) -> None:
-        less, self.promised = count < self.promised, count
-        (self.budget._shares.add if count else self.budget._shares.discard)(self)
-        if less:
-            self.budget.look()
+    def _set_reserved(self, nbytes: int) -> None:
+        has_shrunk, self.reserved_bytes = nbytes < self.reserved_bytes, nbytes
+        (self.budget._shares.add if nbytes else self.budget._shares.discard)(self)
+        if has_shrunk:
+            self.budget.notify()
 
-    def _refusal(self, count: int) -> MemoryBudgetError:
-        if self.limit is not None and count > self.limit:
-            return never_fits(count, self.limit)
-        others = self.budget._promised(lambda other: other is not self)
+    def _budget_error(self, nbytes: int) -> MemoryBudgetError:
+        """Return the error for a reservation of `nbytes` bytes that can never succeed."""
+        if self.limit is not None and nbytes > self.limit:
+            return never_fits_error(nbytes, self.limit)
+        others = self.budget._reserved_bytes(lambda other: other is not self)
         return MemoryBudgetError(
-            f"{count:,} bytes may be needed and {others:,} of max_memory={self.limit:,} are held by what does not end "
+            f"{nbytes:,} bytes may be needed and {others:,} of max_memory={self.limit:,} are held by what does not end "
             "before (prefixes, conversations, streams that are not read to their end): release some, allow more, or "
             "ask for fewer tokens or beams"
         )
 
 
-def never_fits(need: int, limit: int) -> MemoryBudgetError:
-    """What is said of a request that would not fit alone."""
+def never_fits_error(need: int, limit: int) -> MemoryBudgetError:
+    """Return the error for a request that exceeds the limit on its own. need, limit: in bytes."""
     return MemoryBudgetError(
         f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or ask for fewer "
         "tokens or beams"

@@ -1,4 +1,4 @@
-"""What requests will take: bytes of memory, and the padding that lets others join their rows."""
+"""Estimates for requests: bytes of memory, and the padding that lets other rows join."""
 
 from __future__ import annotations
 
@@ -9,91 +9,103 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
-from tformer_runtime.engine.kv_cache import bytes_of, slots_for
-from tformer_runtime.engine.shortlist import most_columns
+from tformer_runtime.engine.kv_cache import buffer_slots, cache_bytes
+from tformer_runtime.engine.shortlist import max_columns
 from tformer_runtime.engine.state import State
-from tformer_runtime.format.dtypes import held_as
-from tformer_runtime.format.manifest import BATCH, Decode, Manifest
-from tformer_runtime.format.sizes import Sizes, own_sizes
+from tformer_runtime.format.dtypes import storage_dtype
+from tformer_runtime.format.manifest import BATCH_AXIS, DecodeStage, Manifest
+from tformer_runtime.format.sizes import Sizes, input_sizes
 
-_LIMIT = 256  # positions of an input that has no maximum, at which its strides show
+UNBOUNDED_PROBE_LENGTH = 256  # positions to test of an input without a maximum length
 
 
-class Sizing:
-    """Of one file's requests."""
+class MemoryEstimate:
+    """Memory that the requests of one file need."""
 
-    def __init__(self, manifest: Manifest, decode: Decode, exact: bool) -> None:
-        """decode: the manifest's. exact: buffers are no larger than rows are known to come to (`KVCache`)."""
+    def __init__(self, manifest: Manifest, decode: DecodeStage, exact: bool) -> None:
+        """exact: whether cache buffers are no larger than the known maximum of tokens (`KVCache`)."""
         self.manifest, self.decode, self._exact = manifest, decode, exact
 
-    def sizes(self, sources: Mapping[str, Array]) -> Sizes:
-        """Free axis of the request inputs → how long one request is there."""
-        return own_sizes(self.manifest.encode.inputs, sources) if self.manifest.encode else {}
+    def request_sizes(self, sources: Mapping[str, Array]) -> Sizes:
+        """Return free axis of the request inputs → length of one request there."""
+        return input_sizes(self.manifest.encode.inputs, sources) if self.manifest.encode else {}
 
-    def need(
-        self, slots: int, sizes: Mapping[str, int], rows: int = 1, beside: State | None = None, named: int | None = None
+    def bytes_needed(
+        self,
+        slots: int,
+        sizes: Mapping[str, int],
+        rows: int = 1,
+        running: State | None = None,
+        num_named_ids: int | None = None,
     ) -> int:
-        """Bytes of caches, context and gathered columns for `rows` rows, of which it was said that they come to so many
-        slots, in buffers of no fewer slots than `beside` has.
+        """Return the bytes of caches, context and gathered columns for `rows` rows.
 
-        sizes: free axis of the inputs → length. An axis that is none of theirs (encoders may have fewer positions than
-        they read) is taken to be as long as the longest. Rows that share a context may come to have one each.
-        named: ids that are candidates because options name them; None if no request has candidates.
+        slots: the maximum of tokens of a row.
+        sizes: free axis of the inputs → length. An output axis that is not an input's (encoders may have fewer
+            positions than they read) counts with the longest of these. Rows that share a context may later need one
+            each, so each row counts with its own.
+        running: the state that the rows will join. Buffers have at least its sizes.
+        num_named_ids: the number of ids that are candidates because options name them; None if no request has
+            candidates.
         """
-        sizes = {**sizes, BATCH: rows}
-        longest = max((size for axis, size in sizes.items() if axis != BATCH), default=1)
+        sizes = {**sizes, BATCH_AXIS: rows}
+        max_size = max((size for axis, size in sizes.items() if axis != BATCH_AXIS), default=1)
         context = 0
         for i, spec in enumerate(self.manifest.encoded):
-            shape = [sizes.get(axis, longest) if isinstance(axis, str) else axis for axis in spec.shape]
-            if beside is not None:
-                shape = [max(pair) for pair in zip(shape, beside.context[i].shape, strict=True)]
-            context += math.prod(shape) * held_as(spec.dtype).itemsize
-        slots = slots if self._exact else slots_for(slots, self.manifest.max_length)
-        if named is not None:  # while rows join, theirs are held beside those of the rows that they join
-            held = beside.candidates.nbytes if beside and beside.candidates else 0
-            context += held + self._most_gathered(rows * longest, named)
-        return context + bytes_of(self.decode.caches, rows, max(slots, beside.cache.capacity if beside else 0))
+            shape = [sizes.get(axis, max_size) if isinstance(axis, str) else axis for axis in spec.shape]
+            if running is not None:
+                shape = [max(pair) for pair in zip(shape, running.context[i].shape, strict=True)]
+            context += math.prod(shape) * storage_dtype(spec.dtype).itemsize
+        slots = slots if self._exact else buffer_slots(slots, self.manifest.max_length)
+        if num_named_ids is not None:  # while rows join, the columns of both states are in memory
+            running_columns = running.candidates.nbytes if running and running.candidates else 0
+            context += running_columns + self._max_gathered_bytes(rows * max_size, num_named_ids)
+        slots = max(slots, running.cache.slot_capacity if running else 0)
+        return context + cache_bytes(self.decode.caches, rows, slots)
 
     @property
-    def column(self) -> int:
-        """Bytes of a column of the output projection."""
-        held = self.decode.shortlist
-        return held.inner * np.dtype(held.dtype).itemsize if held else 0
+    def column_bytes(self) -> int:
+        """Bytes of a column of the output projection; 0 without a shortlist."""
+        shortlist = self.decode.shortlist
+        return shortlist.inner * np.dtype(shortlist.dtype).itemsize if shortlist else 0
 
-    def _most_gathered(self, positions: int, named: int) -> int:
-        """Bytes of columns for so many positions of sources, at most."""
-        held, vocabulary = self.decode.shortlist, int(self.decode.logits.shape[-1])
-        if held is None or self.manifest.encode is None:
+    def _max_gathered_bytes(self, positions: int, num_named_ids: int) -> int:
+        """Return the upper limit of the bytes of columns for a number of source positions."""
+        shortlist, vocabulary = self.decode.shortlist, int(self.decode.logits.shape[-1])
+        if shortlist is None or self.manifest.encode is None:
             return 0
         tables = sum(spec.role == "ids" for spec in self.manifest.encode.inputs)
-        return min(most_columns(vocabulary), held.common + tables * positions * held.each + named) * self.column
+        candidates = shortlist.common + tables * positions * shortlist.each + num_named_ids
+        return min(max_columns(vocabulary), candidates) * self.column_bytes
 
 
-def slack(manifest: Manifest, encode: Callable[..., dict[str, Any]]) -> int:
-    """Positions of padding that give every row some at the end of every axis of the context, for `join`.
+def join_padding(manifest: Manifest, encode: Callable[..., dict[str, Any]]) -> int:
+    """Return the positions of input padding that pad the end of every axis of the context, as `Engine.join` needs.
 
-    One, where these axes are the inputs' own. What follows from an input's by a stride may need more for one, and
-    how many is seen by encoding: if so many more give two at one length, they give one or more at any.
+    This is one position if all axes of the context are axes of the inputs. An axis that follows from an input's by a
+    stride may need more positions for one of its own. The function finds the number by encoding inputs of zeros: if it
+    adds two positions at one length, it adds at least one at any length.
+
     encode: `Engine.encode`.
     """
     inputs = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
-    own = {BATCH, *(axis for spec in inputs for axis in spec.shape)}
+    input_axes = {BATCH_AXIS, *(axis for spec in inputs for axis in spec.shape)}
     outputs = manifest.encoded
-    if all(isinstance(axis, int) or axis in own for output in outputs for axis in output.shape):
+    if all(isinstance(axis, int) or axis in input_axes for output in outputs for axis in output.shape):
         return 1
-    limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=_LIMIT)
+    limit = min((spec.max_length for spec in inputs if spec.max_length is not None), default=UNBOUNDED_PROBE_LENGTH)
 
-    def sizes(length: int) -> Array:
-        given = {}
+    def output_sizes(length: int) -> Array:
+        request = {}
         for spec in inputs:
             first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
             first = length if isinstance(spec.shape[1], str) else first
-            given[spec.name] = [np.zeros((first, *others), spec.dtype)]
-        found = encode(given, 1)
-        axes = [(o.name, at) for o in outputs for at, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH]
-        return np.array([found[name].shape()[at] for name, at in axes])
+            request[spec.name] = [np.zeros((first, *others), spec.dtype)]
+        encoded = encode(request, 1)
+        axes = [(o.name, i) for o in outputs for i, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH_AXIS]
+        return np.array([encoded[name].shape()[i] for name, i in axes])
 
-    base, more = limit // 2, 1
-    while base + more < limit and (sizes(base + more) - sizes(base)).min() < 2:
-        more *= 2
-    return more if base + more < limit else limit
+    base, padding = limit // 2, 1
+    while base + padding < limit and (output_sizes(base + padding) - output_sizes(base)).min() < 2:
+        padding *= 2
+    return padding if base + padding < limit else limit

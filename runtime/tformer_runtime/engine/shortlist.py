@@ -1,13 +1,13 @@
-"""A vocabulary shortlist: which ids may come for a request, so that a step need not compute the logits of all others.
+"""A vocabulary shortlist: the candidate ids of a request, so that a step computes only their logits.
 
-The file holds, learned from data, the ids that are common in all targets, and for each source id those that go with it
-(`tformer_export/shortlist/learn.py`). A request's candidates are the common ids, those of its source ids, and what its
-own options name. A row has logits at its candidates and -inf elsewhere, so that what it yields is its own, whoever is
-beside it; and where it has one, its logit is that of the full projection.
+The file has tables, learned from data: the ids that are common in all targets, and for each source id the target ids
+that occur with it (`tformer_export/shortlist/learn.py`). The candidates of a request are the common ids, the ids of its
+source ids, and the ids that its options name. A row has logits for its candidates and -inf for all other ids. So its
+result does not depend on the other rows of the batch. The logit of a candidate is that of the full projection.
 
-How it is computed is another matter. If the candidates of all rows together are few enough, their columns of the output
-projection are gathered once, and each step multiplies with these; else all columns are computed. The result is the
-same: with integers bit for bit, in float32 but for the order of sums.
+If the candidates of all rows together are few enough, their columns of the output projection are gathered once, and
+each step multiplies with these columns. Otherwise each step computes all columns. The results are equal: with integers
+bit for bit, in float32 up to the order of sums.
 """
 
 from __future__ import annotations
@@ -26,43 +26,48 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import MemoryBudgetError, ModelFileError
-from tformer_runtime.engine.memory_budget import Share
+from tformer_runtime.engine.memory_budget import MemoryShare
 
-KEY = "tformer.shortlist"  # of the file's metadata
-PAYS, FEW = 1 / 8, 256  # of all columns, or columns: so many are gathered
-SPARE = 2  # times as many columns as the rows need, and they are gathered anew
+SHORTLIST_KEY = "tformer.shortlist"  # of the file's metadata
+MAX_CANDIDATE_SHARE = 1 / 8  # of all columns; if the candidates are more, gathering them saves no time
+MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its share is greater
+MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
+GATHER_DELAY_CALLS = 2  # calls between a change of rows and gathering, which costs about a call: rows may change again
 
-WAIT = 2  # calls after rows have come or gone: each gathering costs about a call, and others may follow
-
-Table = tuple[Ints, npt.NDArray[np.int32]]
+Table = tuple[Ints, npt.NDArray[np.int32]]  # starts, ids: source id i has the candidates ids[starts[i] : starts[i + 1]]
 
 
 @dataclass(frozen=True, eq=False)
 class Shortlist:
-    """vocabulary: how many ids there are. common: ids that any request may have. tables: request input → (starts, ids),
-    where the candidates of its id i are ids[starts[i] : starts[i + 1]]."""
+    """The tables of a shortlist.
+
+    vocabulary: the number of ids.
+    common: ids that are candidates of every request.
+    tables: name of a request input → candidates of each of its ids.
+    """
 
     vocabulary: int
     common: Ints
     tables: Mapping[str, Table]
 
     def candidates(self, sources: Mapping[str, Array], named: Sequence[int] = ()) -> Ints:
-        """Of one request, in order. sources: its inputs, without the batch axis. named: ids that it wants besides.
+        """Return the candidates of one request, in order.
 
-        Cost: one pass over the vocabulary's bits, and over the candidates of each source id.
+        sources: its inputs, without the batch axis.
+        named: further ids that its options name.
+        Cost: one pass over an array of booleans for the vocabulary, and over the candidates of each source id.
         """
         chosen = np.zeros(self.vocabulary, np.bool_)
         chosen[self.common] = True
         for name, (starts, ids) in self.tables.items():
-            own = np.unique(sources[name]).tolist()
-            for i in own:
+            for i in np.unique(sources[name]).tolist():
                 if 0 <= i < len(starts) - 1:
                     chosen[ids[starts[i] : starts[i + 1]]] = True
         chosen[[i for i in named if 0 <= i < self.vocabulary]] = True
         return np.flatnonzero(chosen)
 
     def to_text(self) -> str:
-        """As numpy's archive of arrays, without the time at which it was made, in letters."""
+        """Return a numpy archive of the arrays as base64 text, without a time stamp."""
         arrays: dict[str, Array] = {"vocabulary": np.array(self.vocabulary), "common": self.common}
         for name, (starts, ids) in self.tables.items():
             arrays |= {f"starts/{name}": starts, f"ids/{name}": ids}
@@ -76,7 +81,7 @@ class Shortlist:
 
     @classmethod
     def from_text(cls, text: str) -> Shortlist:
-        """ModelFileError if it is damaged."""
+        """Read the result of `to_text`. ModelFileError if it is damaged."""
         try:
             with np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False) as arrays:
                 names = [name.removeprefix("ids/") for name in arrays.files if name.startswith("ids/")]
@@ -89,135 +94,148 @@ class Shortlist:
 class Candidates:
     """The candidates of a state's rows, and the columns of the projection that are gathered for them.
 
-    rows: each row's candidates in order, the same array for rows of one request; None for a row that wants all ids.
-    ids: the columns that are gathered, in order; none while all are computed. weight: their OrtValue. wanted: those
-    that are to be gathered, if any, by a call that finds them `due`. Their bytes are taken from `budget`; where there
-    are none left, all columns are computed.
+    The bytes of the columns are acquired from `budget`. If it has too few, steps compute all columns.
+
+    rows: the candidates of each row in order, the same array for rows of one request; None for a row with all ids.
+    ids: the ids of the gathered columns, in order; empty while steps compute all columns.
+    weight: the OrtValue of the gathered columns.
+    pending_ids: ids of columns to gather, by the call for which `should_gather` is true; None for no columns.
     """
 
     nbytes = 0
 
-    def __init__(self, rows: Sequence[Ints | None], vocabulary: int, bytes_each: int, budget: Share) -> None:
-        """bytes_each: of a gathered column."""
-        self.rows, self.vocabulary, self.bytes_each, self.budget = list(rows), vocabulary, bytes_each, budget
-        self._waits = 0  # of the first, encode gathers
-        self.ids: Ints = _NONE
+    def __init__(self, rows: Sequence[Ints | None], vocabulary: int, column_bytes: int, budget: MemoryShare) -> None:
+        """column_bytes: bytes of one gathered column."""
+        self.rows, self.vocabulary, self.column_bytes, self.budget = list(rows), vocabulary, column_bytes, budget
+        self._calls_until_gather = 0  # encode gathers the first columns, without delay
+        self.ids: Ints = _NO_IDS
         self.weight: Any = None
-        self.wanted: Ints | None = None
-        self._seen: frozenset[int] = frozenset()
-        self._plan()
+        self.pending_ids: Ints | None = None
+        self._planned_rows: frozenset[int] = frozenset()
+        self._plan_gather()
 
     def reorder(self, rows: Ints) -> bool:
-        """Row i becomes what row rows[i] was. True if other columns are to be computed."""
+        """Replace row i by row rows[i]. Return whether steps must compute other columns."""
         self.rows = [self.rows[i] for i in rows.tolist()]
-        return self._plan()
+        return self._plan_gather()
 
     def join(self, other: Candidates) -> None:
-        """Append the other's rows; the other is released."""
+        """Append the rows of `other` and release it."""
         self.rows += other.rows
         other.release()
-        self._plan()
+        self._plan_gather()
 
-    def copy(self, rows: Ints, budget: Share) -> Candidates:
-        return Candidates([self.rows[i] for i in rows.tolist()], self.vocabulary, self.bytes_each, budget)
+    def copy(self, rows: Ints, budget: MemoryShare) -> Candidates:
+        """Return new candidates whose row i is row rows[i] of these."""
+        return Candidates([self.rows[i] for i in rows.tolist()], self.vocabulary, self.column_bytes, budget)
 
-    def due(self) -> bool:
-        """Whether the next call is to gather the wanted columns. To be asked once a call."""
-        self._waits -= 1
-        return self.wanted is not None and self._waits <= 0
+    def should_gather(self) -> bool:
+        """Return whether the next call must gather the pending columns. Must be called once for each call."""
+        self._calls_until_gather -= 1
+        return self.pending_ids is not None and self._calls_until_gather <= 0
 
-    def hold(self, weight: Any) -> None:
-        """Take what was gathered of the wanted columns."""
-        assert self.wanted is not None
-        self.ids, self.weight, self.wanted = self.wanted, weight, None
+    def set_gathered(self, weight: Any) -> None:
+        """Store the OrtValue of the pending columns after they were gathered."""
+        assert self.pending_ids is not None
+        self.ids, self.weight, self.pending_ids = self.pending_ids, weight, None
 
     def release(self) -> None:
-        """Give the memory back."""
-        self._drop()
-        self.budget.give(self.nbytes)
+        """Free the columns and their bytes in the budget."""
+        self._drop_columns()
+        self.budget.release(self.nbytes)
         self.nbytes = 0
 
     def __del__(self) -> None:
-        if self.nbytes:  # not when an interrupt came before there was anything to give back
+        if self.nbytes:  # 0 if an interrupt ended the constructor
             self.release()
 
-    def _drop(self) -> None:
-        self.ids, self.weight, self.wanted = _NONE, None, None
+    def _drop_columns(self) -> None:
+        self.ids, self.weight, self.pending_ids = _NO_IDS, None, None
 
-    def _plan(self) -> bool:
-        """Say what is to be gathered. Nothing to do while the rows are those of the same requests."""
-        seen = frozenset(map(id, self.rows))
-        if seen == self._seen:
+    def _plan_gather(self) -> bool:
+        """Set the pending columns, unless the rows belong to the same requests as at the last call.
+
+        Return whether steps must compute other columns.
+        """
+        distinct_rows = frozenset(map(id, self.rows))
+        if distinct_rows == self._planned_rows:
             return False
-        self._seen = seen
-        need = together(self.rows, self.vocabulary)
-        if need is None or not 0 < len(need) <= most_columns(self.vocabulary):
+        self._planned_rows = distinct_rows
+        ids = union_of_candidates(self.rows, self.vocabulary)
+        if ids is None or not 0 < len(ids) <= max_columns(self.vocabulary):
             self.release()
             return True
-        if len(need) <= len(self.ids) <= SPARE * len(need) and np.isin(need, self.ids).all():
+        if len(ids) <= len(self.ids) <= MAX_COLUMN_RATIO * len(ids) and np.isin(ids, self.ids).all():
             return False
-        self._drop()
+        self._drop_columns()
+        nbytes = len(ids) * self.column_bytes
         try:
-            self.budget.take(len(need) * self.bytes_each - self.nbytes)
+            self.budget.acquire(nbytes - self.nbytes)
         except MemoryBudgetError:
             self.release()
             return True
-        self.nbytes, self.wanted, self._waits = len(need) * self.bytes_each, need, WAIT
+        self.nbytes, self.pending_ids, self._calls_until_gather = nbytes, ids, GATHER_DELAY_CALLS
         return True
 
 
-def most_columns(vocabulary: int) -> int:
-    """More than that are not gathered, as all are computed as fast."""
-    return int(max(PAYS * vocabulary, min(FEW, vocabulary / 4)))
+def max_columns(vocabulary: int) -> int:
+    """Return the upper limit of gathered columns. With more candidates, computing all columns is as fast."""
+    return int(max(MAX_CANDIDATE_SHARE * vocabulary, min(MIN_CANDIDATE_COLUMNS, vocabulary / 4)))
 
 
-_NONE: Ints = np.zeros(0, np.int64)
+_NO_IDS: Ints = np.zeros(0, np.int64)
 
 
-def together(rows: Sequence[Ints | None], vocabulary: int) -> Ints | None:
-    """The candidates of all rows, in order; None if a row wants all ids."""
-    distinct = {id(own): own for own in rows}
-    if any(own is None for own in distinct.values()):
+def union_of_candidates(rows: Sequence[Ints | None], vocabulary: int) -> Ints | None:
+    """Return the candidates of all rows together, in order; None if a row may have any id."""
+    distinct = {id(ids): ids for ids in rows}
+    if any(ids is None for ids in distinct.values()):
         return None
     if len(distinct) == 1:
         return next(iter(distinct.values()))
     chosen = np.zeros(vocabulary, np.bool_)
-    for own in distinct.values():
-        chosen[own] = True
+    for ids in distinct.values():
+        chosen[ids] = True
     return np.flatnonzero(chosen)
 
 
-class Spread:
-    """From the columns that were computed to rows of the whole vocabulary, -inf where a row has no candidate.
+class LogitScatter:
+    """Scatters the computed columns to logits of the whole vocabulary, with -inf for ids that are no candidates.
 
-    Cost of a call: the candidates of each row; where the rows' requests have changed, a pass over the vocabulary too.
+    A call costs one copy of the candidates of each row. After a change of the rows' requests it also costs a pass over
+    the vocabulary.
     """
 
     def __init__(self, rows: int, positions: int, vocabulary: int) -> None:
         self.logits: F32 = np.full((rows, positions, vocabulary), -np.inf, np.float32)
-        self._of: list[Ints | None] | None = None
-        self._to: Ints = _NONE
-        self._from: Ints = _NONE
-        self._whole: list[int] = []  # rows that have all ids
+        self._candidates: list[Ints | None] | None = None
+        self._target_indices: Ints = _NO_IDS
+        self._source_indices: Ints = _NO_IDS
+        self._unrestricted_rows: list[int] = []  # rows that may have any id
 
     def __call__(self, computed: F32, columns: Ints, candidates: Sequence[Ints | None]) -> F32:
-        """computed: (rows, positions, columns), of these ids, or of all if there are none; always the same. candidates:
-        of each row. The array that is returned is overwritten by the next call."""
-        if self._of is None or not all(a is b for a, b in zip(self._of, candidates, strict=True)):
-            self._arrange(computed.shape[-1], columns, candidates)
-        self.logits.reshape(-1)[self._to] = computed.reshape(-1)[self._from]
-        for row in self._whole:
+        """Return (rows, positions, vocabulary). The next call overwrites this array.
+
+        computed: (rows, positions, columns).
+        columns: the ids of the columns, the same in every call; empty if these are all ids.
+        candidates: of each row.
+        """
+        if self._candidates is None or not all(a is b for a, b in zip(self._candidates, candidates, strict=True)):
+            self._build_indices(computed.shape[-1], columns, candidates)
+        self.logits.reshape(-1)[self._target_indices] = computed.reshape(-1)[self._source_indices]
+        for row in self._unrestricted_rows:
             self.logits[row] = computed[row]
         return self.logits
 
-    def _arrange(self, width: int, columns: Ints, candidates: Sequence[Ints | None]) -> None:
-        if self._of is not None:
+    def _build_indices(self, width: int, columns: Ints, candidates: Sequence[Ints | None]) -> None:
+        """Set the indices of the candidates in the logits and in the computed columns. width: number of columns."""
+        if self._candidates is not None:
             self.logits.fill(-np.inf)
-        self._of = list(candidates)
+        self._candidates = list(candidates)
         _, positions, vocabulary = self.logits.shape
-        self._whole = [row for row, ids in enumerate(self._of) if ids is None]
-        own = [(row, ids) for row, ids in enumerate(self._of) if ids is not None]
-        places = {id(ids): np.searchsorted(columns, ids) if len(columns) else ids for _, ids in own}
-        lines = [(ids, row * positions + at) for row, ids in own for at in range(positions)]
-        self._to = np.concatenate([_NONE, *(ids + line * vocabulary for ids, line in lines)])
-        self._from = np.concatenate([_NONE, *(places[id(ids)] + line * width for ids, line in lines)])
+        self._unrestricted_rows = [row for row, ids in enumerate(self._candidates) if ids is None]
+        restricted = [(row, ids) for row, ids in enumerate(self._candidates) if ids is not None]
+        column_of = {id(ids): np.searchsorted(columns, ids) if len(columns) else ids for _, ids in restricted}
+        lines = [(ids, row * positions + i) for row, ids in restricted for i in range(positions)]
+        self._target_indices = np.concatenate([_NO_IDS, *(ids + line * vocabulary for ids, line in lines)])
+        self._source_indices = np.concatenate([_NO_IDS, *(column_of[id(ids)] + line * width for ids, line in lines)])

@@ -1,4 +1,4 @@
-"""What decoding has so far, row by row."""
+"""The state of decoding: context, caches and lengths of the rows of a batch."""
 
 from __future__ import annotations
 
@@ -10,64 +10,71 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import UnsupportedCallError
-from tformer_runtime.engine.encoder_context import Context
+from tformer_runtime.engine.encoder_context import EncoderContext
 from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.shortlist import Candidates
 
-Want = Literal["last", "all"]  # of the logits after new tokens: each row's last, or all
+LogitPositions = Literal["last", "all"]  # which new tokens get logits: the last one of each row, or all
 
 
 class DecodeCall(Protocol):
-    """One shape of decode call with everything bound: `decode_call` has it for all devices, `cuda_call` for CUDA
-    graphs."""
+    """A run of the decode stage for one shape of tokens, with all inputs and outputs bound.
 
-    new: int
-    want: Want
-    chooses: bool  # whether `choose` leaves logits on the device
+    `decode_call` implements it for all devices, `cuda_call` for CUDA graphs.
+
+    new_tokens: the new tokens of each row.
+    keeps_logits_on_device: whether `run_one_token` leaves the logits on the device.
+    """
+
+    new_tokens: int
+    logit_positions: LogitPositions
+    keeps_logits_on_device: bool
 
     def ready(self, longest: int) -> bool:
-        """Whether this thread may run it, with so many tokens in the longest row."""
+        """Return whether this thread may run the call. max_row_length: cached tokens of the longest row."""
 
-    def run(self, state: State, tokens: Array, counts: Array | None, total: int) -> Array:
-        """As `Engine.step`. total: what the longest row has afterwards."""
+    def run(self, state: State, tokens: Array, counts: Array | None, total_slots: int) -> Array:
+        """Run as `Engine.step` does. total_slots: cached tokens of the longest row after the call."""
 
-    def choose(self, state: State, tokens: Array, total: int) -> Array | DeviceLogits:
-        """As `Engine.choose`."""
+    def run_one_token(self, state: State, tokens: Array, total_slots: int) -> Array | DeviceLogits:
+        """Run as `Engine.step_one_token` does."""
 
 
 class State:
-    """What decoding has so far for each row of a batch: its context, its cached tokens, and how many those are.
+    """The rows of a batch: their context, their caches, and the number of cached tokens of each.
 
-    lengths: (rows,) int64, the cached tokens of each row; read it, never write it.
-    encoded: what encode gave beside the context, as it was asked for, one row for each request.
-    extras: what the latest step gave beside its logits, in their layout; overwritten by the next.
-    candidates: the ids that may come for each row; None if all may for each.
+    lengths: (rows,) int64, the cached tokens of each row. Read-only for callers.
+    max_row_length: the maximum of lengths.
+    encoded: the requested extra outputs of encode, one row for each request.
+    step_extras: names of the extra outputs of each step.
+    extras: the extra outputs of the latest step, in the layout of its logits. The next step overwrites them.
+    candidates: the candidate ids of each row; None if every row may have any id.
     """
 
     def __init__(
         self,
-        context: Context,
+        context: EncoderContext,
         cache: KVCache,
         rows: int,
         encoded: Mapping[str, Array],
-        wanted: tuple[str, ...],
+        step_extras: tuple[str, ...],
         candidates: Candidates | None = None,
     ) -> None:
         self.candidates = candidates
         self.lengths: Ints = np.zeros(rows, np.int64)
-        self.longest = 0  # the greatest of lengths
+        self.max_row_length = 0
         self.cache = cache
-        self.held = context
-        self.calls: dict[tuple[int, Want], DecodeCall] = {}  # the small ones, by their shapes
+        self.encoder_context = context
+        self.calls: dict[tuple[int, LogitPositions], DecodeCall] = {}  # small calls, by their shapes
         self.call: DecodeCall | None = None
         self.encoded = encoded
-        self.wanted = wanted  # of each step
+        self.step_extras = step_extras
         self.extras: dict[str, Array] = {}
         self.released = False
 
     @property
     def call(self) -> DecodeCall | None:
-        """The latest; None once what calls are bound to has changed."""
+        """The latest call; None after a change of the buffers that calls are bound to. Setting None drops all calls."""
         return self._call
 
     @call.setter
@@ -81,34 +88,34 @@ class State:
         return len(self.lengths)
 
     @property
-    def room(self) -> int:
-        """Rows that there are buffers for."""
-        return max(self.cache.room, self.held.room)
+    def row_capacity(self) -> int:
+        """The number of rows that the buffers have."""
+        return max(self.cache.row_capacity, self.encoder_context.row_capacity)
 
     @property
     def context(self) -> list[Array]:
-        """What the encode stage gave for each row, or for all that share it, in the order of its outputs."""
-        return self.held.arrays
+        """The outputs of the encode stage, in its order: one row for each row, or for all rows that share it."""
+        return self.encoder_context.arrays
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches, the context and gathered columns."""
-        return self.cache.nbytes + self.held.nbytes + (self.candidates.nbytes if self.candidates else 0)
+        """Bytes of the caches, the context and the gathered columns."""
+        return self.cache.nbytes + self.encoder_context.nbytes + (self.candidates.nbytes if self.candidates else 0)
 
     def check(self) -> None:
-        """UnsupportedCallError if it has been released."""
+        """Raise UnsupportedCallError if the state has been released."""
         if self.released:
             raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
 
     def rewind(self, length: int) -> None:
-        """Forget what each row has beyond its first `length` tokens."""
+        """Drop the cached tokens of each row beyond the first `length`."""
         np.minimum(self.lengths, length, out=self.lengths)
-        self.longest = int(self.lengths.max(initial=0))
+        self.max_row_length = int(self.lengths.max(initial=0))
 
     def release(self) -> None:
-        """Give the memory back; the state is of no more use. Done too when nobody refers to it any more."""
+        """Free the memory; the state cannot be used any more. Garbage collection of the state frees it, too."""
         self.cache.release()
-        self.held.release()
+        self.encoder_context.release()
         if self.candidates is not None:
             self.candidates.release()
         self.released = True

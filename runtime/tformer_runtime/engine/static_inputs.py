@@ -1,4 +1,4 @@
-"""What the stages of a file read that is the same at every run: made once, and bound by whoever runs them."""
+"""Graph inputs that are the same at every run. They are created once, and every run binds them."""
 
 from __future__ import annotations
 
@@ -9,67 +9,78 @@ import numpy as np
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.dtypes import held_as
-from tformer_runtime.format.manifest import COLUMNS, GATHER, LAST, STAGE, TOTAL, WEIGHT
+from tformer_runtime.format.dtypes import storage_dtype
+from tformer_runtime.format.manifest import (
+    COLUMN_IDS,
+    COLUMN_WEIGHT,
+    GATHER_IDS,
+    LAST_POSITION,
+    STAGE_INPUT,
+    TOTAL_SLOTS,
+)
 
 
-class Feeds:
-    """context: names of the decode stage's inputs for the context, in the order of encode's outputs. slots: the numbers
-    of all. unread: for every graph input what is bound where a stage does not read it. one_column: what encode reads in
-    the place of columns of the projection. decodes: what tells the graph to decode.
+class StaticInputs:
+    """OrtValues and arrays of the constant inputs. This object keeps them alive, as a binding need not do so.
 
-    They are held here, for a binding need not keep alive what is bound.
+    context: names of the decode stage's inputs for the context, in the order of encode's outputs.
+    slot_indices: (max_length,), 0 … max_length - 1.
+    placeholders: for every graph input an OrtValue to bind if the stage does not read the input.
+    one_column_inputs: OrtValues for encode in the place of the projection's columns.
+    decode_flag: value of STAGE_INPUT that selects the decode stage.
     """
 
     def __init__(self, session: Session) -> None:
-        """ModelFileError if the graph is not what the manifest tells."""
+        """Create the inputs. ModelFileError if the graph does not match the manifest."""
         self.session = session
         self.context = self._check_context()
-        self.slots: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
-        self.unread = self._stand_ins()
-        self.one_column = self._of_one_column()
-        stage = session.inputs("decode").get(STAGE, ())
-        self.decodes = session.tensor(np.ones([size or 1 for size in stage], np.bool_))
+        self.slot_indices: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
+        self.placeholders = self._make_placeholders()
+        self.one_column_inputs = self._make_one_column_inputs()
+        stage = session.input_shapes("decode").get(STAGE_INPUT, ())
+        self.decode_flag = session.device_tensor(np.ones([size or 1 for size in stage], np.bool_))
 
     def _check_context(self) -> tuple[str, ...]:
         decode, outputs = self.session.manifest.decode, self.session.manifest.encoded
         if decode is None:
             return ()
         names = decode.context
-        if len(names) != len(outputs) or any(name not in self.session.inputs("decode") for name in names):
+        if len(names) != len(outputs) or any(name not in self.session.input_shapes("decode") for name in names):
             raise ModelFileError(
                 f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph does not read "
                 "them all: export the model again"
             )
         return names
 
-    def _stand_ins(self) -> dict[str, Any]:
-        """Nothing, for every input. STAGE is false, for encode."""
+    def _make_placeholders(self) -> dict[str, Any]:
+        """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""
         manifest = self.session.manifest
-        dtypes = {STAGE: "bool"}
+        dtypes = {STAGE_INPUT: "bool"}
         if manifest.encode:
             dtypes |= {i.name: i.dtype for i in manifest.encode.inputs}
             dtypes |= {name: o.dtype for name, o in zip(self.context, manifest.encode.outputs, strict=False)}
         if manifest.decode:
-            dtypes |= {name: "int32" if name in (LAST, TOTAL) else "int64" for name in manifest.decode.controls}
+            controls = manifest.decode.controls
+            dtypes |= {name: "int32" if name in (LAST_POSITION, TOTAL_SLOTS) else "int64" for name in controls}
             dtypes |= {manifest.decode.step.name: manifest.decode.step.dtype}
             dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
             if manifest.decode.shortlist:
-                dtypes |= {GATHER: "int64", COLUMNS: "int64", WEIGHT: manifest.decode.shortlist.dtype}
-        inputs = {**self.session.inputs("encode"), **self.session.inputs("decode")}
+                dtypes |= {GATHER_IDS: "int64", COLUMN_IDS: "int64", COLUMN_WEIGHT: manifest.decode.shortlist.dtype}
+        inputs = {**self.session.input_shapes("encode"), **self.session.input_shapes("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         try:
-            return {name: self.session.tensor(np.zeros(shape, held_as(dtypes[name]))) for name, shape in shapes.items()}
+            arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}
         except KeyError as error:
             raise ModelFileError(
                 f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
                 "export the model again"
             ) from error
+        return {name: self.session.device_tensor(array) for name, array in arrays.items()}
 
-    def _of_one_column(self) -> dict[str, Any]:
+    def _make_one_column_inputs(self) -> dict[str, Any]:
         decode = self.session.manifest.decode
-        held = decode.shortlist if decode else None
-        if held is None:
+        shortlist = decode.shortlist if decode else None
+        if shortlist is None:
             return {}
-        arrays = {COLUMNS: np.zeros(1, np.int64), WEIGHT: np.zeros((held.inner, 1), held.dtype)}
-        return {name: self.session.tensor(array) for name, array in arrays.items()}
+        arrays = {COLUMN_IDS: np.zeros(1, np.int64), COLUMN_WEIGHT: np.zeros((shortlist.inner, 1), shortlist.dtype)}
+        return {name: self.session.device_tensor(array) for name, array in arrays.items()}

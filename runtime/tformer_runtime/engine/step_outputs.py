@@ -1,4 +1,4 @@
-"""What each step gave beside its logits, found again for a finished sequence although rows moved meanwhile."""
+"""Extra outputs of each step, which a finished sequence collects although rows moved between the steps."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.format.sizes import Sizes
 
 
-class Trail:
-    """One row's values at one step, and its trail before. What no row continues is freed."""
+class StepHistory:
+    """The extra outputs of one row at one step, with a link to the step before.
 
-    __slots__ = ("before", "values")
+    Rows that continue the same sequence share its steps. Steps that no row continues are freed.
+    """
 
-    def __init__(self, before: Trail | None, values: Mapping[str, Array]) -> None:
-        self.before, self.values = before, values
+    __slots__ = ("previous", "values")
 
-    def stacked(self, length: int, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]) -> dict[str, Array]:
-        """(length, …) by name: the values of the last `length` steps, each cut to the row's own sizes.
+    def __init__(self, previous: StepHistory | None, values: Mapping[str, Array]) -> None:
+        self.previous, self.values = previous, values
 
-        shapes: of one row's value at one step, free axes by name.
+    def stack_steps(self, length: int, sizes: Sizes, shapes: Mapping[str, tuple[int | str, ...]]) -> dict[str, Array]:
+        """Return name → (length, …), the values of the last `length` steps, each cut to the row's sizes.
+
+        shapes: shape of one row's value at one step, by name, with the names of free axes.
         """
-        found: dict[str, list[Array]] = {name: [] for name in self.values}
-        trail: Trail | None = self
+        stacks: dict[str, list[Array]] = {name: [] for name in self.values}
+        step: StepHistory | None = self
         for _ in range(length):
-            assert trail is not None
-            for name, values in found.items():
-                values.append(cut_to(sizes, shapes[name], trail.values[name]))
-            trail = trail.before
-        return {name: np.stack(values[::-1]) for name, values in found.items()}
+            assert step is not None
+            for name, values in stacks.items():
+                values.append(crop(sizes, shapes[name], step.values[name]))
+            step = step.previous
+        return {name: np.stack(values[::-1]) for name, values in stacks.items()}
 
 
-def cut_to(sizes: Sizes, shape: tuple[int | str, ...], value: Array) -> Array:
-    """A row's value without padding: each axis that `shape` names as one of an input has the row's own size."""
+def crop(sizes: Sizes, shape: tuple[int | str, ...], value: Array) -> Array:
+    """Return a row's value without padding: each axis that `shape` names after an input's axis gets the row's size."""
     return value[tuple(slice(0, sizes.get(axis) if isinstance(axis, str) else None) for axis in shape)]

@@ -1,6 +1,6 @@
-"""bfloat16 in numpy, which has no such type: its bits, as uint16.
+"""bfloat16 in numpy, which lacks that type: its bits are stored as uint16.
 
-Caches and context are only kept, moved and handed back, so that nobody here needs to know the numbers.
+The runtime only stores, moves and returns caches and context, so that it rarely needs their numeric values.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BFLOAT16 = "bfloat16"  # as manifests name it
-ONNX_BFLOAT16 = 16  # of onnx.TensorProto.DataType
+BFLOAT16 = "bfloat16"  # its name in manifests
 
 
-def held_as(dtype: str) -> np.dtype[Any]:
-    """The numpy type in which tensors of a manifest's type are held."""
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the numpy type that stores tensors of a manifest's type."""
     return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
 
 
-def numbers(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """What is held of a manifest's type, as numpy can reckon with it: bfloat16 is the upper half of a float32."""
+def to_numeric(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Return stored values of a manifest's type as numbers. bfloat16 is the upper half of a float32."""
     return (array.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else array

@@ -1,41 +1,46 @@
-"""The manifest: all that a runtime must know of a model file, as JSON in the file's own metadata.
+"""The manifest: everything that a runtime must know about a model file, as JSON in the file's own metadata.
 
-The exporter writes it, the runtime reads it; nothing else passes between the two. A model has up to two stages:
+The exporter writes it and the runtime reads it. They share no other data. A model has up to two stages:
 
-``encode``  request inputs → context tensors (or, for a model that is run once, its outputs)
+``encode``  request inputs → context tensors (or the outputs of a model that runs once)
 ``decode``  new tokens + context + caches → logits + the same caches, extended
 
-With both, the graph is one ``If`` over the boolean input ``STAGE``: true runs decode. Every input must be bound in
-either stage; the ones that the stage does not read may be empty. With one stage there is no ``If`` and no ``STAGE``.
+With both stages, the graph is one ``If`` over the boolean input ``STAGE_INPUT``: true runs decode. Every graph input
+must be bound for either stage, but the inputs that the stage does not read may be empty. With one stage the graph has
+neither the ``If`` nor ``STAGE_INPUT``.
 
-Caches are right-padded: slot *j* of a row's cache holds the row's token *j*. The decode stage is told where the new
-tokens stand by *control inputs*, of which a file lists those that it reads (``Decode.controls``). For a call that feeds
-``N`` new token slots to each of ``B`` rows, of which the first ``count[b]`` are valid, after ``past[b]`` cached tokens:
+Caches are right-padded: slot *j* of a row's cache holds the row's token *j*. *Control inputs* give the decode stage the
+positions of the new tokens. A file lists the control inputs that its graph reads (``DecodeStage.controls``). A call
+feeds ``N`` new token slots to each of ``B`` rows. The first ``count[b]`` of them are valid and follow ``past[b]``
+cached tokens:
 
-=============== ======= ======== =====================================================================================
-POSITIONS       int64   (B, N)   ``past[b] + i``, clipped to ``max_length - 1`` (only slots beyond ``count`` need it)
-LAST            int32   (B,)     ``past[b] + count[b] - 1``: the index of the row's last valid token
-TOTAL           int32   ()       ``max(past[b]) + N`` : how many slots the longest row has after the call
-START           int64   (B,)     ``past[b]``: the slot that the row's first new token goes to
-SLOTS           int64   (TOTAL,) ``0 … TOTAL - 1``: the slots that attention may read
-SELECT          int64   (B, M)   which of the N new slots logits are wanted for
-=============== ======= ======== =====================================================================================
+=============== ======= ============== ===============================================================================
+POSITIONS       int64   (B, N)         ``past[b] + i``, clipped to ``max_length - 1`` (only slots beyond ``count`` need
+                                       clipping)
+LAST_POSITION   int32   (B,)           ``past[b] + count[b] - 1``: the index of the row's last valid token
+TOTAL_SLOTS     int32   ()             ``max(past) + N``: the number of slots of the longest row after the call
+START_SLOT      int64   (B,)           ``past[b]``: the slot of the row's first new token
+SLOT_INDICES    int64   (TOTAL_SLOTS,) ``0 … TOTAL_SLOTS - 1``: the slots that attention may read
+SELECTED_TOKENS int64   (B, M)         indices of the new tokens, out of N, for which the stage computes logits
+=============== ======= ============== ===============================================================================
 
-The logits are ``(B, M, vocabulary)``, float32. A file with a shortlist (``Decode.shortlist``) has three inputs more:
+The logits are ``(B, M, vocabulary)``, float32. A file with a shortlist (``DecodeStage.shortlist``) has three more
+inputs:
 
-=============== ======= ======== =====================================================================================
-GATHER          int64   (G,)     ids whose columns of the output projection are wanted as the output GATHERED, (d, G)
-COLUMNS         int64   (C,)     the ids of the columns in WEIGHT, for which alone logits are computed, ``(B, M, C)``;
-                                 none: for all
-WEIGHT          int     (d, C)   what GATHERED was for these ids; float32 where the projection is not quantised
-=============== ======= ======== =====================================================================================
+================ ======= ======= =====================================================================================
+GATHER_IDS       int64   (G,)    ids whose columns of the output projection are returned as the output
+                                 GATHERED_COLUMNS, (d, G)
+COLUMN_IDS       int64   (C,)    ids of the columns in COLUMN_WEIGHT. The stage computes only their logits,
+                                 ``(B, M, C)``. If it is empty, the stage computes the logits of all ids.
+COLUMN_WEIGHT    int     (d, C)  GATHERED_COLUMNS for these ids; float32 if the projection is not quantised
+================ ======= ======= =====================================================================================
 
-In a call of encode COLUMNS and WEIGHT have one column, whatever it holds.
+In a call of encode COLUMN_IDS and COLUMN_WEIGHT have one column with arbitrary content.
 
-What a file gives beside the logits (``extras``) is ``(B, M, …)`` too if it is of decode, and ``(B, …)`` if it is of
-encode; an axis with the name of a request input's axis is as long as that input. A cache whose ``in_place`` is true is
-bound with one buffer as past and present; otherwise present is a buffer of the same shape, apart. Buffers have room for
-at least TOTAL slots, and start as zeros.
+Extra outputs (``extras``) of decode are ``(B, M, …)``, and extra outputs of encode are ``(B, …)``. An axis with the
+name of a request input's axis has the length of that input. A cache with ``in_place`` is bound with one buffer as past
+and present. Otherwise present is a separate buffer of the same shape. Buffers have at least TOTAL_SLOTS slots and are
+initialised with zeros.
 """
 
 from __future__ import annotations
@@ -47,36 +52,40 @@ from typing import Any
 
 from tformer_runtime.base.errors import ModelFileError
 
-KEY = "tformer.manifest"
-VERSION = 3
+MANIFEST_KEY = "tformer.manifest"
+MANIFEST_VERSION = 4
 
-STAGE = "stage.decode"
+STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
-LAST = "decode.last"
-TOTAL = "decode.total"
-START = "decode.start"
-SLOTS = "decode.slots"
-SELECT = "decode.select"
-GATHER = "shortlist.gather"
-GATHERED = "shortlist.gathered"
-COLUMNS = "shortlist.columns"
-WEIGHT = "shortlist.weight"
+LAST_POSITION = "decode.last"
+TOTAL_SLOTS = "decode.total"
+START_SLOT = "decode.start"
+SLOT_INDICES = "decode.slots"
+SELECTED_TOKENS = "decode.select"
+GATHER_IDS = "shortlist.gather"
+GATHERED_COLUMNS = "shortlist.gathered"
+COLUMN_IDS = "shortlist.columns"
+COLUMN_WEIGHT = "shortlist.weight"
 
-BATCH = "batch"  # names of axes in TensorSpec.shape
-NEW = "new"
-SLOT = "slot"
-WANTED = "wanted"
+BATCH_AXIS = "batch"  # names of axes in TensorSpec.shape
+NEW_AXIS = "new"
+SLOT_AXIS = "slot"
+SELECTED_AXIS = "wanted"
 
-AUDIO, IMAGE, SERIES = "audio", "image", "series"  # kinds of Preparation
+AUDIO, IMAGE, SERIES = "audio", "image", "series"  # kinds of Preprocessing
 
-ALIGNMENTS = "alignments"  # kinds of Extra
-ATTENTION = "attention"
-HIDDEN = "hidden"
+CROSS_ATTENTIONS = "cross_attentions"  # kinds of ExtraOutput
+ATTENTIONS = "attentions"
+HIDDEN_STATES = "hidden_states"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input or output. `dtype` is numpy's name; an axis of `shape` is a size or the name of a free size."""
+    """A graph input or output.
+
+    dtype: numpy's name of the type.
+    shape: for each axis its size, or the name of a free size.
+    """
 
     name: str
     dtype: str
@@ -87,10 +96,15 @@ class TensorSpec:
 class RequestInput(TensorSpec):
     """An input of the encode stage.
 
-    role: "ids" (token ids, padded with `pad`), "types" (the types that the tokenizer gives the tokens of the input
-    `of`: which of a pair of texts each belongs to; 0 for ids that come without a text), "mask" (derived: `keep` where
-    the input `of` is valid, else the other value; integer masks use 1 and 0) or "data" (features that the caller
-    supplies). `vocabulary`: how many ids there are.
+    role: "ids" (token ids, padded with `pad`);
+        "types" (the tokenizer's token types for the input `of`, which number the texts of a pair; 0 for ids that come
+        without a text);
+        "mask" (derived: `keep` at the valid positions of the input `of`, else the other value; integer masks use 1 and
+        0);
+        or "data" (features that the caller passes).
+    of: the input that a mask or types belong to.
+    max_length: upper limit of the first axis; None for no limit.
+    vocabulary: the number of ids.
     """
 
     role: str = "ids"
@@ -102,8 +116,12 @@ class RequestInput(TensorSpec):
 
 
 @dataclass(frozen=True)
-class Cache:
-    """One cached tensor: graph input `past`, graph output `present`; `shape` has the axes BATCH (first) and SLOT."""
+class CacheSpec:
+    """One cached tensor: graph input `past`, graph output `present`.
+
+    shape: has the axes BATCH_AXIS (first) and SLOT_AXIS.
+    in_place: whether past and present are bound to one buffer.
+    """
 
     past: str
     present: str
@@ -113,53 +131,60 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Extra(TensorSpec):
-    """What a stage gives beside what it is for.
+class ExtraOutput(TensorSpec):
+    """An output of a stage in addition to its logits, context or results.
 
-    kind: ALIGNMENTS, cross-attention's weights over the positions of the request, the name too; ATTENTION, those of all
-    layers and heads of a model that is run once, the name too; or HIDDEN, the output of the source model's submodule
-    `NAME`, called "hidden.NAME".
+    kind: CROSS_ATTENTIONS (weights of cross-attention over the positions of the request; the output has this name too);
+        ATTENTIONS (weights of all layers and heads of a model that runs once; the output has this name too);
+        or HIDDEN_STATES (the output of the source model's submodule `NAME`; the output's name is "hidden_states.NAME").
     """
 
-    kind: str = HIDDEN
+    kind: str = HIDDEN_STATES
 
     @property
     def module(self) -> str:
-        """The submodule's qualified name, of hidden states."""
-        return self.name.removeprefix(f"{HIDDEN}.")
+        """The qualified name of the submodule whose output the hidden states are."""
+        return self.name.removeprefix(f"{HIDDEN_STATES}.")
 
 
 @dataclass(frozen=True)
-class Follows:
-    """The size of an axis that a model makes of one of an input's, as convolutions do: of n it makes
-    (n - least) // stride + 1. of: the input's axis."""
+class DerivedLength:
+    """The length of an output axis that follows from the length n of an input axis, as in convolutions.
+
+    It is (n - minimum) // stride + 1.
+
+    of: the name of the input axis.
+    """
 
     of: str
-    least: int
+    minimum: int
     stride: int
 
 
 @dataclass(frozen=True)
-class Encode:
-    """The stage that runs once a request. Its outputs are the context of decode, or the results of the model.
+class EncodeStage:
+    """The stage that runs once for a request. Its outputs are the context of decode, or the results of the model.
 
-    ragged: whether rows of different lengths may be run together, of a model that is run once; else padding would
-    change them, and only rows of one size are. follows: what the outputs' axes that are no input's are, by name.
+    ragged: for a model that runs once, whether a batch may have rows of different lengths. If not, padding would change
+        the results, and only rows of one size run together.
+    derived_lengths: lengths of the output axes that are not an input's, by axis name.
     """
 
     inputs: tuple[RequestInput, ...]
     outputs: tuple[TensorSpec, ...]
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[ExtraOutput, ...] = ()
     ragged: bool = False
-    follows: Mapping[str, Follows] = field(default_factory=dict)
+    derived_lengths: Mapping[str, DerivedLength] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Shortlist:
-    """Candidates for each request, which the file's metadata hold (`engine/shortlist.py`).
+class ShortlistSpec:
+    """The shortlist of candidates, whose tables are in the file's metadata (`engine/shortlist.py`).
 
-    dtype, inner: of the projection's columns, (inner,). common, each: how many ids are candidates of every request, and
-    at most of a source id. measured: on the data that it was learned from, for people.
+    dtype, inner: type and length of the projection's columns, (inner,).
+    common: the number of ids that are candidates of every request.
+    each: the upper limit of the candidates of one source id.
+    measured: figures from the data that the shortlist was learned from, for people.
     """
 
     dtype: str
@@ -170,73 +195,80 @@ class Shortlist:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """The stage that runs once a step.
+class DecodeStage:
+    """The stage that runs once for a step.
 
-    `step` is (batch, new) ids, or (batch, new, features) numbers in a model that continues a series, whose outputs are
-    called `logits` all the same.
-    `context` are the graph inputs that take encode's outputs, in their order. `vocabulary`: how many ids the step input
-    may hold; None: as many as there are logits. `controls` are the control inputs that the graph has. `ragged_chunks`
-    tells whether several new tokens may be fed at once to more than one row that has a past (the first call of a row,
-    with no past, may always do so). `shares_context` tells whether a row of the context may be that of several
-    neighbouring rows of the step input, of as many for each; else there are as many of it as of those. `few_tokens`:
-    up to how many tokens of a step, those of all rows together, products may have kernels of their own, which round
-    otherwise than those for more; None if any number of tokens has the same.
+    step: the step input: (batch, new) ids, or (batch, new, features) numbers in a model that continues a series. The
+        outputs of such a model are called `logits` too.
+    controls: the control inputs that the graph reads.
+    context: the graph inputs that take encode's outputs, in their order.
+    vocabulary: the number of ids of the step input; None: the number of logits.
+    chunked_prefill: whether a call may feed several new tokens to more than one row with a past. The first call of a
+        row, with no past, may always feed several.
+    shares_context: whether a row of the context may serve several neighbouring rows of the step input, the same number
+        for each. If not, the context has as many rows as the step input.
+    small_batch_limit: up to this number of tokens in a step (of all rows together), matrix products may use other
+        kernels, with other rounding, than for more tokens. None if the kernels are the same for any number.
     """
 
     step: TensorSpec
     controls: tuple[str, ...]
-    caches: tuple[Cache, ...]
+    caches: tuple[CacheSpec, ...]
     logits: TensorSpec
     context: tuple[str, ...] = ()
     vocabulary: int | None = None
-    ragged_chunks: bool = True
-    extras: tuple[Extra, ...] = ()
+    chunked_prefill: bool = True
+    extras: tuple[ExtraOutput, ...] = ()
     shares_context: bool = False
-    shortlist: Shortlist | None = None
-    few_tokens: int | None = None
+    shortlist: ShortlistSpec | None = None
+    small_batch_limit: int | None = None
 
     @property
     def features(self) -> tuple[int, ...]:
-        """What the step input holds at each position: nothing where it is an id, (F,) where it is F numbers."""
+        """The shape of the step input at each position: () for an id, (F,) for F numbers."""
         return tuple(int(size) for size in self.step.shape[2:])
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the step input's vocabulary: `start` is put before what is generated (encoder-decoder) or before the
-    prompt (decoder-only); generation ends at any of `end`; `pad` is the padding, None if the model has none."""
+    """Special ids of the step input's vocabulary.
 
-    start: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    pad: int | None = None
+    bos_token_ids: put before the generated tokens (encoder-decoder) or before the prompt (decoder-only).
+    eos_token_ids: generation ends at any of them.
+    pad_token_id: the padding; None if the model has none.
+    """
+
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
 
 
-SINGLE_LABEL = "single_label"  # problems of `Outcome`
+SINGLE_LABEL = "single_label"  # values of OutputMeaning.problem_type
 MULTI_LABEL = "multi_label"
 REGRESSION = "regression"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the outputs of a model that is run once stand for, which its task makes results of.
+class OutputMeaning:
+    """The meaning of the outputs of a model that runs once. Its task turns them into results.
 
-    labels: what an output's numbers are the scores of, in their order. problem: SINGLE_LABEL (softmax: one of them
-    holds), MULTI_LABEL (sigmoid: each may hold) or REGRESSION (the numbers themselves). settings: what else the task
-    needs, by its own names.
+    labels: names of the numbers of an output, in their order.
+    problem_type: SINGLE_LABEL (softmax: one label applies), MULTI_LABEL (sigmoid: any number of labels apply) or
+        REGRESSION (the numbers themselves).
+    settings: further settings of the task, by the task's names.
     """
 
     labels: tuple[str, ...] = ()
-    problem: str = ""
+    problem_type: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """How a raw input becomes a request input that is neither ids nor what follows from them.
+class Preprocessing:
+    """The conversion of a raw input to a request input, for inputs that are not ids, types or masks.
 
-    kind: of what it is made of, such as an image, sound or a series. numbers: sizes, means, rates, by their names in
-    that kind.
+    kind: the kind of the raw input: AUDIO, IMAGE or SERIES.
+    numbers: sizes, means and rates, by the names of that kind.
     """
 
     kind: str
@@ -245,13 +277,12 @@ class Preparation:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How onnxruntime runs the file, unless the one who opens it says otherwise.
+    """Default settings of the onnxruntime session on the CPU.
 
-    threads: of one operator; None: one per core. spinning: whether they wait busily, which is faster where nobody else
-    needs the cores. disabled_optimizers: fusions into CPU kernels that are slower than what they replace. By default
-    SkipLayerNormalization, against Add and LayerNormalization of d = 512, one thread: 5.6 against 3.9 µs for one row,
-    89 against 14 for 32; BiasGelu, against Add and Gelu of d = 1536: 37 against 38 µs for 16 rows, 1600 against 1200
-    for 512.
+    threads: threads of one operator; None: one per core.
+    spinning: whether waiting threads spin, which is faster if no other process needs the cores.
+    disabled_optimizers: fusions into CPU kernels that are slower than the nodes that they replace. By default
+        SkipLayerNormalization and BiasGelu, as measured (docs/design/kernels.md).
     """
 
     threads: int | None = None
@@ -261,41 +292,44 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's docstring.
+    """The content of a manifest. The module's docstring describes the stages.
 
-    `tokenizers` are texts in tokenizers' JSON format, `tokenizer_of` maps an input's name to its index there.
-    `chat_template` is a Jinja text that makes a prompt of a conversation, as transformers reads it; `chat_tokens` are
-    the special tokens that it may name, such as bos_token, and their texts.
-    `outcome` says what the results of a model that is run once stand for, `preparation` how an input of that name is
-    made of what a user has.
-    `precision` is what products and caches are in: "fp32", "fp16" or "bf16".
-    `session` is what the CPU session is opened with. `forms` are the operators that were kept because they were
-    measured to be the fastest, by what they compute; empty in a file that has the exporter's defaults.
-    `parity`, `quantization`, `optimized_for`, `forms` and `producer` are for people: they are shown, not interpreted.
+    tokenizers: texts in the JSON format of the tokenizers library.
+    tokenizer_of: name of an input → index of its tokenizer.
+    chat_template: a Jinja text that turns a conversation into a prompt, as in transformers.
+    chat_tokens: the special tokens that the template may name, such as bos_token, and their texts.
+    output_meaning: the meaning of the results of a model that runs once.
+    preprocessing: name of an input → conversion of a raw input to it.
+    precision: the type of matrix products and caches: "fp32", "fp16" or "bf16".
+    session: default settings of the CPU session.
+    kernel_forms: computation → the form of it that was measured to be the fastest; empty in a file with the exporter's
+        defaults.
+    parity, quantization, optimized_for, kernel_forms, producer: for people. The runtime shows them and does not
+        interpret them.
     """
 
     task: str
     max_length: int
-    encode: Encode | None
-    decode: Decode | None
-    special: SpecialTokens = SpecialTokens()
+    encode: EncodeStage | None
+    decode: DecodeStage | None
+    special_tokens: SpecialTokens = SpecialTokens()
     tokenizers: tuple[str, ...] = ()
     tokenizer_of: Mapping[str, int] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     target: str = "cpu"
     precision: str = "fp32"
     quantization: str = "none"
     optimized_for: str = ""
     session: SessionSettings = SessionSettings()
-    forms: Mapping[str, str] = field(default_factory=dict)
+    kernel_forms: Mapping[str, str] = field(default_factory=dict)
     source_digest: str = ""
     producer: Mapping[str, str] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
-    outcome: Outcome = Outcome()
-    preparation: Mapping[str, Preparation] = field(default_factory=dict)
-    version: int = VERSION
+    output_meaning: OutputMeaning = OutputMeaning()
+    preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
+    version: int = MANIFEST_VERSION
 
     @property
     def staged(self) -> bool:
@@ -304,12 +338,12 @@ class Manifest:
 
     @property
     def encoded(self) -> tuple[TensorSpec, ...]:
-        """What the encode stage gives beside its extras; nothing where there is none."""
+        """The outputs of the encode stage without its extra outputs; empty if there is no encode stage."""
         return self.encode.outputs if self.encode else ()
 
     @property
-    def extras(self) -> tuple[Extra, ...]:
-        """What the file gives beside its results, of both stages."""
+    def extras(self) -> tuple[ExtraOutput, ...]:
+        """The extra outputs of both stages."""
         return tuple(extra for stage in (self.encode, self.decode) if stage for extra in stage.extras)
 
     def to_json(self) -> str:
@@ -317,20 +351,21 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read a manifest. ModelFileError if it is damaged or of another version than this runtime's."""
+        """Read a manifest. ModelFileError if it is damaged, or has another version than this runtime."""
         try:
             data = json.loads(text)
             version = int(data["version"])
         except (ValueError, KeyError, TypeError) as error:
             raise ModelFileError("the file's tformer manifest is damaged: export the model again") from error
-        if version > VERSION:
+        if version > MANIFEST_VERSION:
             raise ModelFileError(
-                f"the file's manifest has version {version} and this runtime reads version {VERSION}: upgrade tformer"
+                f"the file's manifest has version {version} and this runtime reads version {MANIFEST_VERSION}: "
+                "upgrade tformer"
             )
-        if version < VERSION:
+        if version < MANIFEST_VERSION:
             raise ModelFileError(
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
-                f"version {VERSION}): export the model again"
+                f"version {MANIFEST_VERSION}): export the model again"
             )
         try:
             return cls._from_dict(data)
@@ -344,45 +379,47 @@ class Manifest:
             **{
                 **data,
                 "encode": encode
-                and Encode(
-                    tuple(RequestInput(**_shaped(i)) for i in encode["inputs"]),
-                    tuple(TensorSpec(**_shaped(o)) for o in encode["outputs"]),
+                and EncodeStage(
+                    tuple(RequestInput(**_with_shape(i)) for i in encode["inputs"]),
+                    tuple(TensorSpec(**_with_shape(o)) for o in encode["outputs"]),
                     _extras(encode),
                     bool(encode["ragged"]),
-                    {name: Follows(**how) for name, how in encode["follows"].items()},
+                    {name: DerivedLength(**length) for name, length in encode["derived_lengths"].items()},
                 ),
                 "decode": decode
-                and Decode(
-                    TensorSpec(**_shaped(decode["step"])),
+                and DecodeStage(
+                    TensorSpec(**_with_shape(decode["step"])),
                     tuple(decode["controls"]),
-                    tuple(Cache(**_shaped(c)) for c in decode["caches"]),
-                    TensorSpec(**_shaped(decode["logits"])),
+                    tuple(CacheSpec(**_with_shape(c)) for c in decode["caches"]),
+                    TensorSpec(**_with_shape(decode["logits"])),
                     tuple(decode["context"]),
                     decode["vocabulary"],
-                    decode["ragged_chunks"],
+                    decode["chunked_prefill"],
                     _extras(decode),
                     decode["shares_context"],
-                    Shortlist(**decode["shortlist"]) if decode["shortlist"] else None,
-                    decode["few_tokens"],
+                    ShortlistSpec(**decode["shortlist"]) if decode["shortlist"] else None,
+                    decode["small_batch_limit"],
                 ),
-                "special": SpecialTokens(
-                    tuple(data["special"]["start"]), tuple(data["special"]["end"]), data["special"]["pad"]
+                "special_tokens": SpecialTokens(
+                    tuple(data["special_tokens"]["bos_token_ids"]),
+                    tuple(data["special_tokens"]["eos_token_ids"]),
+                    data["special_tokens"]["pad_token_id"],
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
                 "session": _session(data["session"]),
-                "outcome": _outcome(data["outcome"]),
-                "preparation": {name: Preparation(**how) for name, how in data["preparation"].items()},
-                "version": VERSION,
+                "output_meaning": _output_meaning(data["output_meaning"]),
+                "preprocessing": {name: Preprocessing(**step) for name, step in data["preprocessing"].items()},
+                "version": MANIFEST_VERSION,
             }
         )
 
 
-def _extras(stage: dict[str, Any]) -> tuple[Extra, ...]:
-    return tuple(Extra(**_shaped(extra)) for extra in stage["extras"])
+def _extras(stage: dict[str, Any]) -> tuple[ExtraOutput, ...]:
+    return tuple(ExtraOutput(**_with_shape(extra)) for extra in stage["extras"])
 
 
-def _outcome(data: dict[str, Any]) -> Outcome:
-    return Outcome(**{**data, "labels": tuple(data.get("labels", ()))})
+def _output_meaning(data: dict[str, Any]) -> OutputMeaning:
+    return OutputMeaning(**{**data, "labels": tuple(data.get("labels", ()))})
 
 
 def _session(data: dict[str, Any]) -> SessionSettings:
@@ -393,5 +430,6 @@ def _session(data: dict[str, Any]) -> SessionSettings:
     return settings
 
 
-def _shaped(data: dict[str, Any]) -> dict[str, Any]:
+def _with_shape(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tensor with its shape as a tuple."""
     return {**data, "shape": tuple(data["shape"])}

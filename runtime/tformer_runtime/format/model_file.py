@@ -1,12 +1,12 @@
-"""What can be told of a model file without loading it: that it is whole, its manifest, and where its weights lie.
+"""Reading of a model file without loading its weights: its metadata, its manifest, and a model that maps the weights.
 
-An ONNX file is one protobuf message, ``ModelProto``, and its metadata are a few short fields beside the (large)
-graph. Reading them by hand skips over the weights, needs no package, and tells a file that is damaged, foreign or too
-new before onnxruntime spends time on it.
+An ONNX file is one protobuf message, ``ModelProto``. Its metadata are a few short fields next to the (large) graph.
+Reading them by hand skips the weights and needs no package. It also detects a damaged, foreign or too new file before
+onnxruntime spends time on it.
 
-onnxruntime reads a message whole and copies each weight out of it, but weights that it is told to find in a file it
-maps: then memory holds what it packs for its kernels, and of the rest the pages that are read. `mapped` tells it so of
-the weights in the model file itself.
+onnxruntime reads a message whole and copies each weight out of it, but it maps external weights from their file. Then
+memory holds only the weights that it packs for its kernels and the pages of the others that are read.
+`read_mapped_model` declares the weights in the model file itself as external.
 """
 
 from __future__ import annotations
@@ -18,40 +18,50 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.manifest import KEY, Manifest
-from tformer_runtime.format.onnx_wire import BYTES, VARINT, WireError, message, read_head, tag, varint
+from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
+from tformer_runtime.format.onnx_fields import (
+    GRAPH_INITIALIZER,
+    MODEL_GRAPH,
+    MODEL_IR_VERSION,
+    MODEL_METADATA_PROPS,
+    STRING_STRING_ENTRY_KEY,
+    STRING_STRING_ENTRY_VALUE,
+    TENSOR_DATA_LOCATION,
+    TENSOR_DATA_LOCATION_EXTERNAL,
+    TENSOR_EXTERNAL_DATA,
+    TENSOR_RAW_DATA,
+)
+from tformer_runtime.format.onnx_wire import BYTES, WireError, bytes_field, read_field_header, tag, varint, varint_field
 
-# The field numbers of onnx.proto's ModelProto
-_IR_VERSION, _GRAPH, _METADATA = 1, 7, 14
-_LAST_FIELD = 64  # ModelProto has a few dozen fields at most: a higher number is something else than ONNX
-_LONGEST_ENTRY = 1 << 30
-_INITIALIZER = 5  # of GraphProto
-_RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 9, 13, 14  # of TensorProto
-_EXTERNAL = 1
-_SMALL = 1024  # bytes; onnxruntime wants to see what sizes and shapes are made of
-_ALIGNMENT = 64  # bytes; numbers that begin elsewhere are copied, for kernels read whole vectors
+MAX_FIELD_NUMBER = 64  # ModelProto has a few dozen fields at most: a message with a higher number is not ONNX
+MAX_METADATA_TEXT_BYTES = 1 << 30
+MAX_INLINE_BYTES = 1024  # smaller weights stay in the model: onnxruntime reads sizes and shapes from them
+WEIGHT_ALIGNMENT_BYTES = 64  # kernels read whole vectors, so that weights at other offsets are copied
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a model file; ModelFileError if the file is none of ours, damaged, or newer than this runtime."""
+    """Return the manifest of a model file.
+
+    ModelFileError if the file is no tformer model, is damaged, or has another version than this runtime.
+    """
     metadata = read_metadata(path)
-    if KEY not in metadata:
+    if MANIFEST_KEY not in metadata:
         raise ModelFileError(f"{os.fspath(path)} has no tformer manifest: export the model with tformer-export")
     try:
-        return Manifest.from_json(metadata[KEY])
+        return Manifest.from_json(metadata[MANIFEST_KEY])
     except ModelFileError as error:
         raise ModelFileError(f"{os.fspath(path)}: {error}") from error
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata_props of an ONNX file. ModelFileError if it cannot be read or is not a whole ONNX file."""
-    with _opened(path) as (file, size):
+    """Return the metadata_props of an ONNX file. ModelFileError if it cannot be read or is not a whole ONNX file."""
+    with _open(path) as (file, size):
         return _model_metadata(file, size)
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
-    """The file and its bytes' number; what goes wrong in reading it becomes a ModelFileError."""
+def _open(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
+    """Yield the file and its size in bytes. Errors in opening and reading it become a ModelFileError."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -66,71 +76,82 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
         raise ModelFileError(f"{name} is not a whole ONNX file: it is something else, damaged or cut short") from error
 
 
-def mapped(path: str | os.PathLike[str]) -> tuple[bytes, Path]:
-    """The model with its large weights as references into the file, and the folder in which the file is.
+def read_mapped_model(path: str | os.PathLike[str]) -> tuple[bytes, Path]:
+    """Return the model with its large weights as references into the file, and the folder of the file.
 
-    Time and memory: those of the model without its weights. ModelFileError as for `read_metadata`.
+    Time and memory grow with the size of the model without its weights. ModelFileError as for `read_metadata`.
     """
-    place = Path(path).resolve()  # onnxruntime follows no link out of the folder
+    resolved = Path(path).resolve()  # onnxruntime follows no link out of the folder
     try:
-        os.fspath(place).encode()
+        os.fspath(resolved).encode()
     except UnicodeEncodeError as error:
-        raise ModelFileError(f"{place!r} is not a name in UTF-8, which onnxruntime needs: rename the file") from error
-    with _opened(path) as (file, size):
-        return _without_weights(file, size, (_GRAPH, _INITIALIZER), place.name), place.parent
+        raise ModelFileError(
+            f"{resolved!r} is not a name in UTF-8, which onnxruntime needs: rename the file"
+        ) from error
+    with _open(path) as (file, size):
+        return _without_weights(file, size, (MODEL_GRAPH, GRAPH_INITIALIZER), resolved.name), resolved.parent
 
 
-def _without_weights(file: BinaryIO, end: int, way: tuple[int, ...], name: str) -> bytes:
-    """The message that ends at `end`, copied; along the fields of `way` lie tensors, whose numbers stay in the file."""
+def _without_weights(file: BinaryIO, end: int, path: tuple[int, ...], file_name: str) -> bytes:
+    """Return a copy of the message that ends at `end`, with references in the place of large weights.
+
+    path: field numbers that lead from the message to its tensors; empty if the message is a TensorProto.
+    """
     parts: list[bytes] = []
     while (begin := file.tell()) < end:
-        number, length = _field(file, end)
-        last = file.tell() + length
-        if way and number == way[0]:
-            inner = _without_weights(file, last, way[1:], name)
+        number, length = _read_field_header(file, end)
+        field_end = file.tell() + length
+        if path and number == path[0]:
+            inner = _without_weights(file, field_end, path[1:], file_name)
             parts += [tag(number, BYTES), varint(len(inner)), inner]
-        elif not way and number == _RAW_DATA and length > _SMALL and file.tell() % _ALIGNMENT == 0:
-            for key, value in (("location", name), ("offset", str(file.tell())), ("length", str(length))):
-                entry = message(1, key.encode()) + message(2, value.encode())
-                parts.append(message(_EXTERNAL_DATA, entry))
-            parts += [tag(_DATA_LOCATION, VARINT), varint(_EXTERNAL)]
-            file.seek(last)
+        elif not path and number == TENSOR_RAW_DATA and _is_mappable(file.tell(), length):
+            for key, value in (("location", file_name), ("offset", str(file.tell())), ("length", str(length))):
+                entry = bytes_field(STRING_STRING_ENTRY_KEY, key.encode())
+                entry += bytes_field(STRING_STRING_ENTRY_VALUE, value.encode())
+                parts.append(bytes_field(TENSOR_EXTERNAL_DATA, entry))
+            parts.append(varint_field(TENSOR_DATA_LOCATION, TENSOR_DATA_LOCATION_EXTERNAL))
+            file.seek(field_end)
         else:
             file.seek(begin)
-            parts.append(file.read(last - begin))
+            parts.append(file.read(field_end - begin))
     return b"".join(parts)
 
 
+def _is_mappable(offset: int, length: int) -> bool:
+    return length > MAX_INLINE_BYTES and offset % WEIGHT_ALIGNMENT_BYTES == 0
+
+
 def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
+    """Read a ModelProto from its beginning and return its metadata. WireError if it has no version or no graph."""
     metadata: dict[str, str] = {}
     seen: set[int] = set()
     while file.tell() < size:
-        number, length = _field(file, size)
+        number, length = _read_field_header(file, size)
         seen.add(number)
-        if number == _METADATA:
-            key, value = _entry(file, file.tell() + length)
+        if number == MODEL_METADATA_PROPS:
+            key, value = _read_entry(file, file.tell() + length)
             metadata[key] = value
         else:
             file.seek(length, os.SEEK_CUR)
-    if not {_IR_VERSION, _GRAPH} <= seen:
+    if not {MODEL_IR_VERSION, MODEL_GRAPH} <= seen:
         raise WireError
     return metadata
 
 
-def _entry(file: BinaryIO, end: int) -> tuple[str, str]:
-    """A StringStringEntryProto: field 1 is the key, field 2 the value."""
-    texts = {1: "", 2: ""}
+def _read_entry(file: BinaryIO, end: int) -> tuple[str, str]:
+    """Read a StringStringEntryProto and return its key and value."""
+    texts = {STRING_STRING_ENTRY_KEY: "", STRING_STRING_ENTRY_VALUE: ""}
     while file.tell() < end:
-        number, length = _field(file, end)
-        if number not in texts or length > _LONGEST_ENTRY:
+        number, length = _read_field_header(file, end)
+        if number not in texts or length > MAX_METADATA_TEXT_BYTES:
             raise WireError
         texts[number] = file.read(length).decode()
-    return texts[1], texts[2]
+    return texts[STRING_STRING_ENTRY_KEY], texts[STRING_STRING_ENTRY_VALUE]
 
 
-def _field(file: BinaryIO, end: int) -> tuple[int, int]:
-    """As `read_head`, of a message of onnx.proto."""
-    number, length = read_head(file, end)
-    if number > _LAST_FIELD:
+def _read_field_header(file: BinaryIO, end: int) -> tuple[int, int]:
+    """Run `read_field_header` for a message of onnx.proto. WireError also for a number that ONNX does not have."""
+    number, length = read_field_header(file, end)
+    if number > MAX_FIELD_NUMBER:
         raise WireError
     return number, length

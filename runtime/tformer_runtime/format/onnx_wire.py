@@ -1,7 +1,8 @@
 """Protobuf's wire format, read and written by hand: https://protobuf.dev/programming-guides/encoding
 
-A message is a row of fields: a tag, which holds the field's number and the kind of what follows, and its content. So
-one field after the other is read, what is large is skipped, and no package is needed for it.
+A message is a sequence of fields. Each field is a tag, which holds the field's number and wire type, followed by its
+content. A reader goes from field to field and skips large ones, so that no package is needed. `onnx_fields` has the
+field numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-VARINT, BYTES = 0, 2  # kinds of content: a number, and what has a length: texts, messages, packed numbers
-_FIXED = {1: 8, 5: 4}  # kind → bytes of a number of fixed length
+VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
+_FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length
 
 
 class WireError(Exception):
@@ -19,15 +20,20 @@ class WireError(Exception):
 
 
 class Field(NamedTuple):
-    """number: of the field. content: its bytes, none of a varint. whole: with its head."""
+    """One field of a message.
+
+    number: the field number.
+    content: the bytes of the content; empty for a varint.
+    encoded: all bytes of the field, with its tag.
+    """
 
     number: int
     content: bytes
-    whole: bytes
+    encoded: bytes
 
 
 def varint(number: int) -> bytes:
-    """A number from 0 up, in groups of 7 bits, the lowest first."""
+    """Encode a non-negative number in groups of 7 bits, the lowest group first."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -35,39 +41,45 @@ def varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def tag(number: int, kind: int) -> bytes:
-    """What a field begins with. number: of the field."""
-    return varint(number << 3 | kind)
+def tag(number: int, wire_type: int) -> bytes:
+    """Encode the tag of a field. number: the field number."""
+    return varint(number << 3 | wire_type)
 
 
-def message(number: int, content: bytes) -> bytes:
-    """A field that holds bytes: a text or another message."""
+def bytes_field(number: int, content: bytes) -> bytes:
+    """Encode a field that holds bytes: a text or another message. number: the field number."""
     return tag(number, BYTES) + varint(len(content)) + content
 
 
-def fields(content: bytes) -> Iterator[Field]:
-    """The fields of a message, in their order. WireError where it is none."""
+def varint_field(number: int, value: int) -> bytes:
+    """Encode a field that holds a non-negative number. number: the field number."""
+    return tag(number, VARINT) + varint(value)
+
+
+def iter_fields(content: bytes) -> Iterator[Field]:
+    """Yield the fields of a message, in their order. WireError if the bytes are not a message."""
     stream = io.BytesIO(content)
     while (begin := stream.tell()) < len(content):
-        number, length = read_head(stream, len(content))
+        number, length = read_field_header(stream, len(content))
         start = stream.tell()
         end = stream.seek(length, io.SEEK_CUR)
         yield Field(number, content[start:end], content[begin:end])
 
 
-def read_head(file: BinaryIO, end: int) -> tuple[int, int]:
-    """A field's number, and how many bytes of content follow: none of a varint, which has been read too.
+def read_field_header(file: BinaryIO, end: int) -> tuple[int, int]:
+    """Read a tag and return the field's number and the bytes of content that follow.
 
-    WireError if no field begins here, or it goes on beyond `end`.
+    The value of a varint is read as well, so that its content has 0 bytes.
+    WireError if no field begins here, or if the field extends beyond `end`.
     """
-    head = _read_varint(file)
-    number, kind = head >> 3, head & 7
-    length = _FIXED.get(kind, 0)
-    if kind == VARINT:
+    header = _read_varint(file)
+    number, wire_type = header >> 3, header & 7
+    length = _FIXED_BYTES.get(wire_type, 0)
+    if wire_type == VARINT:
         _read_varint(file)
-    elif kind == BYTES:
+    elif wire_type == BYTES:
         length = _read_varint(file)
-    elif kind not in _FIXED:
+    elif wire_type not in _FIXED_BYTES:
         raise WireError
     if number == 0 or file.tell() + length > end:
         raise WireError

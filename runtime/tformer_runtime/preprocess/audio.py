@@ -1,12 +1,12 @@
-"""Sound: from a file or samples to what a model reads, as transformers' feature extractors make it.
+"""From a sound file or samples to the features of a model, as transformers' feature extractors compute them.
 
-read (soundfile) → mean of the channels → resample (soxr) to the model's rate, and then one of two things:
+read (soundfile) → mean of the channels → resample (soxr) to the rate of the model → features:
 
-waveform   the samples x themselves, or (x - mean) / √(variance + 1e-7) of each sound
-log-mel    log10 of the power in bands of the mel scale, of frames `hop` samples apart, from 8 below the loudest on:
+waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each sound
+log-mel    log10 of the power in bands of the mel scale, in frames `hop` samples apart, limited to 8 below the maximum:
            (max(log10 S, max log10 S - 8) + 4) / 4, S = M · |FFT(hann · x)|²
 
-The mel scale and its triangles of equal area are those of Slaney's Auditory Toolbox (1998), as librosa has them.
+The mel scale and its triangles of equal area are those of Slaney's Auditory Toolbox (1998), as in librosa.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
-from tformer_runtime.base.extras import library
-from tformer_runtime.format.manifest import AUDIO, Manifest, Preparation
+from tformer_runtime.base.extras import import_optional
+from tformer_runtime.format.manifest import AUDIO, Manifest, Preprocessing
 
 TASK = "automatic-speech-recognition"
 WAVEFORM, LOG_MEL = "waveform", "log-mel"
-EPSILON = 1e-7  # of a variance
-QUIETEST, RANGE = 1e-10, 8.0  # a power, and how far below the loudest a logarithm of one is told apart
-FRAMES_AT_ONCE = 4096  # of a transform: 13 MB for 400 samples
-MOST_SAMPLES = 2**30  # of all channels: 4 GiB, 18 hours at 16 kHz; beyond, a small file may fill the memory
-LOWEST_RATE, HIGHEST_RATE = 1_000, 1_000_000  # samples a second; telephones have 8000, studios 384,000
-SLACK, SLACK_BYTES = 2304, 8  # samples that MP3 may have less, two of its frames; bytes that writers count and not
-PIPED = 2**31 - 2**16  # bytes that who writes to a pipe, and cannot go back, says that come
-UNKNOWN = 2**63 - 1  # frames of a file that does not say how many, such as FLAC from a pipe
+VARIANCE_EPSILON = 1e-7
+MIN_POWER, LOG10_POWER_RANGE = 1e-10, 8.0
+FFT_CHUNK_FRAMES = 4096  # 13 MB for frames of 400 samples
+MAX_SAMPLES = 2**30  # of all channels, 4 GiB: 18 hours at 16 kHz. A small compressed file could fill the memory.
+MIN_RATE, MAX_RATE = 1_000, 1_000_000  # samples per second
+MP3_MISSING_SAMPLES = 2304  # two frames of MP3, which a complete file may lack
+HEADER_SLACK_BYTES = 8  # writers differ in whether the size in a header includes the header
+MIN_PIPE_BYTES = 2**31 - 2**16  # a header with at least this size was written to a pipe, before the size was known
+UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's value for a file without a length, such as FLAC from a pipe
 
 
 @dataclass(frozen=True)
-class Audio:
-    """What a model reads of a sound.
+class AudioPreprocessor:
+    """How a model reads a sound. The fields are those of the manifest.
 
-    rate: samples a second. features: WAVEFORM or LOG_MEL. normalize: each waveform to mean 0 and variance 1. shortest:
-    samples that a sound has at least.
-    mels: bands. window, hop: samples of a Fourier transform, and from one to the next. highest: frequency, in Hz.
-    samples: that are read at once; a shorter sound has silence behind it.
+    rate: samples per second.
+    features: WAVEFORM or LOG_MEL.
+    normalize: whether each waveform is normalized to mean 0 and variance 1.
+    shortest: the minimum number of samples.
+    mels: bands of the spectrogram.
+    window, hop: samples of a Fourier transform, and from one transform to the next.
+    highest: the upper end of the bands, in Hz.
+    samples: the length of a spectrogram's input; shorter sounds are padded with silence.
     """
 
     rate: int = 16000
@@ -63,91 +68,96 @@ class Audio:
 
     @property
     def frames(self) -> int:
-        """Of a log-mel spectrogram that is read at once."""
+        """The number of frames of a padded spectrogram."""
         return self.samples // self.hop
 
-    def made(self, given: Any) -> F32:
-        """What is read of a sound, without a batch axis: (samples,), or (mels, frames) of as much as is read at once.
+    def from_samples(self, sound: Any) -> F32:
+        """Return the features of a sound without a batch axis: (samples,), or (mels, frames).
 
-        given: as of `read`; an array of two axes that has the shape of a spectrogram is taken for one. InputError for
-        what cannot be read, MissingExtraError for a file without soundfile.
+        sound: as of `read`; an array with the shape of a spectrogram is one.
+        Raise InputError for a sound that cannot be read or is longer than a spectrogram, MissingExtraError for a file
+        without soundfile.
         """
-        if self.features == LOG_MEL:
-            if isinstance(given, np.ndarray) and given.shape == (self.mels, self.frames):
-                made: F32 = np.asarray(given, np.float32)
-                return made
-            sound = self.read(given)
-            if len(sound) > self.samples:
-                raise InputError(
-                    f"the sound is {len(sound) / self.rate:.2f} s long and {self.samples / self.rate:g} s are read at "
-                    "once: transcribe() reads longer ones piece by piece"
-                )
-            return self.spectrogram(sound)
-        return self.waveform(self.read(given))
+        if self.features != LOG_MEL:
+            return self.waveform(self.read(sound))
+        if isinstance(sound, np.ndarray) and sound.shape == (self.mels, self.frames):
+            spectrogram: F32 = np.asarray(sound, np.float32)
+            return spectrogram
+        samples = self.read(sound)
+        if len(samples) > self.samples:
+            raise InputError(
+                f"the sound is {len(samples) / self.rate:.2f} s long and {self.samples / self.rate:g} s are read at "
+                "once: transcribe() reads longer ones piece by piece"
+            )
+        return self.spectrogram(samples)
 
-    def waveform(self, sound: F32) -> F32:
-        """(samples,) of samples that `read` gave, normalised if these are."""
+    def waveform(self, samples: F32) -> F32:
+        """Return the samples of `read`, (samples,), normalized if the model requires that."""
         if not self.normalize:
-            return sound
-        with _memory_for("the sound"):
-            values = sound.astype(np.float64)
-            made: F32 = ((values - values.mean()) / np.sqrt(values.var() + EPSILON)).astype(np.float32)
-        return made
+            return samples
+        with _memory_errors("the sound"):
+            values = samples.astype(np.float64)
+            normalized = (values - values.mean()) / np.sqrt(values.var() + VARIANCE_EPSILON)
+            waveform: F32 = normalized.astype(np.float32)
+        return waveform
 
-    def spectrogram(self, sound: F32) -> F32:
-        """(mels, frames) of a sound; of one that is longer than what is read at once, all its frames.
+    def spectrogram(self, samples: F32) -> F32:
+        """Return the log-mel spectrogram (mels, frames) of a sound of any length.
 
-        Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in its length; memory:
-        that of the result beside the sound.
+        Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in the length. Memory:
+        the sound and the result.
         """
-        with _memory_for("the sound"):
-            return self._spectrogram(sound)
+        with _memory_errors("the sound"):
+            return self._spectrogram(samples)
 
-    def _spectrogram(self, sound: F32) -> F32:
-        values = np.pad(sound, (0, max(0, self.samples - len(sound))))
+    def _spectrogram(self, samples: F32) -> F32:
+        values = np.pad(samples, (0, max(0, self.samples - len(samples))))
         count = len(values) // self.hop
         values = np.pad(values, self.window // 2, mode="reflect")
-        every = np.lib.stride_tricks.sliding_window_view(values, self.window)[:: self.hop][:count]
+        frames = np.lib.stride_tricks.sliding_window_view(values, self.window)[:: self.hop][:count]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.window) / self.window)
-        filters = _filters(self.rate, self.window, self.mels, self.highest)
-        found: F32 = np.empty((self.mels, count), np.float32)
-        for at in range(0, count, FRAMES_AT_ONCE):
-            power = np.abs(np.fft.rfft(every[at : at + FRAMES_AT_ONCE] * hann)) ** 2
-            found[:, at : at + FRAMES_AT_ONCE] = np.log10(np.maximum(filters @ power.T, QUIETEST))
-        np.maximum(found, found.max() - np.float32(RANGE), out=found)
-        found += np.float32(4.0)
-        found /= np.float32(4.0)
-        return found
+        filters = _mel_filters(self.rate, self.window, self.mels, self.highest)
+        spectrogram: F32 = np.empty((self.mels, count), np.float32)
+        for begin in range(0, count, FFT_CHUNK_FRAMES):
+            chunk = slice(begin, begin + FFT_CHUNK_FRAMES)
+            power = np.abs(np.fft.rfft(frames[chunk] * hann)) ** 2
+            spectrogram[:, chunk] = np.log10(np.maximum(filters @ power.T, MIN_POWER))
+        np.maximum(spectrogram, spectrogram.max() - np.float32(LOG10_POWER_RANGE), out=spectrogram)
+        spectrogram += np.float32(4.0)
+        spectrogram /= np.float32(4.0)
+        return spectrogram
 
-    def read(self, given: Any) -> F32:
-        """(samples,) at the model's rate, of one channel.
+    def read(self, sound: Any) -> F32:
+        """Return the samples of a sound, (samples,), with one channel at the rate of the model.
 
-        given: the name of a file or its bytes, of any format that soundfile reads (WAV, FLAC, OGG, MP3); or samples at
-        the model's rate, (samples,) or (samples, channels), floats from -1 to 1 or integers of 16 or 32 bits; or a pair
-        of samples and their rate. Channels are averaged. InputError says what is wrong with it.
-
-        Cost and memory: linear in its length, as it is and resampled, both of which are MOST_SAMPLES at most.
+        sound: the name or the bytes of a file in a format of soundfile (WAV, FLAC, OGG, MP3); samples at the rate of
+            the model, (samples,) or (samples, channels), as floats from -1 to 1 or integers of 16 or 32 bits; or a pair
+            of samples and their rate. Channels are averaged.
+        Raise InputError for a sound that cannot be read, and for more than MAX_SAMPLES samples before or after
+        resampling. Cost and memory: linear in both numbers.
         """
-        name = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "the sound"
-        with _memory_for(str(name)):
-            return self._read(given, str(name))
+        name = os.fspath(sound) if isinstance(sound, (str, os.PathLike)) else "the sound"
+        with _memory_errors(str(name)):
+            return self._read(sound, str(name))
 
-    def _read(self, given: Any, name: str) -> F32:
+    def _read(self, sound: Any, name: str) -> F32:
         rate: Any = self.rate
-        if isinstance(given, (str, os.PathLike, bytes)):
-            samples, rate = _opened(given, name)
-        elif isinstance(given, tuple) and len(given) == 2 and np.isscalar(given[1]) and not np.isscalar(given[0]):
-            rate = _whole_rate(given[1], name)
-            samples = _numbers(given[0])
+        if isinstance(sound, (str, os.PathLike, bytes)):
+            samples, rate = _read_file(sound, name)
+        elif isinstance(sound, tuple) and len(sound) == 2 and np.isscalar(sound[1]) and not np.isscalar(sound[0]):
+            rate = _check_rate(sound[1], name)
+            samples = _as_samples(sound[0])
         else:
-            samples = _numbers(given)
+            samples = _as_samples(sound)
         if not samples.size:
             raise InputError(f"{name} is empty")
         if not np.isfinite(samples).all():
-            at = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
-            raise InputError(f"{name} holds a sample that is no number, {samples[at].tolist()} at {at / rate:.3f} s")
+            index = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
+            raise InputError(
+                f"{name} holds a sample that is no number, {samples[index].tolist()} at {index / rate:.3f} s"
+            )
         mono: F32 = samples.mean(1, dtype=np.float64).astype(np.float32)
-        mono = _resampled(mono, rate, self.rate, name)
+        mono = _resample(mono, rate, self.rate, name)
         if len(mono) < self.shortest:
             raise InputError(
                 f"{name} is {len(mono)} samples long at {self.rate} Hz ({len(mono) / self.rate:.4f} s) and the model "
@@ -156,60 +166,66 @@ class Audio:
         return mono
 
     @property
-    def preparation(self) -> Preparation:
-        """As the manifest holds it."""
-        return Preparation(AUDIO, asdict(self))
+    def manifest_entry(self) -> Preprocessing:
+        """The entry of the manifest."""
+        return Preprocessing(AUDIO, asdict(self))
 
     @classmethod
-    def of(cls, held: Preparation) -> Audio:
-        """ModelFileError if the file's numbers are damaged."""
+    def of(cls, entry: Preprocessing) -> AudioPreprocessor:
+        """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
         try:
-            made = cls(**held.numbers)
-            if made.features not in (WAVEFORM, LOG_MEL) or made.rate < 1 or made.shortest < 1:
-                raise ValueError(f"{made.features} at {made.rate} Hz")
-            if made.features == LOG_MEL and min(made.mels, made.window, made.hop, made.samples, made.highest) <= 0:
+            audio = cls(**entry.numbers)
+            if audio.features not in (WAVEFORM, LOG_MEL) or audio.rate < 1 or audio.shortest < 1:
+                raise ValueError(f"{audio.features} at {audio.rate} Hz")
+            if (
+                audio.features == LOG_MEL
+                and min(audio.mels, audio.window, audio.hop, audio.samples, audio.highest) <= 0
+            ):
                 raise ValueError("a spectrogram without size")
         except (TypeError, ValueError) as error:
             raise ModelFileError(
                 f"what the file says of its sound is damaged ({error}): export the model again"
             ) from error
-        return made
+        return audio
 
 
-def audio_of(manifest: Manifest) -> tuple[str, Audio] | None:
-    """The input that is made of a sound, and how; None if there is none."""
-    return next(((name, Audio.of(how)) for name, how in manifest.preparation.items() if how.kind == AUDIO), None)
+def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:
+    """Return the name of the input that reads a sound, and its preprocessor; None without one."""
+    for name, entry in manifest.preprocessing.items():
+        if entry.kind == AUDIO:
+            return name, AudioPreprocessor.of(entry)
+    return None
 
 
 @contextmanager
-def _memory_for(name: str) -> Iterator[None]:
+def _memory_errors(name: str) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
         raise OutOfMemoryError(f"{name} is too long for the memory there is: cut it into parts") from error
 
 
-def _opened(given: Any, name: str) -> tuple[F32, int]:
-    """(samples, channels) of a file, and their rate."""
-    soundfile = library("soundfile", "reading sound needs soundfile", "audio")
-    if not isinstance(given, bytes):
-        if not os.fspath(given):
+def _read_file(source: Any, name: str) -> tuple[F32, int]:
+    """Return the samples (samples, channels) of a file, and their rate. source: its name or its bytes."""
+    soundfile = import_optional("soundfile", "reading sound needs soundfile", "audio")
+    if not isinstance(source, bytes):
+        if not os.fspath(source):
             raise InputError("the name of a sound's file is empty")
-        if Path(given).is_dir():
+        if Path(source).is_dir():
             raise InputError(f"{name} is a directory: give the name of a file in it")
-        if not Path(given).is_file():
+        if not Path(source).is_file():
             raise InputError(f"{name} cannot be read: there is no such file")
     try:
-        with soundfile.SoundFile(io.BytesIO(given) if isinstance(given, bytes) else os.fspath(given)) as file:
-            rate = _whole_rate(file.samplerate, name)
-            if file.frames == UNKNOWN:
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
+            rate = _check_rate(file.samplerate, name)
+            if file.frames == UNKNOWN_FRAMES:
                 raise InputError(
                     f"{name} does not say how long it is, as what comes from a pipe: write it to a file again"
                 )
-            if file.frames * file.channels > MOST_SAMPLES:
+            if file.frames * file.channels > MAX_SAMPLES:
                 raise _too_long(name, file.frames * file.channels)
             samples = file.read(dtype="float32", always_2d=True)
-            _must_be_whole(file, len(samples), name)
+            _check_complete(file, len(samples), name)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
@@ -220,39 +236,43 @@ def _opened(given: Any, name: str) -> tuple[F32, int]:
     return samples, rate
 
 
-def _must_be_whole(file: Any, read: int, name: str) -> None:
-    """InputError for a file that ends before what its header says. Of formats that hold samples as they are, libsndfile
-    corrects what the header says by the file's size, and its log tells; others are read until they end."""
-    whole = file.frames if file.frames - read > SLACK else 0
-    for said, held in _CORRECTED.findall(file.extra_info):
-        if int(said) - int(held) > SLACK_BYTES and int(said) < PIPED:
-            whole = max(whole, read * int(said) // max(1, int(held)))
-    if whole:
+def _check_complete(file: Any, read_frames: int, name: str) -> None:
+    """Raise InputError for a file that is shorter than its header says.
+
+    libsndfile reads compressed files to their end. For uncompressed files it corrects the sizes of the header by the
+    size of the file, and reports that in its log.
+    """
+    expected_frames = file.frames if file.frames - read_frames > MP3_MISSING_SAMPLES else 0
+    for header_bytes, actual_bytes in _CORRECTED_SIZE.findall(file.extra_info):
+        missing_bytes = int(header_bytes) - int(actual_bytes)
+        if missing_bytes > HEADER_SLACK_BYTES and int(header_bytes) < MIN_PIPE_BYTES:
+            expected_frames = max(expected_frames, read_frames * int(header_bytes) // max(1, int(actual_bytes)))
+    if expected_frames:
         raise InputError(
-            f"{name} is cut off: it holds {read / file.samplerate:.2f} s of {whole / file.samplerate:.2f} s that its "
-            "header speaks of; copy it again"
+            f"{name} is cut off: it holds {read_frames / file.samplerate:.2f} s of "
+            f"{expected_frames / file.samplerate:.2f} s that its header speaks of; copy it again"
         )
 
 
 def _too_long(name: str, samples: int) -> InputError:
-    return InputError(f"{name} has {samples:,} samples, and at most {MOST_SAMPLES:,} are read: cut it into parts")
+    return InputError(f"{name} has {samples:,} samples, and at most {MAX_SAMPLES:,} are read: cut it into parts")
 
 
-def _whole_rate(given: Any, name: str) -> int:
-    """Samples a second, a whole number between those that sounds have."""
-    number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
-    if not number or not LOWEST_RATE <= given <= HIGHEST_RATE or given != int(given):
+def _check_rate(rate: Any, name: str) -> int:
+    """Return a rate in samples per second. Raise InputError for other values than whole numbers in the valid range."""
+    is_number = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
+    if not is_number or not MIN_RATE <= rate <= MAX_RATE or rate != int(rate):
         raise InputError(
-            f"{name} has a rate of {given!r} samples a second, which is a whole number from {LOWEST_RATE:,} to "
-            f"{HIGHEST_RATE:,}: give what it was sampled at"
+            f"{name} has a rate of {rate!r} samples a second, which is a whole number from {MIN_RATE:,} to "
+            f"{MAX_RATE:,}: give what it was sampled at"
         )
-    return int(given)
+    return int(rate)
 
 
-def _numbers(given: Any) -> F32:
-    """(samples, channels) of an array."""
+def _as_samples(array: Any) -> F32:
+    """Return an array as samples (samples, channels). Raise InputError for other values than samples."""
     try:
-        values = np.asarray(given)
+        values = np.asarray(array)
     except ValueError as error:
         raise InputError(f"a sound is an array of numbers, (samples,): {error}") from error
     if values.dtype in (np.int16, np.int32):
@@ -265,7 +285,7 @@ def _numbers(given: Any) -> F32:
     if values.dtype.kind != "f" or values.ndim not in (1, 2):
         raise InputError(
             "a sound is the name of a file, its bytes, or samples, (samples,) floats from -1 to 1 or integers of 16 or "
-            f"32 bits, not {type(given).__name__} of {values.dtype} {values.shape}"
+            f"32 bits, not {type(array).__name__} of {values.dtype} {values.shape}"
         )
     values = values[:, None] if values.ndim == 1 else values
     if 0 < len(values) < values.shape[1]:
@@ -274,23 +294,23 @@ def _numbers(given: Any) -> F32:
         return values.astype(np.float32)
 
 
-def _resampled(sound: F32, rate: int, wanted: int, name: str) -> F32:
-    """At the wanted rate; soxr's high quality, as librosa resamples by default."""
-    if rate == wanted:
-        return sound
-    if len(sound) * wanted > MOST_SAMPLES * rate:
-        raise _too_long(f"{name}, resampled to {wanted} Hz,", len(sound) * wanted // rate)
-    needs = f"{name} has {rate} samples a second and the model reads {wanted}: to have it resampled it needs soxr"
-    soxr = library("soxr", needs, "audio")
-    found: F32 = soxr.resample(sound, rate, wanted).astype(np.float32)
-    return found
+def _resample(samples: F32, rate: int, target_rate: int, name: str) -> F32:
+    """Resample with soxr's high quality, the default of librosa."""
+    if rate == target_rate:
+        return samples
+    if len(samples) * target_rate > MAX_SAMPLES * rate:
+        raise _too_long(f"{name}, resampled to {target_rate} Hz,", len(samples) * target_rate // rate)
+    needs = f"{name} has {rate} samples a second and the model reads {target_rate}: to have it resampled it needs soxr"
+    soxr = import_optional("soxr", needs, "audio")
+    resampled: F32 = soxr.resample(samples, rate, target_rate).astype(np.float32)
+    return resampled
 
 
 @functools.lru_cache(maxsize=8)
-def _filters(rate: int, window: int, mels: int, highest: float) -> npt.NDArray[np.float64]:
-    """(mels, window // 2 + 1): how much each frequency counts for each band, triangles of area 1."""
+def _mel_filters(rate: int, window: int, mels: int, max_frequency: float) -> npt.NDArray[np.float64]:
+    """Return the weight of each frequency in each band, (mels, window // 2 + 1): triangles of area 1."""
     frequencies = np.linspace(0, rate // 2, window // 2 + 1)
-    corners = _to_hertz(np.linspace(0.0, _to_mel(highest), mels + 2))
+    corners = _to_hertz(np.linspace(0.0, _to_mel(max_frequency), mels + 2))
     widths = np.diff(corners)
     slopes = corners[:, None] - frequencies[None]
     rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]
@@ -299,16 +319,19 @@ def _filters(rate: int, window: int, mels: int, highest: float) -> npt.NDArray[n
     return triangles * areas[:, None]
 
 
-_CORRECTED = re.compile(r"(\d+) \(should be (\d+)\)")  # bytes
+_CORRECTED_SIZE = re.compile(r"(\d+) \(should be (\d+)\)")  # bytes, in libsndfile's log
 
-_BEND, _LOGARITHMIC = 1000.0, 27.0 / np.log(6.4)  # Hz; mels for each factor of e above
+_LINEAR_MAX_HERTZ = 1000.0  # the mel scale is linear up to here, and logarithmic above
+_LINEAR_MAX_MELS = 15.0
+_MELS_PER_E = 27.0 / np.log(6.4)  # for each factor of e above
 
 
 def _to_mel(hertz: float) -> float:
-    if hertz < _BEND:
+    if hertz < _LINEAR_MAX_HERTZ:
         return 3.0 * hertz / 200.0
-    return float(15.0 + np.log(hertz / _BEND) * _LOGARITHMIC)
+    return float(_LINEAR_MAX_MELS + np.log(hertz / _LINEAR_MAX_HERTZ) * _MELS_PER_E)
 
 
 def _to_hertz(mels: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return np.where(mels < 15.0, 200.0 * mels / 3.0, _BEND * np.exp((mels - 15.0) / _LOGARITHMIC))
+    logarithmic = _LINEAR_MAX_HERTZ * np.exp((mels - _LINEAR_MAX_MELS) / _MELS_PER_E)
+    return np.where(mels < _LINEAR_MAX_MELS, 200.0 * mels / 3.0, logarithmic)

@@ -1,5 +1,4 @@
-"""Chat templates: a conversation as the text that a model was trained to go on with, as transformers'
-apply_chat_template makes it."""
+"""Chat templates: from a conversation to the text of a prompt, as transformers' apply_chat_template does."""
 
 from __future__ import annotations
 
@@ -12,25 +11,28 @@ from typing import Any
 from tformer_runtime.base.errors import InputError, MissingExtraError, TformerError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest
 
-Message = Mapping[str, str]  # who says it, "role", and what, "content"
+Message = Mapping[str, str]  # "role" and "content"
 Template = Callable[[Sequence[Message]], str]
 
 
 def template_of(manifest: Manifest) -> Template:
-    """The file's own. UnsupportedCallError if it has none."""
+    """Return the chat template of a file. Raise UnsupportedCallError if it has none."""
     if manifest.chat_template is None:
         raise UnsupportedCallError(
             "the file has no chat template: export the model from a folder whose tokenizer has one, or "
             "with --chat-template"
         )
-    return compiled(manifest.chat_template, manifest.chat_tokens)
+    return compile_template(manifest.chat_template, manifest.chat_tokens)
 
 
-def conversation(given: Any, system: str | None = None) -> list[Message]:
-    """A text, or messages, as messages. InputError for what is neither. system: a message before them."""
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    ordered = isinstance(messages, Sequence) and not isinstance(messages, str)
-    if not ordered or not messages or not all(map(_is_message, messages)):
+def conversation(messages: Any, system: str | None = None) -> list[Message]:
+    """Return the messages of a conversation.
+
+    messages: a text, or a sequence of messages. system: a system message before them.
+    Raise InputError for other values.
+    """
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
         raise InputError(
             'a conversation is a text, or a list of messages such as {"role": "user", "content": "a text"}, the last '
             "of which is answered"
@@ -38,38 +40,40 @@ def conversation(given: Any, system: str | None = None) -> list[Message]:
     return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
 
 
-def _is_message(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(isinstance(given.get(name), str) for name in ("role", "content"))
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def compiled(text: str, tokens: Mapping[str, str]) -> Template:
-    """A template as a function of messages, with what apply_chat_template gives one. InputError if it cannot be read.
+def compile_template(text: str, tokens: Mapping[str, str]) -> Template:
+    """Return a function from messages to the text of the prompt. The template has the variables of apply_chat_template.
 
-    tokens: the names of special tokens, such as bos_token, and their texts.
+    text: a Jinja template.
+    tokens: the texts of special tokens, by names such as bos_token.
+    Raise InputError for an invalid template. The function raises InputError if the template fails.
     """
     environment = _environment()
-    given = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-    with _in_a_sentence("read"):
+    variables = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+    with _errors_as_input_errors("read"):
         template = environment.from_string(text)
 
-    def made(messages: Sequence[Message]) -> str:
-        with _in_a_sentence("filled in"):
-            return str(template.render(messages=list(messages), **given))
+    def fill_in(messages: Sequence[Message]) -> str:
+        with _errors_as_input_errors("filled in"):
+            return str(template.render(messages=list(messages), **variables))
 
-    return made
+    return fill_in
 
 
 def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
-    """The special tokens that a template names, such as bos_token, and that `tokens` lacks: they would be nothing."""
+    """Return the special tokens of a template, such as bos_token, without a text in `tokens`. They would be empty."""
     parsed = _environment().parse(text)
     from jinja2.meta import find_undeclared_variables
 
-    named = find_undeclared_variables(parsed)
-    return sorted(name for name in named if name.endswith("_token") and name not in tokens)
+    variables = find_undeclared_variables(parsed)
+    return sorted(name for name in variables if name.endswith("_token") and name not in tokens)
 
 
 def _environment() -> Any:
-    """Jinja as apply_chat_template has it. MissingExtraError without it."""
+    """Return a Jinja environment with the extensions of apply_chat_template. Raise MissingExtraError without jinja2."""
     try:
         from jinja2 import nodes
         from jinja2.ext import Extension, loopcontrols
@@ -79,7 +83,7 @@ def _environment() -> Any:
         raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'") from error
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %}, which marks what training learns: here, what is in it."""
+        """Replace {% generation %} … {% endgeneration %}, which marks text for training, by its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -96,17 +100,17 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json  # without escapes for HTML
+    environment.filters["tojson"] = to_json  # Jinja's own filter escapes HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
     return environment
 
 
 @contextmanager
-def _in_a_sentence(what: str) -> Iterator[None]:
+def _errors_as_input_errors(action: str) -> Iterator[None]:
     try:
         yield
     except TformerError:
         raise
-    except Exception as error:  # of the template, or of what it does with values
+    except Exception as error:  # Jinja's own, or any error of an expression in the template
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"the chat template cannot be {what}: {reason}") from error
+        raise InputError(f"the chat template cannot be {action}: {reason}") from error

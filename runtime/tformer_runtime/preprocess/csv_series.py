@@ -1,4 +1,4 @@
-"""Series as files hold them: a CSV with a header, or numpy's .npy."""
+"""Read series from files: CSV with a header, or numpy's .npy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tformer_runtime.base.errors import InputError
 
 
 def read_series(path: str, columns: Sequence[str], features: int) -> F64:
-    """(time, features) float64 of a .npy file, or of a CSV file (tabs in a .tsv; - is standard input).
+    """Return the series (time, features) of a file as float64.
 
-    columns: names that the CSV's columns are matched by, in any order and beside others that are not read; none: it
-    has `features` columns, in order, with a header or without. InputError names the line and the column of a cell
-    that is no number, and columns that are missing. One pass over the file, which is held whole.
+    path: a .npy file or a CSV file, with tabs in a .tsv; "-" for CSV on standard input.
+    columns: names of CSV columns to read, in any order in the file; empty for a CSV of `features` columns, with or
+        without a header.
+    features: the number of columns.
+    Raise InputError with the line and the column of a cell that is not a number, and for missing columns. The whole
+    file is in memory.
     """
     if "\0" in path:
         raise InputError(f"{path!r} is no name of a file: give that of a history")
@@ -63,30 +66,30 @@ def _table(file: IO[str], path: str, columns: Sequence[str], features: int) -> F
                 f"{path} has no column {', '.join(map(repr, missing))}: the model reads {', '.join(columns)}, and the "
                 f"file's first line has {', '.join(header)}"
             )
-        places, names = [header.index(name) for name in columns], list(columns)
+        indices, names = [header.index(name) for name in columns], list(columns)
         lines = lines[1:]
     else:
         if len(header) != features:
             raise InputError(f"{path} has {len(header)} columns and the model reads {features}")
-        places, names = list(range(features)), [str(i + 1) for i in range(features)]
+        indices, names = list(range(features)), [str(i + 1) for i in range(features)]
         if not all(map(_is_number, header)):
             names, lines = header, lines[1:]
-    return _numbers(lines, path, places, names)
+    return _numbers(lines, path, indices, names)
 
 
-def _numbers(lines: Iterable[tuple[int, list[str]]], path: str, places: Sequence[int], names: Sequence[str]) -> F64:
+def _numbers(lines: Iterable[tuple[int, list[str]]], path: str, indices: Sequence[int], names: Sequence[str]) -> F64:
     rows = []
     for number, row in lines:
         values = []
-        for place, name in zip(places, names, strict=True):
-            cell = row[place].strip() if place < len(row) else ""
+        for index, name in zip(indices, names, strict=True):
+            cell = row[index].strip() if index < len(row) else ""
             try:
                 values.append(float(cell))
             except ValueError:
-                what = f"{cell[:40]!r} in column {name!r} is not a number" if cell else f"column {name!r} is empty"
-                raise InputError(f"{path}, line {number}: {what}") from None
+                reason = f"{cell[:40]!r} in column {name!r} is not a number" if cell else f"column {name!r} is empty"
+                raise InputError(f"{path}, line {number}: {reason}") from None
         rows.append(values)
-    return np.array(rows, np.float64).reshape(len(rows), len(places))
+    return np.array(rows, np.float64).reshape(len(rows), len(indices))
 
 
 def _is_number(text: str) -> bool:

@@ -1,8 +1,7 @@
-"""Images: from a picture in a file to the pixels that a model reads, as transformers' image processors make them.
+"""From an image file to pixels, as transformers' image processors compute them.
 
-resize (Pillow's filters) → crop at the centre → x · scale → (x - mean) / std, in that order, as far as asked for. A
-file's picture is turned as its EXIF data say and converted to RGB first, as transformers' pipelines do: gray values,
-palettes, CMYK, 16 bits and alpha become what Pillow's `convert("RGB")` makes of them.
+resize (filters of Pillow) → center crop → x · scale → (x - mean) / std. Each step is optional. As in transformers'
+pipelines, an image is first rotated by its EXIF data and converted with Pillow's `convert("RGB")`.
 """
 
 from __future__ import annotations
@@ -22,31 +21,33 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
-from tformer_runtime.base.extras import library
-from tformer_runtime.format.manifest import IMAGE, Preparation
+from tformer_runtime.base.extras import import_optional
+from tformer_runtime.format.manifest import IMAGE, Preprocessing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
-SIZES = (  # the names that a size may have
+FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # in the order of Pillow's numbers
+SIZE_NAMES = (  # the sets of keys of a size
     {"height", "width"},
     {"shortest_edge"},
     {"shortest_edge", "longest_edge"},
     {"max_height", "max_width"},
 )
-MOST_PIXELS = 89_478_485  # of a picture, Pillow's own limit: 256 MiB of RGB; beyond, a small file may fill the memory
+MAX_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB. A small compressed file could fill the memory.
 
-_opening = threading.Lock()  # the filters of warnings are the process's
+_open_lock = threading.Lock()  # warning filters are global
 
 
 @dataclass(frozen=True)
-class Images:
-    """How pictures become pixels.
+class ImagePreprocessor:
+    """How images become pixels. The fields are those of the manifest.
 
-    size: what they are resized to, by the names of `SIZES`; none: as they are. resample: Pillow's filter, of `FILTERS`.
-    crop: height and width that are cut out of the middle, with zeros around what is smaller; none: nothing is.
-    scale: what numbers from 0 to 255 are multiplied with; None: nothing. mean, std: of each channel; none: neither.
+    size: the target of resizing, with keys of `SIZE_NAMES`; empty for none.
+    resample: the filter, one of `FILTERS`.
+    crop: height and width of the center crop, which pads smaller images with zeros; empty for none.
+    scale: the factor of values from 0 to 255; None for none.
+    mean, std: of each channel; empty for none.
     channels: 3 (RGB) or 1 (gray).
     """
 
@@ -60,25 +61,26 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Height and width of what is made of any picture; None if they follow from the picture's."""
+        """Height and width of the pixels; None if they depend on the image."""
         if self.crop:
             return self.crop[0], self.crop[1]
         return (self.size["height"], self.size["width"]) if "height" in self.size else None
 
-    def pixels(self, given: Any) -> npt.NDArray[Any]:
-        """(channels, height, width) of a picture: the name of a file, its bytes, a Pillow image or an array of uint8,
-        (height, width) or (height, width, channels). float32, but where there is neither scale nor mean: then uint8.
+    def pixels(self, image: Any) -> npt.NDArray[Any]:
+        """Return the pixels of an image, (channels, height, width), as float32; as uint8 without scale and mean.
 
-        Linear in the picture's pixels. InputError tells what is wrong with it, MissingExtraError if there is no Pillow.
+        image: the name or the bytes of a file, a Pillow image, or an array of uint8, (height, width) or (height, width,
+            channels).
+        Raise InputError for an image that cannot be read, MissingExtraError without Pillow. Cost: linear in the pixels.
         """
-        name = str(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else "the image"
+        name = str(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else "the image"
         if not name or "\0" in name:
             raise InputError(f"{name!r} is no name of a file: give that of an image")
-        library("PIL.Image", "reading images needs Pillow", "image")
-        with _in_sentences(name):
-            picture = _opened(given, name).convert("RGB" if self.channels == 3 else "L")
-        array = np.asarray(self._resized(picture, name))
-        values = self._cropped(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
+        import_optional("PIL.Image", "reading images needs Pillow", "image")
+        with _errors_as_input_errors(name):
+            converted = _open(image, name).convert("RGB" if self.channels == 3 else "L")
+        array = np.asarray(self._resize(converted, name))
+        values = self._crop(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
         if self.scale is not None:
             values = (values.astype(np.float64) * self.scale).astype(np.float32)
         if self.mean:
@@ -86,54 +88,54 @@ class Images:
             values = (values.astype(np.float32) - mean) / std
         return np.ascontiguousarray(values)
 
-    def _resized(self, picture: Image, name: str) -> Image:
+    def _resize(self, image: Image, name: str) -> Image:
         if not self.size:
-            return picture
-        height, width = target_size(self.size, picture.height, picture.width)
-        if min(height, width) < 1 or height * width > MOST_PIXELS:
+            return image
+        height, width = target_size(self.size, image.height, image.width)
+        if min(height, width) < 1 or height * width > MAX_PIXELS:
             raise InputError(
-                f"{name} is {picture.width} × {picture.height} pixels and would be resized to {width} × {height}: cut "
+                f"{name} is {image.width} × {image.height} pixels and would be resized to {width} × {height}: cut "
                 "it to a shape that is less long"
             )
-        return picture.resize((width, height), resample=FILTERS.index(self.resample))
+        return image.resize((width, height), resample=FILTERS.index(self.resample))
 
-    def _cropped(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The middle of (channels, height, width); where it is smaller, zeros around it, the odd one in front."""
+    def _crop(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Crop (channels, height, width) at the center. Pad a smaller image with zeros, an odd one before it."""
         if not self.crop:
             return values
-        for axis, wanted in enumerate(self.crop, 1):
-            held = values.shape[axis]
-            if wanted > held:
-                before, around = (wanted - held + 1) // 2, [(0, 0)] * 3
-                around[axis] = (before, wanted - held - before)
-                values = np.pad(values, around)
+        for axis, target in enumerate(self.crop, 1):
+            size = values.shape[axis]
+            if target > size:
+                before, padding = (target - size + 1) // 2, [(0, 0)] * 3
+                padding[axis] = (before, target - size - before)
+                values = np.pad(values, padding)
             else:
-                begin = (held - wanted) // 2
-                values = values.take(range(begin, begin + wanted), axis)
+                begin = (size - target) // 2
+                values = values.take(range(begin, begin + target), axis)
         return values
 
     @property
-    def preparation(self) -> Preparation:
-        """As the manifest holds it."""
-        return Preparation(IMAGE, asdict(self))
+    def manifest_entry(self) -> Preprocessing:
+        """The entry of the manifest."""
+        return Preprocessing(IMAGE, asdict(self))
 
     @classmethod
-    def of(cls, held: Preparation) -> Images:
-        """ModelFileError if the file's numbers are damaged."""
+    def of(cls, entry: Preprocessing) -> ImagePreprocessor:
+        """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
         try:
-            lists = {name: tuple(value) for name, value in held.numbers.items() if isinstance(value, (list, tuple))}
-            made = cls(**{**held.numbers, **lists})
-            made.check()
+            tuples = {name: tuple(value) for name, value in entry.numbers.items() if isinstance(value, (list, tuple))}
+            images = cls(**{**entry.numbers, **tuples})
+            images.check()
         except (TypeError, ValueError) as error:
             raise ModelFileError(
                 f"what the file says of its images is damaged ({error}): export the model again"
             ) from error
-        return made
+        return images
 
     def check(self) -> None:
-        """ValueError, in words for whoever described them, for numbers that cannot be."""
-        if self.size and set(self.size) not in SIZES:
-            known = "; ".join(", ".join(sorted(names)) for names in SIZES)
+        """Raise ValueError for impossible values. Its text is for the author of the values."""
+        if self.size and set(self.size) not in SIZE_NAMES:
+            known = "; ".join(", ".join(sorted(names)) for names in SIZE_NAMES)
             raise ValueError(f"a size has the names {known}, not {', '.join(self.size)}")
         if not all(_whole(n) for n in (*self.size.values(), *self.crop)) or len(self.crop) not in (0, 2):
             raise ValueError("sizes are whole numbers of 1 or more, two of them for a crop: height and width")
@@ -148,20 +150,20 @@ class Images:
             raise ValueError(f"mean and std have a number for each of {self.channels} channels, no std of them 0")
 
 
-def image_inputs(preparation: Mapping[str, Preparation]) -> dict[str, Images]:
-    """The inputs that are made of pictures, by name. ModelFileError if what is said of them is damaged."""
-    return {name: Images.of(how) for name, how in preparation.items() if how.kind == IMAGE}
+def image_inputs(preprocessing: Mapping[str, Preprocessing]) -> dict[str, ImagePreprocessor]:
+    """Return the preprocessors of the inputs that read images, by name. Raise ModelFileError for a damaged entry."""
+    return {name: ImagePreprocessor.of(entry) for name, entry in preprocessing.items() if entry.kind == IMAGE}
 
 
-def is_picture(given: Any) -> bool:
-    """Whether a value is to be made pixels, and is not numbers that are: an array, or lists, of others than uint8."""
-    if isinstance(given, np.ndarray):
-        return bool(given.dtype == np.uint8)
-    return not isinstance(given, (list, tuple)) or any(isinstance(part, (str, bytes, os.PathLike)) for part in given)
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image. Arrays of other types than uint8, and lists of numbers, are pixels."""
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype == np.uint8)
+    return not isinstance(value, (list, tuple)) or any(isinstance(part, (str, bytes, os.PathLike)) for part in value)
 
 
 def target_size(size: Mapping[str, int], height: int, width: int) -> tuple[int, int]:
-    """Height and width that a picture is resized to; transformers' formulas, their roundings included.
+    """Return the height and width after resizing, by the formulas of transformers with their roundings.
 
     https://github.com/huggingface/transformers, image_transforms.py, get_resize_output_image_size and
     get_size_with_aspect_ratio; image_utils.py, get_image_size_for_max_height_width
@@ -173,56 +175,56 @@ def target_size(size: Mapping[str, int], height: int, width: int) -> tuple[int, 
         return int(height * ratio), int(width * ratio)
     short, long = min(height, width), max(height, width)
     edge, exact = size["shortest_edge"], float(size["shortest_edge"])
-    most = size.get("longest_edge")
-    if most is not None and long / short * edge > most:
-        exact = most * short / long
+    max_edge = size.get("longest_edge")
+    if max_edge is not None and long / short * edge > max_edge:
+        exact = max_edge * short / long
         edge = round(exact)
-    if most is not None and short == edge:
+    if max_edge is not None and short == edge:
         return height, width
-    grown = int(exact * long / short)
-    return (edge, grown) if height <= width else (grown, edge)
+    other_edge = int(exact * long / short)
+    return (edge, other_edge) if height <= width else (other_edge, edge)
 
 
-def _opened(given: Any, name: str) -> Image:
-    """The picture, upright, decoded as far as Pillow wants to."""
+def _open(source: Any, name: str) -> Image:
+    """Open an image and rotate it by its EXIF data. Pillow may decode it later."""
     from PIL import Image, ImageOps
 
-    if isinstance(given, Image.Image):
-        picture = given
-    elif isinstance(given, np.ndarray):
-        if given.ndim not in (2, 3) or given.shape[2:] not in ((), (1,), (3,), (4,)):
+    if isinstance(source, Image.Image):
+        image = source
+    elif isinstance(source, np.ndarray):
+        if source.ndim not in (2, 3) or source.shape[2:] not in ((), (1,), (3,), (4,)):
             raise InputError(
                 "an array of uint8 is an image of (height, width) or (height, width, channels), 1, 3 or 4 of them, and "
-                f"this is {given.shape}"
+                f"this is {source.shape}"
             )
-        picture = Image.fromarray(given[..., 0] if given.shape[2:] == (1,) else given)
-    elif isinstance(given, (str, os.PathLike, bytes)):
-        source = io.BytesIO(given) if isinstance(given, bytes) else Path(given)
-        with _opening, warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-            picture = Image.open(source)
-    elif isinstance(given, (list, tuple)) and len(given) == 2:
+        image = Image.fromarray(source[..., 0] if source.shape[2:] == (1,) else source)
+    elif isinstance(source, (str, os.PathLike, bytes)):
+        file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
+        with _open_lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
+            image = Image.open(file)
+    elif isinstance(source, (list, tuple)) and len(source) == 2:
         raise InputError("it is two images, and each is read by itself: give one, for pairs are of --similarity alone")
     else:
         raise InputError(
             "an image is the name of a file, its bytes, a Pillow image or an array of uint8, not "
-            f"{type(given).__name__}"
+            f"{type(source).__name__}"
         )
-    if picture.width * picture.height > MOST_PIXELS:
-        raise _too_large(f"{name} is {picture.width} × {picture.height} pixels")
-    if not picture.width * picture.height:
+    if image.width * image.height > MAX_PIXELS:
+        raise _too_large(f"{name} is {image.width} × {image.height} pixels")
+    if not image.width * image.height:
         raise InputError(f"{name} has no pixels")
-    upright = ImageOps.exif_transpose(picture)
-    return picture if upright is None else upright
+    upright = ImageOps.exif_transpose(image)
+    return image if upright is None else upright
 
 
-def _too_large(what: str) -> InputError:
-    return InputError(f"{what}, and at most {MOST_PIXELS:,} are read: make it smaller first")
+def _too_large(fact: str) -> InputError:
+    return InputError(f"{fact}, and at most {MAX_PIXELS:,} are read: make it smaller first")
 
 
 @contextmanager
-def _in_sentences(name: str) -> Iterator[None]:
-    """What Pillow raises, as one sentence that names the picture."""
+def _errors_as_input_errors(name: str) -> Iterator[None]:
+    """Replace the errors of Pillow by an InputError that names the image."""
     try:
         yield
     except InputError:

@@ -1,7 +1,7 @@
-"""From what a caller gives, a text or ids or a mapping of them, to a request that can be run; all refusals are here.
+"""From an input of a caller to checked arrays.
 
-A text that is generated from must be all in the vocabulary, or it is refused. What a model reads once to classify or to
-embed is read as its tokenizer reads it, unknown tokens included, and may be a pair of texts (`reading`).
+A text for generation must be in the vocabulary of the model; an unknown character raises InputError. Single-pass models
+read a text or a pair of texts as their tokenizer does, with unknown tokens (`text_reader`).
 """
 
 from __future__ import annotations
@@ -15,87 +15,107 @@ import numpy.typing as npt
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest, RequestInput
-from tformer_runtime.format.sizes import every_size
+from tformer_runtime.format.sizes import input_and_output_sizes
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs, is_picture
-from tformer_runtime.preprocess.text_reader import Pair, Reader, Window
+from tformer_runtime.preprocess.text_reader import Pair, TextReader, TextWindow
 from tformer_runtime.preprocess.tokenizer import Codec
 
-Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]  # or, for images, what `Images.pixels` takes
+Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]  # or an image: see `ImagePreprocessor.pixels`
 Input = Value | Mapping[str, Value]
 
 
 def is_pair(value: Any) -> bool:
-    """Whether a value is two texts."""
+    """Return whether a value is a pair of texts."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
 class Inputs:
-    """What a model reads. InputError tells what is wrong with an input, and where."""
+    """The inputs of a model: tokenizers, preprocessors and checks. Methods raise InputError for a wrong input."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._codecs = [Codec(definition) for definition in manifest.tokenizers]
-        self._readers = [Reader(definition) for definition in manifest.tokenizers]
+        self._readers = [TextReader(definition) for definition in manifest.tokenizers]
         self._step = manifest.decode.step.name if manifest.decode else ""
-        self._images = image_inputs(manifest.preparation)
-        self._sound = audio_of(manifest)
+        self._images = image_inputs(manifest.preprocessing)
+        self._audio = audio_of(manifest)
 
     @property
     def step(self) -> str:
-        """The name of the input that generation continues; empty for a model that is run once."""
+        """The name of the autoregressive input; empty for a single-pass model."""
         return self._step
 
     @property
     def output_tokenizer(self) -> str | None:
-        """Its definition."""
+        """The definition of the tokenizer of generated ids."""
         index = self._manifest.tokenizer_of.get(self._step)
         return None if index is None else self._manifest.tokenizers[index]
 
     @property
     def output_codec(self) -> Codec | None:
-        """The tokenizer of what is generated."""
+        """The tokenizer of generated ids."""
         return self._codec(self._step)
 
     def source_labels(self, input: Input, length: int) -> list[str]:
-        """What stands at each position of the source that is `length` long, to be shown beside alignments: its tokens,
-        ids where there is no tokenizer, or the numbers of the positions."""
-        return self.places(self.parts(input)[0], length)
+        """Return labels for the columns of cross-attention weights: see `position_labels`.
 
-    def places(self, sources: Mapping[str, Array], length: int) -> list[str]:
-        """The same of what has been read of an input; of a sound, the second at which each frame begins."""
+        length: the number of source positions.
+        """
+        return self.position_labels(self.generation_inputs(input)[0], length)
+
+    def position_labels(self, sources: Mapping[str, Array], length: int) -> list[str]:
+        """Return a label for each position of the source that has `length` positions.
+
+        sources: the arrays of the input.
+        A label is a token, an id without a tokenizer, the start of a frame of a sound in seconds, or the number of the
+        position.
+        """
         for name, values in sources.items():
             if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":
-                return self.labels(name, values.tolist())
-        if self._sound is not None and self._manifest.encode is not None:
-            rate, sizes = self._sound[1].rate, every_size(self._manifest.encode, sources)
-            for name, frames in self._manifest.encode.follows.items():
+                return self.token_labels(name, values.tolist())
+        if self._audio is not None and self._manifest.encode is not None:
+            rate, sizes = self._audio[1].rate, input_and_output_sizes(self._manifest.encode, sources)
+            for name, frames in self._manifest.encode.derived_lengths.items():
                 if sizes[name] == length:
                     return [f"{i * frames.stride / rate:.3f}" for i in range(length)]
         return [str(i) for i in range(length)]
 
-    def labels(self, name: str, ids: Sequence[int]) -> list[str]:
-        """The tokens of an input's ids, or the ids where it has no tokenizer."""
+    def token_labels(self, name: str, ids: Sequence[int]) -> list[str]:
+        """Return the tokens of the ids of an input; the ids if it has no tokenizer."""
         codec = self._codec(name)
         return [codec.token(i) if codec else str(i) for i in ids]
 
-    def parts(self, input: Input, first: bool = True, last: bool = True) -> tuple[dict[str, Array], Ints, int]:
-        """The request inputs' arrays, the step input's first ids, and how many of those are not the caller's own.
+    def generation_inputs(
+        self, input: Input, starts_prompt: bool = True, ends_prompt: bool = True
+    ) -> tuple[dict[str, Array], Ints, int]:
+        """Return the arrays of the request inputs, the prompt ids, and how many of these are start tokens.
 
-        With an encoder the model begins with its start tokens. Without one they come before a text; ids are taken as
-        they are, unless there are none. first, last: whether a text is what a model without an encoder reads first, and
-        last: of what comes before and after a text.
+        The prompt of a model with an encoder is its start tokens. The prompt of a decoder-only model is the start
+        tokens and a text, or the ids of the caller without start tokens unless there are none.
+
+        starts_prompt: whether the input is the beginning of the prompt: start tokens, and the special tokens that the
+            tokenizer puts before a text, go before it.
+        ends_prompt: whether it is the end of the prompt: the special tokens that the tokenizer puts after a text
+            follow.
         """
-        encode, start = self._manifest.encode, np.array(self._manifest.special.start, np.int64)
+        encode, start = self._manifest.encode, np.array(self._manifest.special_tokens.bos_token_ids, np.int64)
         if self._manifest.decode is None:
-            return self.once(input), start, len(start)
+            return self.single_pass_arrays(input), start, len(start)
         if encode is not None:
             return self._sources(encode.inputs, input), start, len(start)
         if isinstance(input, Mapping):
-            self._match([self._step], input)
+            self._check_names([self._step], input)
             input = input[self._step]
-        start = start if first else start[:0]
-        ids = self.ids(self._step, input, special=True, may_be_empty=len(start) > 0, first=first, last=last)
+        start = start if starts_prompt else start[:0]
+        ids = self.ids(
+            self._step,
+            input,
+            add_special_tokens=True,
+            may_be_empty=len(start) > 0,
+            starts_prompt=starts_prompt,
+            ends_prompt=ends_prompt,
+        )
         if not isinstance(input, str) and len(ids):
             return {}, ids, 0
         return {}, np.concatenate([start, ids]), len(start)
@@ -104,20 +124,27 @@ class Inputs:
         self,
         name: str,
         value: Value,
-        special: bool,
+        add_special_tokens: bool,
         may_be_empty: bool = False,
-        first: bool = True,
-        last: bool = True,
+        starts_prompt: bool = True,
+        ends_prompt: bool = True,
     ) -> Ints:
-        """Ids of a text or of a sequence of ids. special: with what the tokenizer puts around a text; first, last: with
-        what it puts before it, and after it."""
+        """Return the ids of a text, or check a sequence of ids.
+
+        name: of the input.
+        add_special_tokens: add the special tokens that the tokenizer puts around a text.
+        may_be_empty: whether no ids are allowed.
+        starts_prompt, ends_prompt: keep the special tokens before the text, and those after it.
+        """
         if isinstance(value, str):
             codec = self._codec(name)
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids")
-            # An empty text is empty, whatever the tokenizer would put around it.
-            found = codec.encode(value, special, self._vocabulary(name), first, last) if value else []
-            ids = np.array(found, np.int64)
+            encoded: list[int] = []
+            if value:  # an empty text gets no special tokens
+                vocabulary_size = self._vocabulary_size(name)
+                encoded = codec.encode(value, add_special_tokens, vocabulary_size, starts_prompt, ends_prompt)
+            ids = np.array(encoded, np.int64)
         else:
             ids = np.asarray(value)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
@@ -128,26 +155,28 @@ class Inputs:
             raise InputError("the input is empty")
         return ids
 
-    def once(self, input: Input, truncate: bool = False) -> dict[str, Array]:
-        """The request inputs' arrays of a model that is run once. truncate: whether what is too long is cut."""
+    def single_pass_arrays(self, input: Input, truncate: bool = False) -> dict[str, Array]:
+        """Return the arrays of the inputs of a single-pass model. truncate: cut a text that is too long."""
         assert self._manifest.encode is not None
         specs = self._manifest.encode.inputs
-        types = {spec.of: spec.name for spec in specs if spec.role == "types"}
-        given = self._by_name(specs, input, optional=list(types.values()))
-        found: dict[str, Array] = {}
+        type_inputs = {spec.of: spec.name for spec in specs if spec.role == "types"}
+        values = self._by_name(specs, input, optional=list(type_inputs.values()))
+        arrays: dict[str, Array] = {}
         for spec in specs:
             if spec.role == "data":
-                found[spec.name] = self._source(spec, given[spec.name])
+                arrays[spec.name] = self._source(spec, values[spec.name])
             elif spec.role == "ids":
-                ids, kinds = self._read(spec, given[spec.name], truncate)
-                found[spec.name] = ids
-                if (name := types.get(spec.name)) is not None:
-                    found[name] = self._types(name, given[name], spec, ids, truncate) if name in given else kinds
-        return found
+                ids, types = self._read(spec, values[spec.name], truncate)
+                arrays[spec.name] = ids
+                if (name := type_inputs.get(spec.name)) is not None:
+                    if name in values:
+                        types = self._types(name, values[name], spec, ids, truncate)
+                    arrays[name] = types
+        return arrays
 
     @staticmethod
     def _types(name: str, value: Value, spec: RequestInput, ids: Ints, truncate: bool) -> Ints:
-        """The type of each of the ids, as the caller gives them."""
+        """Check the token types of the caller, one per id."""
         types = np.asarray(value)
         if types.ndim != 1 or (types.size and types.dtype.kind not in "iu"):
             raise InputError(f"input {name} takes a sequence of whole numbers")
@@ -157,9 +186,11 @@ class Inputs:
         return types
 
     @property
-    def text_input(self) -> tuple[RequestInput, Reader]:
-        """The one input that is made of a text, and its tokenizer. UnsupportedCallError if there is none, or more is
-        read."""
+    def text_input(self) -> tuple[RequestInput, TextReader]:
+        """The only input of the model, and its tokenizer.
+
+        Raise UnsupportedCallError for a model with several inputs, or without a tokenizer.
+        """
         assert self._manifest.encode is not None
         specs = [spec for spec in self._manifest.encode.inputs if spec.role in ("ids", "data")]
         index = self._manifest.tokenizer_of.get(specs[0].name) if len(specs) == 1 else None
@@ -171,44 +202,47 @@ class Inputs:
         return specs[0], self._readers[index]
 
     def windows(
-        self, text: str | Pair, truncate: bool = False, most: int | None = None, stride: int | None = None
-    ) -> list[Window]:
-        """A text or a pair with the place of each token: in one window, or, with a stride, in several of at most `most`
-        tokens, by default as many as the model takes, each of which begins with the last `stride` of the one before.
+        self, text: str | Pair, truncate: bool = False, max_tokens: int | None = None, stride: int | None = None
+    ) -> list[TextWindow]:
+        """Tokenize a text or a pair, with the offsets of each token.
+
+        truncate: cut a text that is too long.
+        max_tokens: of a window; by default the limit of the model.
+        stride: tokens of the previous window that each window repeats; None for a single window.
         """
         spec, reader = self.text_input
-        most = spec.max_length if most is None else most
-        if stride is not None and most is not None:
-            found = reader.windows(text, most, stride)
+        max_tokens = spec.max_length if max_tokens is None else max_tokens
+        if stride is not None and max_tokens is not None:
+            windows = reader.windows(text, max_tokens, stride)
         else:
-            found = [reader.window(text, most if truncate else None)]
-        for window in found:
-            self._check_read(spec, window.ids)
-        return found
+            windows = [reader.window(text, max_tokens if truncate else None)]
+        for window in windows:
+            self._check_length_and_ids(spec, window.ids)
+        return windows
 
-    def arrays(self, window: Window) -> dict[str, Array]:
-        """The request inputs' arrays of what was read of a text."""
+    def window_arrays(self, window: TextWindow) -> dict[str, Array]:
+        """Return the arrays of the inputs of the model for a window."""
         assert self._manifest.encode is not None
         spec, _ = self.text_input
         types = {other.name: window.types for other in self._manifest.encode.inputs if other.role == "types"}
         return {spec.name: window.ids, **types}
 
     def _read(self, spec: RequestInput, value: Value, truncate: bool) -> tuple[Ints, Ints]:
-        """ids and types, (time,) each"""
-        most = spec.max_length
+        """Return ids and token types, (time,) each."""
+        max_tokens = spec.max_length if truncate else None
         if isinstance(value, str) or is_pair(value):
             index = self._manifest.tokenizer_of.get(spec.name)
             if index is None:
                 raise InputError(f"the file has no tokenizer for {spec.name}: give ids")
             text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
-            ids, types = self._readers[index].read(text, most if truncate else None)
+            ids, types = self._readers[index].read(text, max_tokens)
         else:
-            ids = self.ids(spec.name, value, special=True)[: most if truncate else None]
+            ids = self.ids(spec.name, value, add_special_tokens=True)[:max_tokens]
             types = np.zeros_like(ids)
-        self._check_read(spec, ids)
+        self._check_length_and_ids(spec, ids)
         return ids, types
 
-    def _check_read(self, spec: RequestInput, ids: Ints) -> None:
+    def _check_length_and_ids(self, spec: RequestInput, ids: Ints) -> None:
         if not len(ids):
             raise InputError("the input is empty")
         if spec.vocabulary is not None and (beyond := ids[ids >= spec.vocabulary]).size:
@@ -220,59 +254,60 @@ class Inputs:
             )
 
     def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
-        given = self._by_name(specs, input)
-        return {spec.name: self._source(spec, given[spec.name]) for spec in specs if spec.role != "mask"}
+        values = self._by_name(specs, input)
+        return {spec.name: self._source(spec, values[spec.name]) for spec in specs if spec.role != "mask"}
 
     def _by_name(
         self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()
     ) -> Mapping[str, Value]:
-        """The inputs that the caller has to give, and those of `optional` that were."""
-        wanted = [spec.name for spec in specs if spec.role != "mask" and spec.name not in optional]
+        """Return the values of the inputs by name. Raise InputError for missing and unknown names."""
+        required = [spec.name for spec in specs if spec.role != "mask" and spec.name not in optional]
         if not isinstance(input, Mapping):
-            if len(wanted) != 1:
-                raise InputError(f"the model reads several inputs: give a mapping with {', '.join(wanted)}")
-            input = {wanted[0]: input}
-        self._match([*wanted, *(name for name in optional if name in input)], input)
+            if len(required) != 1:
+                raise InputError(f"the model reads several inputs: give a mapping with {', '.join(required)}")
+            input = {required[0]: input}
+        self._check_names([*required, *(name for name in optional if name in input)], input)
         return input
 
     def _source(self, spec: RequestInput, value: Value) -> Array:
+        """Return the array of an input."""
         if spec.role == "ids":
-            ids = self.ids(spec.name, value, special=True)
+            ids = self.ids(spec.name, value, add_special_tokens=True)
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids
         if (images := self._images.get(spec.name)) is not None and is_picture(value):
             value = images.pixels(value)
-        if self._sound is not None and self._sound[0] == spec.name:
-            value = self._sound[1].made(value)
+        if self._audio is not None and self._audio[0] == spec.name:
+            value = self._audio[1].from_samples(value)
         if isinstance(value, str):
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}, not text")
         try:
-            with np.errstate(over="ignore"):  # refused below
+            with np.errstate(over="ignore"):  # the check below refuses an overflow
                 array = np.asarray(value, spec.dtype)
-        except (TypeError, ValueError, OverflowError) as error:  # no number, one too large, rows of several lengths
+        except (TypeError, ValueError, OverflowError) as error:  # not numbers, too large, or rows of different lengths
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
-            raise InputError(f"input {spec.name} takes finite numbers of {spec.dtype}, not {array[place]} at {place}")
+            index = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+            raise InputError(f"input {spec.name} takes finite numbers of {spec.dtype}, not {array[index]} at {index}")
         return array
 
-    def _match(self, wanted: Sequence[str], given: Mapping[str, Value]) -> None:
-        if set(given) != set(wanted):
-            raise InputError(f"the model reads {', '.join(wanted)}, not {', '.join(given) or 'nothing'}")
+    def _check_names(self, expected: Sequence[str], values: Mapping[str, Value]) -> None:
+        if set(values) != set(expected):
+            raise InputError(f"the model reads {', '.join(expected)}, not {', '.join(values) or 'nothing'}")
 
     def _check_ids(self, name: str, ids: Ints) -> None:
-        size = self._vocabulary(name)
-        wrong = np.flatnonzero((ids < 0) | (ids >= (ids.max(initial=0) + 1 if size is None else size)))
-        if wrong.size:
+        size = self._vocabulary_size(name)
+        unknown = np.flatnonzero((ids < 0) | (ids >= (ids.max(initial=0) + 1 if size is None else size)))
+        if unknown.size:
             ends = "" if size is None else f", which ends at {size - 1}"
-            place = int(wrong[0])
+            index = int(unknown[0])
             raise InputError(
-                f"id {ids[place]} (number {place + 1} of the input) is not in the model's vocabulary{ends}"
+                f"id {ids[index]} (number {index + 1} of the input) is not in the model's vocabulary{ends}"
             )
 
-    def _vocabulary(self, name: str) -> int | None:
-        """How many ids an input may hold; where it is not known, onnxruntime refuses what is too great."""
+    def _vocabulary_size(self, name: str) -> int | None:
+        """Return the number of ids that an input can have; None if unknown, and then onnxruntime refuses larger ids."""
         encode, decode = self._manifest.encode, self._manifest.decode
         if decode is not None and name == decode.step.name:
             return decode.vocabulary if decode.vocabulary is not None else int(decode.logits.shape[-1])

@@ -1,8 +1,8 @@
-"""Series of numbers: from a history in its own units to what a model reads, and from what it gives back to units.
+"""Series of numbers: normalize a history for a model, and convert a forecast back to the units of the history.
 
-A column is normalised by numbers that the file holds, x̂ = (x - mean) / scale, or each history by its own mean and
-deviation (Kim et al. 2022, "Reversible Instance Normalization for Accurate Time-Series Forecasting against Distribution
-Shift"): x̂ = (x - mean) / √(variance + ε). A forecast is turned back by the same numbers.
+fixed      x̂ = (x - mean) / scale, with the mean and scale of each column from the file
+instance   x̂ = (x - mean) / √(variance + ε), with the mean and variance of each column of the history (Kim et al. 2022,
+           "Reversible Instance Normalization for Accurate Time-Series Forecasting against Distribution Shift")
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F64
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError
-from tformer_runtime.base.validation import whole
-from tformer_runtime.format.manifest import SERIES, Manifest, Preparation
+from tformer_runtime.base.validation import check_int
+from tformer_runtime.format.manifest import SERIES, Manifest, Preprocessing
 
 TASK = "time-series-forecasting"
 NONE, FIXED, INSTANCE = "none", "fixed", "instance"
-EPSILON = 1e-5  # of a variance, as the paper's code has it
+VARIANCE_EPSILON = 1e-5  # as in the code of the paper
 
 Begin = int | tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Window:
-    """A history as a model reads it. values: (time, columns) float32. mean, scale: of each target, to turn back."""
+class SeriesWindow:
+    """A normalized history.
+
+    values: (time, columns) float32.
+    mean, scale: of each target, to denormalize a forecast.
+    """
 
     values: npt.NDArray[np.float32]
     mean: F64
@@ -35,17 +39,22 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Series:
-    """What a model reads of a series, and what it forecasts.
+class SeriesPreprocessor:
+    """How a model reads a history and forecasts. The fields are those of the manifest.
 
-    input: the name of the input that holds the history. features: how many columns that has. columns: their names, in
-    order; none where they have no names. targets: which columns are forecast, and fed back.
-    feedback: which of the model's outputs each target is. horizon: how many steps are forecast unless the caller says
-    otherwise; None if the caller must. at_once: one run gives the whole horizon, and no more than that.
-    begin: what a decoder begins with: the targets of so many last rows of the history, or these rows of numbers, which
-    are not normalised. 0 for a model without a decoder, or one that reads the history itself.
-    normalize: NONE, FIXED (mean and scale of each column) or INSTANCE. shortest, longest: rows that a history may have.
-    ragged: whether histories of different lengths may be read together.
+    input: the name of the input of the history.
+    features: the number of its columns.
+    columns: their names, in order; empty if they have none.
+    targets: the indices of the forecast columns, whose forecasts are fed back.
+    feedback: the output of the model for each target.
+    horizon: the default number of steps; None if the caller must set it.
+    at_once: whether one run returns the whole horizon, which is then the maximum.
+    begin: the first input of a decoder: the targets of that many last rows of the history, or rows of numbers that are
+        not normalized. 0 for a model without a decoder, and for a decoder that reads the history.
+    normalize: NONE, FIXED or INSTANCE.
+    mean, scale: of each column, for FIXED.
+    shortest, longest: the minimum and maximum number of rows of a history.
+    ragged: whether histories of different lengths can be batched.
     """
 
     input: str
@@ -65,61 +74,63 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """Of what is forecast: the columns' names, or their numbers counted from 1."""
+        """The names of the targets, or their numbers from 1."""
         return [self.columns[i] if self.columns else str(i + 1) for i in self.targets]
 
-    def window(self, history: npt.ArrayLike, room: int | None = None, truncate: bool = False) -> Window:
-        """A history, (time, columns) or (time,) of one column, as the model reads it. Linear in its length.
+    def window(self, history: npt.ArrayLike, room: int | None = None, truncate: bool = False) -> SeriesWindow:
+        """Check and normalize a history. Cost: linear in its length.
 
-        room: rows that the model has for it, if there is a limit beside the file's own. truncate: of a longer one, the
-        last rows that the model can read. InputError says what is wrong with it.
+        history: (time, columns), or (time,) for one column.
+        room: rows that the decoder has left for the history; None if only the file sets a limit.
+        truncate: cut a history that is too long to its last rows.
+        Raise InputError for a history that the model cannot read.
         """
         values = self._numbers(history)
-        longest = min((n for n in (self.longest, room) if n is not None), default=len(values))
-        cut = max(0, len(values) - longest) if truncate else 0
+        max_rows = min((rows for rows in (self.longest, room) if rows is not None), default=len(values))
+        cut = max(0, len(values) - max_rows) if truncate else 0
         values = values[cut:]
-        if len(values) > longest:
+        if len(values) > max_rows:
             raise InputError(
-                f"the history has {len(values)} rows and the model reads at most {longest}: give the last of them, or "
+                f"the history has {len(values)} rows and the model reads at most {max_rows}: give the last of them, or "
                 "have it cut with --truncate (truncate=True)"
             )
         if len(values) < self.shortest:
             raise InputError(f"the history has {len(values)} rows and the model reads {self.shortest} at least")
-        wrong = np.argwhere(~np.isfinite(values))
-        if len(wrong):
-            row, column = wrong[0]
+        not_finite = np.argwhere(~np.isfinite(values))
+        if len(not_finite):
+            row, column = not_finite[0]
             name = repr(self.columns[column]) if self.columns else f"{column + 1}"
             raise InputError(
                 f"row {row + cut + 1} of column {name} is {values[row, column]}: fill gaps before, as suits the data"
             )
-        mean, scale = self._normalisation(values)
+        mean, scale = self._mean_and_scale(values)
         with np.errstate(over="ignore"):
-            normalised = ((values - mean) / scale).astype(np.float32)
-        if not np.isfinite(normalised).all():
+            normalized = ((values - mean) / scale).astype(np.float32)
+        if not np.isfinite(normalized).all():
             raise InputError("the history holds numbers that are too large for float32")
         targets = list(self.targets)
-        return Window(normalised, mean[targets], scale[targets])
+        return SeriesWindow(normalized, mean[targets], scale[targets])
 
-    def first(self, window: Window) -> npt.NDArray[np.float32]:
-        """(rows, targets): what a decoder reads first."""
+    def decoder_start(self, window: SeriesWindow) -> npt.NDArray[np.float32]:
+        """Return the first input of a decoder, (rows, targets)."""
         if isinstance(self.begin, int):
             return window.values[-self.begin :][:, list(self.targets)]
         return np.array(self.begin, np.float32)
 
-    def restored(self, values: npt.NDArray[Any], window: Window) -> npt.NDArray[np.float32]:
-        """A forecast (horizon, targets) in the units of the history."""
-        found: npt.NDArray[np.float32] = (values * window.scale + window.mean).astype(np.float32)
-        return found
+    def denormalize(self, values: npt.NDArray[Any], window: SeriesWindow) -> npt.NDArray[np.float32]:
+        """Return a forecast (horizon, targets) in the units of the history."""
+        denormalized: npt.NDArray[np.float32] = (values * window.scale + window.mean).astype(np.float32)
+        return denormalized
 
     def steps(self, horizon: int | None) -> int:
-        """How many steps to forecast. OptionError for what cannot be."""
-        wanted = self.horizon if horizon is None else horizon
-        if wanted is None:
+        """Return the number of steps to forecast. Raise OptionError for an impossible horizon."""
+        steps = self.horizon if horizon is None else horizon
+        if steps is None:
             raise OptionError("say how many steps to forecast, for the file does not (horizon)")
-        wanted = whole("horizon", wanted)
-        if self.at_once and self.horizon is not None and wanted > self.horizon:
-            raise OptionError(f"horizon must be at most {self.horizon}, which the model gives at once, not {wanted}")
-        return wanted
+        steps = check_int("horizon", steps)
+        if self.at_once and self.horizon is not None and steps > self.horizon:
+            raise OptionError(f"horizon must be at most {self.horizon}, which the model gives at once, not {steps}")
+        return steps
 
     def _numbers(self, history: npt.ArrayLike) -> F64:
         try:
@@ -136,27 +147,27 @@ class Series:
             )
         return values
 
-    def _normalisation(self, values: F64) -> tuple[F64, F64]:
+    def _mean_and_scale(self, values: F64) -> tuple[F64, F64]:
         if self.normalize == FIXED:
             return np.array(self.mean), np.array(self.scale)
         if self.normalize == INSTANCE:
-            return values.mean(0), np.sqrt(values.var(0) + EPSILON)
+            return values.mean(0), np.sqrt(values.var(0) + VARIANCE_EPSILON)
         return np.zeros(self.features), np.ones(self.features)
 
     @property
-    def preparation(self) -> Preparation:
-        """All but the input's name, as the manifest holds it."""
-        held = asdict(self)
-        del held["input"]
-        return Preparation(SERIES, held)
+    def manifest_entry(self) -> Preprocessing:
+        """The entry of the manifest. The name of the input is its key."""
+        fields = asdict(self)
+        del fields["input"]
+        return Preprocessing(SERIES, fields)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Series | None:
-        """What the file's preparations say of a series; None if none does. ModelFileError if they are damaged."""
-        for name, held in manifest.preparation.items():
-            if held.kind == SERIES:
+    def of(cls, manifest: Manifest) -> SeriesPreprocessor | None:
+        """Return the series of a manifest; None without one. Raise ModelFileError for a damaged entry."""
+        for name, entry in manifest.preprocessing.items():
+            if entry.kind == SERIES:
                 try:
-                    return cls(input=name, **{key: _tuples(value) for key, value in held.numbers.items()})
+                    return cls(input=name, **{key: _tuples(value) for key, value in entry.numbers.items()})
                 except TypeError as error:
                     raise ModelFileError(
                         f"what the file says of its series is damaged ({error}): export the model again"
@@ -165,5 +176,5 @@ class Series:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, as JSON gives them, as tuples."""
+    """Convert lists of JSON to tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

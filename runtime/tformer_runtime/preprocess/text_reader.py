@@ -1,7 +1,7 @@
-"""What a model that is run once reads of a text, or of a pair of texts: ids, and the type of each.
+"""From a text, or a pair of texts, to ids and token types, for single-pass models.
 
-The tokenizer's own way is followed in all: what it does not know it reads as its unknown token, as it did while the
-model was trained, and a pair is cut longest first, as transformers' tokenizers do (`truncation=True`).
+Results are those of transformers' tokenizers: unknown text becomes the unknown token, and truncation cuts the longer
+text of a pair first (`truncation=True`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tformer_runtime.base.errors import InputError, ModelFileError
 Pair = tuple[str, str]
 
 
-class Read(NamedTuple):
+class EncodedText(NamedTuple):
     """ids, types: (time,) each."""
 
     ids: Ints
@@ -30,12 +30,14 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Window:
-    """What is read at once of a text or a pair, with the place of each token.
+class TextWindow:
+    """A window of a text or a pair, with the offsets of each token.
 
-    ids, types, words, texts: (time,); offsets: (time, 2), the first character of the text and the one after the last;
-    own: (time,) bool. words: the number of a token's word in its text; texts: of which text of a pair it is, 0 or 1;
-    both −1 where there is none. own: whether it is of a text, and not put around it.
+    ids, types: (time,).
+    offsets: (time, 2), the characters of a token in its text; the end is exclusive.
+    words: (time,), the index of a token's word in its text; −1 without one.
+    texts: (time,), the index of a token's text in a pair; −1 for a special token.
+    in_text: (time,) bool, whether a token is part of a text.
     """
 
     ids: Ints
@@ -43,27 +45,27 @@ class Window:
     offsets: Ints
     words: Ints
     texts: Ints
-    own: npt.NDArray[np.bool_]
+    in_text: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, found: Encoding) -> Window:
+    def of(cls, encoding: Encoding) -> TextWindow:
         return cls(
-            np.array(found.ids, np.int64),
-            np.array(found.type_ids, np.int64),
-            np.array(found.offsets, np.int64).reshape(-1, 2),
-            _numbered(found.word_ids),
-            _numbered(found.sequence_ids),
-            np.array(found.special_tokens_mask) == 0,
+            np.array(encoding.ids, np.int64),
+            np.array(encoding.type_ids, np.int64),
+            np.array(encoding.offsets, np.int64).reshape(-1, 2),
+            _none_as_minus_1(encoding.word_ids),
+            _none_as_minus_1(encoding.sequence_ids),
+            np.array(encoding.special_tokens_mask) == 0,
         )
 
 
-class Reader:
-    """One of the file's tokenizers. Safe to share between threads."""
+class TextReader:
+    """A tokenizer of the file, which reads unknown text and can truncate. Safe to share between threads."""
 
     def __init__(self, definition: str) -> None:
         """definition: a tokenizer in tokenizers' JSON format."""
         self._definition = definition
-        self._cutting = functools.lru_cache(maxsize=8)(self._make)
+        self._tokenizer = functools.lru_cache(maxsize=8)(self._make_tokenizer)  # by its truncation
 
     @functools.cached_property
     def _model(self) -> dict[str, Any]:
@@ -72,95 +74,98 @@ class Reader:
 
     @property
     def marks_subwords(self) -> bool:
-        """Whether its tokens say that they go on with a word, by a prefix."""
+        """Whether tokens inside a word have a prefix, such as ## of WordPiece."""
         return bool(self._model.get("continuing_subword_prefix"))
 
     @property
     def unknown(self) -> int | None:
-        """What it reads for what it does not know."""
+        """The id of the unknown token; None without one."""
         name = self._model.get("unk_token")
         return self.id_of(name) if name else self._model.get("unk_id")
 
     def id_of(self, token: str) -> int | None:
-        """The id of what the vocabulary calls so."""
-        found: int | None = self._cutting(None).token_to_id(token)
-        return found
+        """Return the id of a token of the vocabulary; None for an unknown one."""
+        id_: int | None = self._tokenizer(None).token_to_id(token)
+        return id_
 
     def token(self, id_: int) -> str:
-        """What the vocabulary calls an id; nothing for what is none."""
-        return str(self._cutting(None).id_to_token(id_) or "")
+        """Return the token of an id in the vocabulary; empty for an unknown id."""
+        return str(self._tokenizer(None).id_to_token(id_) or "")
 
     @property
     def size(self) -> int:
-        """How many ids the vocabulary has."""
-        return int(self._cutting(None).get_vocab_size())
+        """The number of ids in the vocabulary."""
+        return int(self._tokenizer(None).get_vocab_size())
 
     def ids(self, text: str) -> list[int]:
-        """Those of a text alone, with nothing around it."""
-        return list(self._cutting(None).encode(text, add_special_tokens=False).ids)
+        """Return the ids of a text, without special tokens around it."""
+        return list(self._tokenizer(None).encode(text, add_special_tokens=False).ids)
 
     def text(self, ids: Sequence[int] | Ints, special: bool) -> str:
-        """The text of ids. special: with the tokens that are put around texts and into them."""
-        return str(self._cutting(None).decode(list(map(int, ids)), skip_special_tokens=not special))
+        """Return the text of ids. special: whether it includes special tokens."""
+        return str(self._tokenizer(None).decode(list(map(int, ids)), skip_special_tokens=not special))
 
-    def read(self, text: str | Pair, most: int | None = None) -> Read:
-        """A text or a pair with the tokens that belong around it, cut to `most` tokens, those included.
+    def read(self, text: str | Pair, max_tokens: int | None = None) -> EncodedText:
+        """Tokenize a text or a pair, with special tokens.
 
-        InputError for what the tokenizer refuses, and for a `most` that leaves no room beside its own tokens.
+        max_tokens: truncate to this length, special tokens included; None for no limit.
+        Raise InputError for a text that the tokenizer refuses, and if special tokens leave no room for a text.
         """
-        found = self._encoded(text, most)
-        return Read(np.array(found.ids, np.int64), np.array(found.type_ids, np.int64))
+        encoding = self._encode(text, max_tokens)
+        return EncodedText(np.array(encoding.ids, np.int64), np.array(encoding.type_ids, np.int64))
 
-    def window(self, text: str | Pair, most: int | None = None) -> Window:
-        """The same as `read`, with the place of each token."""
-        return Window.of(self._encoded(text, most))
+    def window(self, text: str | Pair, max_tokens: int | None = None) -> TextWindow:
+        """Tokenize as `read` does, with the offsets of each token."""
+        return TextWindow.of(self._encode(text, max_tokens))
 
-    def windows(self, text: str | Pair, most: int, stride: int) -> list[Window]:
-        """A text in windows of at most `most` tokens, those around it included, each beginning with the last `stride`
-        tokens of the one before. Of a pair, the first text is in each and the second is cut.
+    def windows(self, text: str | Pair, max_tokens: int, stride: int) -> list[TextWindow]:
+        """Tokenize a text in windows. Of a pair, each window has the whole first text and a part of the second.
 
-        InputError where the first leaves no room for the second. Where there is less of it than the stride, half of the
-        room is shared.
+        max_tokens: of a window, special tokens included.
+        stride: tokens of the previous window that are repeated; half of the room for the text if that is less.
+        Raise InputError if the first text and special tokens leave no room for the second.
         """
-        room = self.room(most, "" if isinstance(text, str) else (text[0], ""))
+        room = self.room(max_tokens, "" if isinstance(text, str) else (text[0], ""))
         if room < 1:
-            what = "tokens around a text" if isinstance(text, str) else "first text and the tokens around both"
-            raise InputError(f"the {what} leave no room in a window of {most} tokens: shorten it, or make that longer")
-        found = self._encoded(text, most, stride if stride < room else room // 2)
-        return [Window.of(found), *map(Window.of, found.overflowing)]
+            parts = "tokens around a text" if isinstance(text, str) else "first text and the tokens around both"
+            raise InputError(
+                f"the {parts} leave no room in a window of {max_tokens} tokens: shorten it, or make that longer"
+            )
+        encoding = self._encode(text, max_tokens, stride if stride < room else room // 2)
+        return [TextWindow.of(encoding), *map(TextWindow.of, encoding.overflowing)]
 
-    def room(self, most: int, around: str | Pair = "") -> int:
-        """How many tokens of a text a window of `most` has beside those of what is around it in each."""
-        return most - len(self._encoded(around, None).ids)
+    def room(self, max_tokens: int, repeated: str | Pair = "") -> int:
+        """Return the tokens that a window has for a text, besides special tokens and a text that every window has."""
+        return max_tokens - len(self._encode(repeated, None).ids)
 
-    def _encoded(self, text: str | Pair, most: int | None, stride: int | None = None) -> Encoding:
+    def _encode(self, text: str | Pair, max_tokens: int | None, stride: int | None = None) -> Encoding:
         first, second = (text, None) if isinstance(text, str) else text
         try:
-            return self._cutting(most, stride, second is not None).encode(first, second)
+            return self._tokenizer(max_tokens, stride, second is not None).encode(first, second)
         except InputError:
             raise
         except Exception as error:  # the package raises plain Exception
             raise InputError(f"the tokenizer cannot read the input: {error}") from error
 
-    def _make(self, most: int | None, stride: int | None = None, pair: bool = False) -> Tokenizer:
+    def _make_tokenizer(self, max_tokens: int | None, stride: int | None = None, pair: bool = False) -> Tokenizer:
+        """Return the tokenizer with truncation to `max_tokens`, in windows if there is a stride."""
         try:
             tokenizer = Tokenizer.from_str(self._definition)
         except Exception as error:
             raise ModelFileError(f"the file's tokenizer cannot be read ({error}): export the model again") from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        if most is not None:
+        if max_tokens is not None:
             try:
                 if stride is None:
-                    tokenizer.enable_truncation(most)
+                    tokenizer.enable_truncation(max_tokens)
                 else:
-                    tokenizer.enable_truncation(
-                        most, stride=stride, strategy="only_second" if pair else "longest_first"
-                    )
+                    strategy = "only_second" if pair else "longest_first"
+                    tokenizer.enable_truncation(max_tokens, stride=stride, strategy=strategy)
             except Exception as error:
-                raise InputError(f"nothing is left of a text that is cut to {most} tokens: {error}") from error
+                raise InputError(f"nothing is left of a text that is cut to {max_tokens} tokens: {error}") from error
         return tokenizer
 
 
-def _numbered(numbers: Sequence[int | None]) -> Ints:
+def _none_as_minus_1(numbers: Sequence[int | None]) -> Ints:
     return np.array([-1 if number is None else number for number in numbers], np.int64)

@@ -1,7 +1,7 @@
-"""Between text and ids: the file's tokenizers, refusal of what they do not know, and text that streams.
+"""Between text and ids, for generation: the tokenizers of the file, and text of a stream.
 
-A tokenizer replaces what is outside its vocabulary by an "unknown" token or drops it without a word. A model then
-answers a question that nobody asked, so here it is an InputError that names the character and its place.
+A tokenizer replaces unknown characters by an "unknown" token, or drops them silently. The model would then answer to
+another text, so an unknown character raises an InputError with its position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tformer_runtime.base.errors import InputError, ModelFileError
 
 
 class Codec:
-    """One of the file's tokenizers."""
+    """A tokenizer of the file, which refuses unknown characters."""
 
     def __init__(self, definition: str) -> None:
         """definition: a tokenizer in tokenizers' JSON format."""
@@ -39,55 +39,64 @@ class Codec:
 
     @property
     def size(self) -> int:
-        """How many ids there are."""
+        """The number of ids in the vocabulary."""
         return int(self._tokenizer.get_vocab_size())
 
     def encode(
-        self, text: str, special: bool, known: int | None = None, first: bool = True, last: bool = True
+        self,
+        text: str,
+        add_special_tokens: bool,
+        vocabulary_size: int | None = None,
+        starts_prompt: bool = True,
+        ends_prompt: bool = True,
     ) -> list[int]:
-        """Ids of a text. special: with the tokens that the tokenizer puts around a text; first, last: with those before
-        it, and those after it. known: how many ids the model has, if the tokenizer may have more. InputError names
-        unknowns."""
+        """Return the ids of a text.
+
+        add_special_tokens: add the special tokens that the tokenizer puts around a text.
+        vocabulary_size: the number of ids of the model, if the tokenizer may have more.
+        starts_prompt, ends_prompt: keep the special tokens before the text, and those after it.
+        Raise InputError for a character outside the vocabulary.
+        """
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=special)
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # a tokenizer without an unknown token may refuse instead
             raise self._refused(text) from error
         covered = bytearray(len(text))
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if (id_ == self._unknown or (known is not None and id_ >= known)) and end > start:
+            if (id_ == self._unknown or (vocabulary_size is not None and id_ >= vocabulary_size)) and end > start:
                 raise _outside(text[start:end], start)
             covered[start:end] = b"\1" * (end - start)
-        if 0 in covered:  # where is not told: offsets after a dropped character are too low
-            for at, character in enumerate(text):
+        if 0 in covered:  # offsets are too low after a dropped character, so search for it
+            for index, character in enumerate(text):
                 if self._is_dropped(character):
-                    raise _outside(character, at)
-        own = [i for i, around in enumerate(encoding.special_tokens_mask) if not around]
-        if not own:
+                    raise _outside(character, index)
+        in_text = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
+        if not in_text:
             return []
-        return list(encoding.ids[0 if first else own[0] : None if last else own[-1] + 1])
+        return list(encoding.ids[0 if starts_prompt else in_text[0] : None if ends_prompt else in_text[-1] + 1])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token(self, id_: int) -> str:
-        """What the vocabulary calls an id."""
+        """Return the token of an id in the vocabulary; the id if it is unknown."""
         return str(self._tokenizer.id_to_token(id_) or id_)
 
     def piece(self, id_: int) -> str | None:
-        """What the decoder is given for an id: nothing for a special token, nor for what is no token."""
+        """Return the input of the decoder for an id; None for a special token and an unknown id."""
         return None if id_ in self._special else self._tokenizer.id_to_token(id_)
 
-    def steps(self) -> list[Step]:
-        """The decoder for pieces that come one after another: fresh steps, each of which is fed by the one before."""
-        return [make() for make in self._steps]
+    def decode_steps(self) -> list[DecodeStep]:
+        """Return new steps of an incremental decoder. The output of each step is the input of the next."""
+        return [create() for create in self._step_factories]
 
     @functools.cached_property
-    def _steps(self) -> list[Callable[[], Step]]:
-        return _makers(self._decoder)
+    def _step_factories(self) -> list[Callable[[], DecodeStep]]:
+        return _decode_step_factories(self._decoder)
 
     def _refused(self, text: str) -> InputError:
-        """Find the piece that the tokenizer would not encode."""
+        """Return an error with the piece that the tokenizer refused."""
         tokenizer = self._tokenizer
         if tokenizer.normalizer is not None:
             text = tokenizer.normalizer.normalize_str(text)
@@ -100,12 +109,12 @@ class Codec:
         return InputError("the input holds something outside the model's vocabulary")
 
     def _drops(self, character: str) -> bool:
-        """Whether the vocabulary lacks a character, other than those that the tokenizer leaves out by design."""
+        """Return whether the tokenizer drops a character because of its vocabulary, and not by design."""
         tokenizer = self._tokenizer
         try:
             if tokenizer.encode(character, add_special_tokens=False).ids:
                 return False
-        except Exception:  # a tokenizer that refuses does not drop
+        except Exception:  # the tokenizer refuses the character
             return False
         if tokenizer.normalizer is not None:
             character = tokenizer.normalizer.normalize_str(character)
@@ -114,75 +123,75 @@ class Codec:
         return bool(character)
 
 
-def _outside(piece: str, at: int) -> InputError:
-    return InputError(f"{piece!r} (character {at + 1} of the input) is not in the model's vocabulary")
+def _outside(piece: str, index: int) -> InputError:
+    return InputError(f"{piece!r} (character {index + 1} of the input) is not in the model's vocabulary")
 
 
-def cut(text: str, stop: Sequence[str]) -> str | None:
-    """The text before the first stop string, or None if it holds none."""
-    places = [at for at in (text.find(s) for s in stop) if at >= 0]
-    return text[: min(places)] if places else None
+def text_before_stop(text: str, stop: Sequence[str]) -> str | None:
+    """Return the text before the first stop string; None if it contains none."""
+    indices = [index for index in (text.find(string) for string in stop) if index >= 0]
+    return text[: min(indices)] if indices else None
 
 
 class Detokenizer:
-    """Text of a growing sequence of ids, piece by piece.
+    """Incremental decoding: the text of a growing sequence of ids, in pieces.
 
-    What is given out is never taken back, and the pieces together equal the text of all ids, up to the first stop
-    string. So a piece waits until no later token can change it (a character's other bytes, a run of byte tokens that
-    may yet prove broken), extend its last grapheme cluster (an accent, the rest of an emoji), or complete a stop
-    string that it begins.
+    The concatenated pieces equal the text of all ids, up to the first stop string. A piece is emitted when no later
+    token can change it. It waits for the other bytes of a character, for the end of its last grapheme cluster (an
+    accent, the rest of an emoji), and for the rest of a stop string.
 
-    A token's cost does not grow with the text: its characters pass through the decoder once, and only what waits is
-    looked at again. Beyond _LONG characters and the longest stop string, which takes a cluster or a run of bytes out
-    of all proportion, what waits is looked at only each time it has doubled, so a character's cost stays constant
-    on average. (What tokenizers can only decode as a whole, see _makers, comes in one piece at the end.)
+    The cost of a token does not grow with the text: each character passes through the decoder once, and only waiting
+    text is examined again. Waiting text that is longer than _MAX_CLUSTER_CHARACTERS and the longest stop string is
+    examined each time its length has doubled, so the amortized cost of a character is constant. The text of a decoder
+    that needs the whole sequence (see `_decode_step_factories`) comes in one piece at the end.
     """
 
     def __init__(self, codec: Codec, stop: Sequence[str] = ()) -> None:
+        """stop: stop strings."""
         self._codec, self._stop = codec, tuple(stop)
-        self._steps = codec.steps()
-        self._short = _LONG + max(map(len, self._stop), default=0)
-        self._waiting = ""  # decoded for certain, from a cluster's beginning
-        self._fresh: list[str] = []  # decoded after that, not looked at yet
-        self._wait_for = 0  # how many characters of it are needed to look
-        self._given: list[str] = []
+        self._steps = codec.decode_steps()
+        self._max_examined = _MAX_CLUSTER_CHARACTERS + max(map(len, self._stop), default=0)
+        self._waiting = ""  # decoded and examined, from the beginning of a cluster
+        self._fresh: list[str] = []  # decoded after that, and not examined
+        self._missing_characters = 0  # of fresh text, before the next examination
+        self._emitted: list[str] = []
         self._finished = False
-        self.stopped = False  # whether a stop string was met; nothing comes after
+        self.stopped = False  # whether a stop string was found; no text follows
 
     @property
     def text(self) -> str:
-        """All that was given out."""
-        return "".join(self._given)
+        """The text of all pieces so far."""
+        return "".join(self._emitted)
 
     def push(self, token: int) -> str:
-        """Add a token; returns what has become certain."""
+        """Add a token. Return the text that has become final."""
         piece = self._codec.piece(token)
         if piece is None or self._finished:
             return ""
         pieces = [piece]
         for step in self._steps:
             pieces = [out for piece in pieces for out in step.push(piece)]
-        return self._give(pieces)
+        return self._emit(pieces)
 
     def finish(self) -> str:
-        """No more tokens: the rest of the text."""
+        """Return the rest of the text, after the last token."""
         if self._finished:
             return ""
         self._finished = True
         pieces: list[str] = []
         for step in self._steps:
             pieces = [out for piece in pieces for out in step.push(piece)] + step.finish()
-        return self._give(pieces)
+        return self._emit(pieces)
 
-    def _give(self, pieces: Sequence[str]) -> str:
+    def _emit(self, pieces: Sequence[str]) -> str:
         self._fresh += filter(None, pieces)
-        self._wait_for -= sum(map(len, pieces))
-        if not self._finished and (not self._fresh or self._wait_for > 0):
+        self._missing_characters -= sum(map(len, pieces))
+        if not self._finished and (not self._fresh or self._missing_characters > 0):
             return ""
         text = "".join((self._waiting, *self._fresh))
         self._fresh.clear()
-        before = cut(text, self._stop)
-        # A stop string that begins before one that is complete may be completed by the next token.
+        before = text_before_stop(text, self._stop)
+        # The next token may complete a stop string that begins before a complete one.
         end = len(text) if self._finished else len(text) - _overlap(text, self._stop)
         if before is not None and len(before) <= end:
             end, text = len(before), before
@@ -190,141 +199,145 @@ class Detokenizer:
         elif not self._finished:
             end = _boundary(text, end)
         self._waiting = text[end:]
-        self._wait_for = len(self._waiting) if len(self._waiting) > self._short else 0
+        self._missing_characters = len(self._waiting) if len(self._waiting) > self._max_examined else 0
         if end:
-            self._given.append(text[:end])
+            self._emitted.append(text[:end])
         return text[:end]
 
 
-_LONG = 256
-_ACCENT = "\N{COMBINING ACUTE ACCENT}"  # one of the characters that extend any cluster, but for control characters
+_MAX_CLUSTER_CHARACTERS = 256  # of a common grapheme cluster, or a common run of byte tokens
+_ACCENT = "\N{COMBINING ACUTE ACCENT}"  # a character that extends any cluster, except control characters
 
 
 @functools.cache
 def _cluster() -> Any:
-    """Unicode's extended grapheme cluster (UAX #29). Only what streams or stops at a text waits for its import."""
+    """Return the pattern of Unicode's extended grapheme cluster (UAX #29). The import of `regex` is slow."""
     import regex
 
     return regex.compile(r"\X")
 
 
-def _boundary(text: str, most: int) -> int:
-    """The last place, at `most` or before, where a cluster ends whatever may follow the text."""
+def _boundary(text: str, limit: int) -> int:
+    """Return the last index, up to `limit`, where a cluster ends regardless of the following text."""
     follower = "\n" if text.endswith("\r") else _ACCENT
     starts: list[int] = [match.start() for match in _cluster().finditer(text + follower)]
-    return max(start for start in starts if start <= most)
+    return max(start for start in starts if start <= limit)
 
 
 def _overlap(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a stop string."""
+    """Return the length of the longest suffix of the text that is the beginning of a stop string."""
     lengths = (n for s in stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n]))
     return max(lengths, default=0)
 
 
-class Step(Protocol):
-    """A step of a decoder: pieces in, and pieces out as soon as no later one can change them."""
+class DecodeStep(Protocol):
+    """A step of a decoder: pieces in, and pieces out as soon as no later piece can change them."""
 
     def push(self, piece: str) -> list[str]: ...
 
     def finish(self) -> list[str]: ...
 
 
-Decode = Callable[[list[str]], str]
+DecodeFunction = Callable[[list[str]], str]
 
 
-def _makers(decoder: dict[str, Any] | None) -> list[Callable[[], Step]]:
-    """Makers of a decoder's steps, from its JSON.
+def _decode_step_factories(decoder: dict[str, Any] | None) -> list[Callable[[], DecodeStep]]:
+    """Return factories of the steps of a decoder. decoder: its JSON; None for joining by spaces.
 
-    What a step does to a piece is left to the tokenizers package. Known here is what that hangs on: on the piece
-    alone, on whether it is the first or the last, or on its neighbours. A step of which this is not known, or which
-    rewrites the text as a whole, waits for the end, together with the steps after it.
+    The tokenizers package decodes the pieces. This function knows the inputs of each step: the piece alone, whether it
+    is the first or the last, or its neighbours. A step that is unknown, or that needs the whole text, waits for the
+    end, with all steps after it.
     """
     if decoder is None:
-        return [functools.partial(_Each, " ".join, [""])]
-    makers: list[Callable[[], Step]] = []
-    whole = False  # whether the steps so far make one piece of all, of which parts arrive
-    steps = _flat(decoder)
+        return [functools.partial(_PieceStep, " ".join, [""])]
+    factories: list[Callable[[], DecodeStep]] = []
+    fused = False  # whether the pieces so far are parts of one piece
+    steps = _flatten(decoder)
     for number, step in enumerate(steps):
-        decode = _decode(step)
-        match step.get("type"), whole:
+        decode = _decode_function(step)
+        match step.get("type"), fused:
             case "Fuse", _:
-                whole = True
+                fused = True
             case "ByteLevel", False:
-                makers.append(_ByteLevel)
-                whole = True
+                factories.append(_ByteLevelStep)
+                fused = True
             case "ByteFallback", False:
-                makers.append(_ByteFallback)
+                factories.append(_ByteFallbackStep)
             case "Replace" | "Strip", False:
-                makers.append(functools.partial(_Each, decode))
+                factories.append(functools.partial(_PieceStep, decode))
             case "Metaspace" | "WordPiece", False:
-                makers.append(functools.partial(_Each, decode, [""]))
+                factories.append(functools.partial(_PieceStep, decode, [""]))
             case "BPEDecoder", False:
-                makers.append(functools.partial(_ButLast, decode))
-            case "Metaspace", True:  # a character at a time
-                makers.append(functools.partial(_Each, decode))
+                factories.append(functools.partial(_LastDiffersStep, decode))
+            case "Metaspace", True:  # rewrites single characters
+                factories.append(functools.partial(_PieceStep, decode))
             case "Replace", True if len(step["pattern"].get("String", "")) == 1:
-                makers.append(functools.partial(_Each, decode))
+                factories.append(functools.partial(_PieceStep, decode))
             case "Strip", True:
-                makers.append(functools.partial(_Strip, step["content"], step["start"], step["stop"]))
+                factories.append(functools.partial(_StripStep, step["content"], step["start"], step["stop"]))
             case _:
-                rest = _decode({"type": "Sequence", "decoders": steps[number:]})
-                return [*makers, functools.partial(_AtEnd, rest, whole)]
-    return makers
+                rest = _decode_function({"type": "Sequence", "decoders": steps[number:]})
+                return [*factories, functools.partial(_AtEndStep, rest, fused)]
+    return factories
 
 
-def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder.get("type") != "Sequence":
         return [decoder]
-    return [step for inner in decoder["decoders"] for step in _flat(inner)]
+    return [step for inner in decoder["decoders"] for step in _flatten(inner)]
 
 
-def _decode(decoder: dict[str, Any]) -> Decode:
-    """The package's own function of a decoder: pieces → text."""
+def _decode_function(decoder: dict[str, Any]) -> DecodeFunction:
+    """Return the function of the tokenizers package for a decoder, from pieces to text."""
     tokenizer = json.loads(Tokenizer(models.WordLevel()).to_str())
-    decode: Decode = Tokenizer.from_str(json.dumps(tokenizer | {"decoder": decoder})).decoder.decode
+    decode: DecodeFunction = Tokenizer.from_str(json.dumps(tokenizer | {"decoder": decoder})).decoder.decode
     return decode
 
 
-class _Each:
-    """A step that rewrites every piece by itself. before: what stands before a piece that is not the first."""
+class _PieceStep:
+    """A step that rewrites every piece independently, the first in another way than later ones."""
 
-    def __init__(self, decode: Decode, before: Sequence[str] = ()) -> None:
-        self._decode, self._later = decode, before
-        self._before: Sequence[str] = ()
+    def __init__(self, decode: DecodeFunction, context: Sequence[str] = ()) -> None:
+        """context: pieces that `decode` needs before a piece that is not the first."""
+        self._decode, self._later_context = decode, context
+        self._context: Sequence[str] = ()
 
     def push(self, piece: str) -> list[str]:
-        before, self._before = self._before, self._later
-        return [self._decode([*before, piece])]
+        context, self._context = self._context, self._later_context
+        return [self._decode([*context, piece])]
 
     def finish(self) -> list[str]:
         return []
 
 
-class _ButLast:
-    """A step that rewrites every piece by itself, the last one in another way."""
+class _LastDiffersStep:
+    """A step that rewrites every piece independently, the last in another way than earlier ones."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: DecodeFunction) -> None:
         self._decode = decode
-        self._held: list[str] = []
+        self._previous: list[str] = []  # the latest piece, if there is one
 
     def push(self, piece: str) -> list[str]:
-        held, self._held = self._held, [piece]
-        return [self._decode([*held, ""])] if held else []
+        previous, self._previous = self._previous, [piece]
+        return [self._decode([*previous, ""])] if previous else []
 
     def finish(self) -> list[str]:
-        return [self._decode(self._held)] if self._held else []
+        return [self._decode(self._previous)] if self._previous else []
 
 
-class _ByteFallback:
-    """Pieces like <0xE6> are bytes. A run of them that is no UTF-8 is as many � as it has bytes, valid ones too."""
+class _ByteFallbackStep:
+    """A step that joins pieces like <0xE6>, which are bytes, to characters.
 
-    _BYTE = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # + is what Rust's number parser takes
+    A run of bytes that is not UTF-8 becomes one � per byte, also for its valid bytes.
+    """
+
+    _BYTE = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # the number parser of Rust accepts a plus sign
     _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
     def __init__(self) -> None:
-        self._run = bytearray()  # that may be UTF-8
+        self._run = bytearray()
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._broken = False  # whether the run turned out not to be
+        self._broken = False  # whether the run is not UTF-8
 
     def push(self, piece: str) -> list[str]:
         byte = self._BYTE.fullmatch(piece)
@@ -354,14 +367,14 @@ class _ByteFallback:
         return broken
 
 
-# GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on.
-_SELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_ALPHABET = {chr(byte): byte for byte in _SELVES}
-_ALPHABET |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_SELVES}))}
+# The alphabet of GPT-2: printable Latin-1 characters are their bytes. Characters from U+0100 on are the other bytes.
+_PRINTABLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE_BYTES}
+_ALPHABET |= {chr(0x100 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE_BYTES}))}
 
 
-class _ByteLevel:
-    """A byte a character, in GPT-2's alphabet; all together they are UTF-8, with � for what is not."""
+class _ByteLevelStep:
+    """A step from characters of GPT-2's alphabet, one per byte, to UTF-8 text. Invalid bytes become �."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -369,7 +382,7 @@ class _ByteLevel:
     def push(self, piece: str) -> list[str]:
         try:
             data = bytes(_ALPHABET[character] for character in piece)
-        except KeyError:  # an added token
+        except KeyError:  # an added token, which is not in the alphabet
             data = piece.encode()
         return [self._utf8.decode(data)]
 
@@ -377,31 +390,32 @@ class _ByteLevel:
         return [self._utf8.decode(b"", final=True)]
 
 
-class _Strip:
-    """Up to `start` of a character are taken from the text's beginning, up to `stop` from its end."""
+class _StripStep:
+    """A step that removes up to `start` characters `content` from the start of the text, and `stop` from the end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
-        self._held = ""
+        self._tail = ""  # to be removed if the text ends here
 
     def push(self, piece: str) -> list[str]:
-        text = self._held + piece
+        text = self._tail + piece
         leading = min(len(text) - len(text.lstrip(self._content)), self._start)
         text = text[leading:]
         self._start = 0 if text else self._start - leading
         end = max(len(text.rstrip(self._content)), len(text) - self._stop)
-        self._held = text[end:]
+        self._tail = text[end:]
         return [text[:end]]
 
     def finish(self) -> list[str]:
         return []
 
 
-class _AtEnd:
-    """Any steps at all. whole: the pieces are parts of one."""
+class _AtEndStep:
+    """Any steps, run once on all pieces."""
 
-    def __init__(self, decode: Decode, whole: bool) -> None:
-        self._decode, self._whole = decode, whole
+    def __init__(self, decode: DecodeFunction, fused: bool) -> None:
+        """fused: whether the pieces are parts of one piece."""
+        self._decode, self._fused = decode, fused
         self._pieces: list[str] = []
 
     def push(self, piece: str) -> list[str]:
@@ -409,4 +423,4 @@ class _AtEnd:
         return []
 
     def finish(self) -> list[str]:
-        return [self._decode(["".join(self._pieces)] if self._whole else self._pieces)]
+        return [self._decode(["".join(self._pieces)] if self._fused else self._pieces)]

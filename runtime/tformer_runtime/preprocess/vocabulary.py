@@ -1,7 +1,7 @@
-"""What the ids of a tokenizer decode to, as bytes, and which texts they can spell: what a constraint rests on.
+"""The bytes of each id of a tokenizer, and the texts that ids can spell, for constrained generation.
 
-Nobody says how a tokenizer decodes. What each id adds is found by decoding, and then proven on sequences of ids; a
-tokenizer for which it does not hold is refused.
+The bytes are measured by decoding ids, and verified on sequences of ids. A tokenizer is refused if the text of a
+sequence is not the concatenation of these bytes.
 """
 
 from __future__ import annotations
@@ -25,99 +25,127 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What ids decode to.
+    """The bytes of each id.
 
-    first, rest: the bytes that each id adds as the first of a text, and later; none if it is not to be generated.
-    silent_first: (size,) ids that add nothing as the first, but do later. only_ends: (size,) end tokens.
-    joined: ids are words that decode joins by spaces. In `first` and `rest` a space follows every word.
-    spelt: a regular expression of texts that can be spelt to their end from wherever a token may lead in them; None:
-        all are, or (joined) there are too many words to tell. If joined, a space follows every word.
-    single: characters that can be spelt alone, after any others, or the words of a vocabulary that is joined; None:
-        all characters.
-    of_first, of_rest: what llguidance needs; the ids from `size` on are the 256 bytes, and then its own end token.
+    size: the number of ids.
+    ends: the end tokens.
+    first_bytes, later_bytes: the bytes that each id adds at the beginning of a text, and later; empty for an id that
+        must not be generated.
+    silent_first_mask: (size,) ids that add no bytes at the beginning, but do later.
+    end_mask: (size,) end tokens.
+    word_level: whether ids are words that decoding joins by spaces. In `first_bytes` and `later_bytes` a space then
+        follows every word.
+    spellable_texts: a regular expression of texts that can be completed after every token that begins them. None if
+        all texts can, or if a word-level vocabulary is too large for one. For a word-level vocabulary a space follows
+        every word.
+    spellable_alone: characters that can follow any text, or the words of a word-level vocabulary; None for all
+        characters.
+    first_tokenizer, later_tokenizer: the tokenizers of llguidance. Ids from `size` on are the 256 bytes, and then the
+        end token of llguidance.
     """
 
     size: int
     ends: tuple[int, ...]
-    first: Sequence[bytes]
-    rest: Sequence[bytes]
-    silent_first: Bools
-    only_ends: Bools
-    joined: bool
-    spelt: str | None
-    single: frozenset[str] | None
-    of_first: LLTokenizer
-    of_rest: LLTokenizer
+    first_bytes: Sequence[bytes]
+    later_bytes: Sequence[bytes]
+    silent_first_mask: Bools
+    end_mask: Bools
+    word_level: bool
+    spellable_texts: str | None
+    spellable_alone: frozenset[str] | None
+    first_tokenizer: LLTokenizer
+    later_tokenizer: LLTokenizer
 
-    def check(self, choice: str) -> None:
-        """OptionError if the choice cannot be spelt."""
-        if self.joined and self.single is not None:
-            missing = [word for word in choice.split(" ") if word not in self.single] if choice else []
+    def check_choice(self, choice: str) -> None:
+        """Raise OptionError for a choice that cannot be spelt."""
+        if self.word_level and self.spellable_alone is not None:
+            missing = [word for word in choice.split(" ") if word not in self.spellable_alone] if choice else []
             if missing:
                 raise OptionError(f"the choice {choice!r} holds {missing[0]!r}, which is not a word of the vocabulary")
-        elif self.spelt is not None and not re.fullmatch(self.spelt, choice):
+        elif self.spellable_texts is not None and not re.fullmatch(self.spellable_texts, choice):
             self.check_characters(choice, f"the choice {choice!r}")
             raise OptionError(f"the choice {choice!r} cannot be spelt by the model's vocabulary: where its spaces are")
 
-    def check_characters(self, text: str, what: str) -> None:
-        """OptionError if a character of the text cannot be spelt."""
-        missing = sorted(set(text) - self.single - {" "}) if self.single is not None else []
+    def check_characters(self, text: str, subject: str) -> None:
+        """Raise OptionError for a text with a character that cannot be spelt. subject: of the sentence of the error."""
+        missing = sorted(set(text) - self.spellable_alone - {" "}) if self.spellable_alone is not None else []
         if missing:
             raise OptionError(
-                f"{what} needs {missing[0]!r}, for which the model's vocabulary has no token that adds it alone"
+                f"{subject} needs {missing[0]!r}, for which the model's vocabulary has no token that adds it alone"
             )
 
 
 @functools.lru_cache(maxsize=8)
 def vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Vocabulary:
-    """OptionError if it is not known for certain what the tokenizer's ids decode to."""
+    """Return the vocabulary of a tokenizer.
+
+    tokenizer_json: its definition.
+    size: the number of ids of the model.
+    ends: the end tokens.
+    Raise OptionError for a tokenizer whose ids have no certain bytes.
+    """
     definition = json.loads(tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     unknown = definition["model"].get("unk_token")
-    barred: set[int | None] = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    barred |= {*ends, tokenizer.token_to_id(unknown) if unknown else definition["model"].get("unk_id")}
-    names = {i: name for name, i in tokenizer.get_vocab().items() if i < size and i not in barred}
+    excluded: set[int | None] = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    excluded |= {*ends, tokenizer.token_to_id(unknown) if unknown else definition["model"].get("unk_id")}
+    names = {i: name for name, i in tokenizer.get_vocab().items() if i < size and i not in excluded}
     names = dict(sorted(names.items()))
-    chain = _chain(definition["decoder"])
-    joined = not chain
-    if joined:
+    decoder_types = _decoder_types(definition["decoder"])
+    word_level = not decoder_types
+    if word_level:
         words = {i: tokenizer.decode([i]) for i in names}
-        rest = {i: f"{word} ".encode() for i, word in words.items() if word and " " not in word}
-        first = rest
-    elif chain == ["ByteLevel"]:
-        first = rest = {i: _byte_level(name) for i, name in names.items()}
+        first = later = {i: f"{word} ".encode() for i, word in words.items() if word and " " not in word}
+    elif decoder_types == ["ByteLevel"]:
+        first = later = {i: _byte_level(name) for i, name in names.items()}
     else:
-        first, rest = _probed(tokenizer, names, "ByteFallback" in chain)
-    _verify(tokenizer, first, rest, joined)
-    spelt: str | None = None
-    single: frozenset[str] | None = None
-    if joined:
-        single = frozenset(form.decode()[:-1] for form in rest.values())
-        if len(single) <= _WORDS:
-            spelt = f"(?:(?:{'|'.join(map(literal, sorted(single)))}) )*"
-    elif _BYTES - {form[0] for form in rest.values() if len(form) == 1}:
-        first, rest, spelt, single = _narrowed(first, rest)
+        first, later = _measure_bytes(tokenizer, names, "ByteFallback" in decoder_types)
+    _verify(tokenizer, first, later, word_level)
+    texts: str | None = None
+    alone: frozenset[str] | None = None
+    if word_level:
+        alone = frozenset(form.decode()[:-1] for form in later.values())
+        if len(alone) <= _MAX_PATTERN_WORDS:
+            texts = f"(?:(?:{'|'.join(map(literal, sorted(alone)))}) )*"
+    elif _UTF8_BYTES - {form[0] for form in later.values() if len(form) == 1}:
+        first, later, texts, alone = _restrict(first, later)
     ends = tuple(end for end in ends if 0 <= end < size)
-    silent, only_ends = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
-    silent[[i for i, form in rest.items() if form and not first[i]]] = True
-    only_ends[list(ends)] = True
-    firsts, rests = ([forms.get(i, b"") for i in range(size)] for forms in (first, rest))
-    of_rest = _for_llguidance(rests)
-    of_first = of_rest if firsts == rests else _for_llguidance(firsts)
-    return Vocabulary(size, ends, firsts, rests, silent, only_ends, joined, spelt, single, of_first, of_rest)
+    silent_first, end_mask = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+    silent_first[[i for i, form in later.items() if form and not first[i]]] = True
+    end_mask[list(ends)] = True
+    first_bytes, later_bytes = ([forms.get(i, b"") for i in range(size)] for forms in (first, later))
+    later_tokenizer = _llguidance_tokenizer(later_bytes)
+    first_tokenizer = later_tokenizer if first_bytes == later_bytes else _llguidance_tokenizer(first_bytes)
+    return Vocabulary(
+        size=size,
+        ends=ends,
+        first_bytes=first_bytes,
+        later_bytes=later_bytes,
+        silent_first_mask=silent_first,
+        end_mask=end_mask,
+        word_level=word_level,
+        spellable_texts=texts,
+        spellable_alone=alone,
+        first_tokenizer=first_tokenizer,
+        later_tokenizer=later_tokenizer,
+    )
 
 
-_WORDS = 512  # an automaton of so many words, times one of the expression's, is small enough
-_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}  # those that occur in UTF-8
-_CHAIN = re.compile(r"(ByteLevel |((Replace|Metaspace|WordPiece) )*(ByteFallback )?(Fuse )?(Strip )?)?")
+_MAX_PATTERN_WORDS = 512  # the automaton of more words, times that of the constraint, would be large
+_UTF8_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}  # bytes that occur in UTF-8
+_SUPPORTED_DECODERS = re.compile(r"(ByteLevel |((Replace|Metaspace|WordPiece) )*(ByteFallback )?(Fuse )?(Strip )?)?")
 
 
-def _chain(decoder: Mapping[str, Any] | None) -> list[str]:
-    """The kinds of decoders that make up one; OptionError if what they do to a token may hang on those after it."""
+def _decoder_types(decoder: Mapping[str, Any] | None) -> list[str]:
+    """Return the types of the steps of a decoder.
+
+    Raise OptionError for a decoder in which the bytes of a token may depend on later tokens.
+    """
     parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [part["type"] for part in parts]
-    stripped = any(part.get("stop") for part in parts if part["type"] == "Strip")
-    if stripped or not _CHAIN.fullmatch("".join(f"{kind} " for kind in kinds)) or (decoder and not parts):
+    strips_end = any(part.get("stop") for part in parts if part["type"] == "Strip")
+    supported = _SUPPORTED_DECODERS.fullmatch("".join(f"{kind} " for kind in kinds))
+    if strips_end or not supported or (decoder and not parts):
         raise OptionError(
             f"generation with this tokenizer cannot be constrained: what its decoder ({', '.join(kinds) or 'none'}) "
             "makes of a token is not known before the text's end"
@@ -126,53 +154,55 @@ def _chain(decoder: Mapping[str, Any] | None) -> list[str]:
 
 
 def _byte_level(name: str) -> bytes:
-    """What the decoder ByteLevel makes of a token."""
+    """Return the bytes of a token by the decoder ByteLevel."""
     try:
         return bytes(_byte_of()[character] for character in name)
-    except KeyError:  # an added token, which is not in the alphabet for bytes
+    except KeyError:  # an added token, which is not in the alphabet
         return name.encode()
 
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: printable ones for themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    """Return the byte of each character of GPT-2's alphabet, in which printable characters are themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def _probed(
-    tokenizer: Tokenizer, names: Mapping[int, str], bytewise: bool
+def _measure_bytes(
+    tokenizer: Tokenizer, names: Mapping[int, str], byte_fallback: bool
 ) -> tuple[dict[int, bytes], dict[int, bytes]]:
-    """What ids decode to as the first of a text and later, found by decoding them."""
-    byte = {i: _BYTE.fullmatch(name) for i, name in names.items()} if bytewise else {}
-    raw = {i: bytes([int(found[1], 16)]) for i, found in byte.items() if found}
-    ids = [i for i in names if i not in raw or raw[i] < b"\x80"]
+    """Return the bytes of ids at the beginning of a text and later, measured by decoding.
+
+    names: the tokens by id. byte_fallback: whether tokens such as <0xE6> are bytes.
+    """
+    matches = {i: _BYTE.fullmatch(name) for i, name in names.items()} if byte_fallback else {}
+    byte_tokens = {i: bytes([int(match[1], 16)]) for i, match in matches.items() if match}
+    ids = [i for i in names if i not in byte_tokens or byte_tokens[i] < b"\x80"]
     alone = dict(zip(ids, tokenizer.decode_batch([[i] for i in ids]), strict=True))
     before = next((i for i in ids if alone[i].strip()), None)
     if before is None:
         return {}, {}
-    after = tokenizer.decode_batch([[before, i] for i in ids])
+    pairs = tokenizer.decode_batch([[before, i] for i in ids])
     skip = len(alone[before])
-    return (
-        {i: form.encode() for i, form in alone.items()} | {i: form for i, form in raw.items() if i not in alone},
-        {i: text[skip:].encode() for i, text in zip(ids, after, strict=True)}
-        | {i: form for i, form in raw.items() if i not in alone},
-    )
+    partial_characters = {i: form for i, form in byte_tokens.items() if i not in alone}
+    first = {i: text.encode() for i, text in alone.items()}
+    later = {i: text[skip:].encode() for i, text in zip(ids, pairs, strict=True)}
+    return first | partial_characters, later | partial_characters
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _verify(tokenizer: Tokenizer, first: Mapping[int, bytes], rest: Mapping[int, bytes], joined: bool) -> None:
-    """OptionError if sequences of ids decode to something else than the forms of their ids, one after another."""
-    whole = [i for i, form in rest.items() if joined or _is_text(form)]
-    # Where a beginning is special, what differs there must be as it is later once it is second.
-    other = next((i for i in whole if first[i] != rest[i]), whole[0] if whole else 0)
-    sequences = [[i, other] for i in whole] + [whole, whole[::-1]] if whole else []
+def _verify(tokenizer: Tokenizer, first: Mapping[int, bytes], later: Mapping[int, bytes], word_level: bool) -> None:
+    """Raise OptionError if the text of a sequence of ids is not the concatenation of their bytes."""
+    checked = [i for i, form in later.items() if word_level or _is_text(form)]
+    # If an id has other bytes at the beginning, check that it has its later bytes in second place.
+    second = next((i for i in checked if first[i] != later[i]), checked[0] if checked else 0)
+    sequences = [[i, second] for i in checked] + [checked, checked[::-1]] if checked else []
     for ids, text in zip(sequences, tokenizer.decode_batch(sequences), strict=True):
-        expected = b"".join([first[ids[0]], *(rest[i] for i in ids[1:])]).decode()
-        if text != (expected[:-1] if joined else expected):
+        expected = b"".join([first[ids[0]], *(later[i] for i in ids[1:])]).decode()
+        if text != (expected[:-1] if word_level else expected):
             raise OptionError(
                 "generation with this tokenizer cannot be constrained: what it decodes ids to is not what it decodes "
                 "each to"
@@ -187,37 +217,39 @@ def _is_text(form: bytes) -> bool:
     return True
 
 
-def _narrowed(
-    first: Mapping[int, bytes], rest: Mapping[int, bytes]
+def _restrict(
+    first: Mapping[int, bytes], later: Mapping[int, bytes]
 ) -> tuple[dict[int, bytes], dict[int, bytes], str, frozenset[str]]:
-    """The forms to use of a vocabulary without every byte, `spelt` and `single`: see Vocabulary.
+    """Restrict a vocabulary that lacks some bytes to tokens after which each spellable text can be completed.
 
-    A text can be spelt from anywhere if it consists of characters that are tokens, or that are with a space before
-    them. So no token may end within a character, or in a space if that is not a token.
+    A text can be completed after every token if each of its characters is a token, alone or after a space. So no token
+    may end within a character, nor in a space if a space is no token.
+    Return first and later bytes, `spellable_texts` and `spellable_alone`: see `Vocabulary`.
     """
-    rest = {i: form for i, form in rest.items() if _is_text(form)}
-    single = {text for form in rest.values() if len(text := form.decode()) == 1}
-    spaced = {text[1] for form in rest.values() if len(text := form.decode()) == 2 and text[0] == " "}
-    unit = any_of(single)
-    if " " not in single:
-        rest = {i: form for i, form in rest.items() if not form.endswith(b" ")}
-        unit = f"(?:{unit}| {any_of(spaced)})"
-    kept = {i: form for i, form in first.items() if i in rest and not (form.endswith(b" ") and " " not in single)}
-    begin = {text for form in kept.values() if len(text := form.decode()) == 1}
-    if any(rest[i] and not form for i, form in kept.items()) and begin <= single:
-        spelt = f"{unit}*"
-    else:  # after a first token that says nothing, what only a first token can say could no longer be said
-        kept = {i: form for i, form in kept.items() if form}
-        spelt = f"(?:{any_of(begin)}{unit}*)?"
-    return kept, rest, spelt, frozenset(single)
+    later = {i: form for i, form in later.items() if _is_text(form)}
+    alone = {text for form in later.values() if len(text := form.decode()) == 1}
+    after_space = {text[1] for form in later.values() if len(text := form.decode()) == 2 and text[0] == " "}
+    unit = any_of(alone)
+    if " " not in alone:
+        later = {i: form for i, form in later.items() if not form.endswith(b" ")}
+        unit = f"(?:{unit}| {any_of(after_space)})"
+    allowed = {i: form for i, form in first.items() if i in later and not (form.endswith(b" ") and " " not in alone)}
+    initials = {text for form in allowed.values() if len(text := form.decode()) == 1}
+    if any(later[i] and not form for i, form in allowed.items()) and initials <= alone:
+        texts = f"{unit}*"
+    else:  # exclude silent first tokens: after one, characters that only a first token spells would be impossible
+        allowed = {i: form for i, form in allowed.items() if form}
+        texts = f"(?:{any_of(initials)}{unit}*)?"
+    return allowed, later, texts, frozenset(alone)
 
 
-def _for_llguidance(forms: Sequence[bytes]) -> LLTokenizer:
+def _llguidance_tokenizer(forms: Sequence[bytes]) -> LLTokenizer:
+    """Return a tokenizer of llguidance. forms: the bytes of each id."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Tokens:
         def __init__(self) -> None:
-            # 0xFF, which UTF-8 has not, is llguidance's own mark of special tokens.
+            # llguidance marks special tokens by 0xFF, which does not occur in UTF-8.
             all_bytes = (bytes([byte]) for byte in range(256))
             self.tokens = [*(b"" if b"\xff" in form else form for form in [*forms, *all_bytes]), b"<end>"]
             self.eos_token_id = len(self.tokens) - 1
@@ -231,12 +263,12 @@ def _for_llguidance(forms: Sequence[bytes]) -> LLTokenizer:
 
 
 def literal(text: str) -> str:
-    """A regular expression, of Rust and Python alike, that matches a text."""
+    """Return a regular expression for a text, in the common syntax of Rust and Python."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in text)
 
 
 def any_of(characters: Iterable[str]) -> str:
-    """A regular expression, of Rust and Python alike, that matches any of some characters."""
+    """Return a regular expression for one of some characters, in the common syntax of Rust and Python."""
     points = sorted(map(ord, characters))
     if not points:
         return "[^\\U00000000-\\U0010ffff]"

@@ -1,91 +1,95 @@
-"""Tasks besides generating.
+"""Tasks other than text generation.
 
-base                    what a task is: settings, one input's arrays, a result from outputs, a line of text
+base                    the base class: settings, arrays of an input, result of outputs, formats of the command line
 classification          labels and their probabilities
-features                a vector for each input; cosines
+features                a vector per input; cosines
 token_classification    labelled spans of a text
-question_answering      the part of a context that answers a question
+question_answering      the span of a context that answers a question
 fill_mask               tokens for a mask
 image_tasks             classification and features of images
-ctc_recognition         speech to text, by scores of tokens at each frame
-speech_to_text          speech to text, by a model that generates
+speech                  speech recognition: results and settings of both kinds
+ctc_recognition         speech recognition by scores of tokens at each frame (CTC)
+speech_to_text          speech recognition by a generative model
 forecasting             the steps that follow a series of numbers
-single_pass             run a model once for each of many inputs, whatever its task
-windows                 run many inputs in batches, results in their order
-settings                options of the command line
+single_pass             run a single-pass model on many inputs
+settings                flags of the command line
 
-To add a task, write a class like these and put it into `TASKS`.
+To add a task, write a subclass of `base.Task` and add it to `TASKS`.
 """
 
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.audio import audio_of
-from tformer_runtime.preprocess.series import Series
+from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks.base import Task
 from tformer_runtime.tasks.classification import Classification, Classifier
-from tformer_runtime.tasks.ctc_recognition import Recognition, Segment, Transcription
+from tformer_runtime.tasks.ctc_recognition import CtcRecognition
 from tformer_runtime.tasks.features import Features
-from tformer_runtime.tasks.fill_mask import Candidate, Filled, Filling
+from tformer_runtime.tasks.fill_mask import Filled, FillMask, MaskCandidate
 from tformer_runtime.tasks.forecasting import Forecasting
 from tformer_runtime.tasks.image_tasks import ImageClassifier, ImageFeatures
-from tformer_runtime.tasks.question_answering import Answer, Answers
-from tformer_runtime.tasks.speech_to_text import Dictation
-from tformer_runtime.tasks.token_classification import Entities, Span
+from tformer_runtime.tasks.question_answering import Answer, QuestionAnswering
+from tformer_runtime.tasks.speech import Segment, Transcription
+from tformer_runtime.tasks.speech_to_text import SpeechToText
+from tformer_runtime.tasks.token_classification import Span, TokenClassification
 
 TASKS: tuple[type[Task], ...] = (
     Classifier,
     Features,
-    Entities,
-    Answers,
-    Filling,
+    TokenClassification,
+    QuestionAnswering,
+    FillMask,
     ImageClassifier,
     ImageFeatures,
-    Recognition,
-    Dictation,
+    CtcRecognition,
+    SpeechToText,
     Forecasting,
 )
 
 
 def task_of(manifest: Manifest) -> Task:
-    """The task of a model that is run once, or forecasts; one that no class serves, or that is done on texts in a file
-    without a tokenizer, gives its outputs as they are, as features."""
-    if Series.of(manifest) is not None:
+    """Return the task of a single-pass model, a forecaster or a speech recognizer.
+
+    A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are
+    the outputs of the model.
+    """
+    if SeriesPreprocessor.of(manifest) is not None:
         return Forecasting(manifest)
-    if manifest.decode is not None and manifest.task in Recognition.names:
-        return Dictation(manifest)
+    if manifest.decode is not None and manifest.task in CtcRecognition.names:
+        return SpeechToText(manifest)
     kind = next((kind for kind in TASKS if manifest.task in kind.names), Features)
-    return (Features if kind.of_texts and not manifest.tokenizer_of else kind)(manifest)
+    return (Features if kind.needs_tokenizer and not manifest.tokenizer_of else kind)(manifest)
 
 
-def dictates(manifest: Manifest) -> bool:
-    """Whether a file writes what it hears: what it decodes are the ids of what is said."""
+def is_speech_to_text(manifest: Manifest) -> bool:
+    """Return whether a file transcribes speech by generating text."""
     decodes = manifest.decode is not None and not manifest.decode.features
-    return decodes and manifest.task in Recognition.names and audio_of(manifest) is not None
+    return decodes and manifest.task in CtcRecognition.names and audio_of(manifest) is not None
 
 
 def generates(manifest: Manifest) -> bool:
-    """Whether what a file is for is to generate: it decodes ids, and no task makes something else of them."""
-    return manifest.decode is not None and not manifest.decode.features and not dictates(manifest)
+    """Return whether a file generates: it decodes ids, and is no speech recognizer."""
+    return manifest.decode is not None and not manifest.decode.features and not is_speech_to_text(manifest)
 
 
 __all__ = [
     "TASKS",
     "Answer",
-    "Answers",
-    "Candidate",
     "Classification",
     "Classifier",
-    "Dictation",
-    "Entities",
+    "CtcRecognition",
     "Features",
+    "FillMask",
     "Filled",
-    "Filling",
     "Forecasting",
-    "Recognition",
+    "MaskCandidate",
+    "QuestionAnswering",
     "Segment",
     "Span",
+    "SpeechToText",
     "Task",
+    "TokenClassification",
     "Transcription",
-    "dictates",
     "generates",
+    "is_speech_to_text",
     "task_of",
 ]

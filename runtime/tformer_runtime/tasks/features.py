@@ -1,4 +1,4 @@
-"""Features: what the model makes of each input, a vector where the file pools, else one for each token."""
+"""Features: the output of the model for each input, one vector if the file pools, else one per token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tformer_runtime.tasks.settings import switch
 if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input
 
-PROMPT = "prompt"  # of the outcome's settings: what is put before each text
+PROMPT = "prompt"  # setting of the manifest: a text that goes before each input text
 
 
 class Features(Task):
@@ -32,22 +32,25 @@ class Features(Task):
 
     @property
     def width(self) -> int | None:
-        """How many numbers an input's vector has; None where it has one for each of its positions, or no fixed size."""
+        """The size of the vector of an input; None if there is one per position, or no fixed size."""
         assert self.manifest.encode is not None
         shape = self.manifest.encode.outputs[0].shape[1:]
         return shape[0] if len(shape) == 1 and isinstance(shape[0], int) else None
 
-    def must_pool(self, what: str) -> int:
-        """The width of vectors; UnsupportedCallError if there is none for an input as a whole."""
+    def must_pool(self, caller: str) -> int:
+        """Return the size of the vectors. Raise UnsupportedCallError if inputs have several.
+
+        caller: the feature that needs one vector per input, for the error.
+        """
         if self.width is None:
             raise UnsupportedCallError(
-                f"this file gives numbers for each position of an input, not a vector for the whole, which {what} "
-                "needs: export it with --pool mean (pool='mean'), or take them with predict()"
+                f"this file gives numbers for each position of an input, not a vector for the whole, which {caller} "
+                "needs: export it with --pooling mean (Task(pooling='mean')), or take them with predict()"
             )
         return self.width
 
-    def value(self, input: Input) -> Input:
-        prompt = self.outcome.settings.get(PROMPT, "")
+    def model_input(self, input: Input) -> Input:
+        prompt = self.output_meaning.settings.get(PROMPT, "")
         return prompt + input if prompt and isinstance(input, str) else input
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Array:
@@ -56,15 +59,15 @@ class Features(Task):
     def numbers(self, result: Array) -> Array:
         return result
 
-    def line(self, result: Array) -> str:
+    def format_line(self, result: Array) -> str:
         return str(numbers_of(result))
 
-    def fields(self, result: Array) -> dict[str, Any]:
+    def format_fields(self, result: Array) -> dict[str, Any]:
         return {"vector" if result.ndim == 1 else "vectors": numbers_of(result)}
 
 
 def cosines(one: Array, other: Array) -> Array:
-    """(n, m) of the rows of (n, d) and (m, d); 0 where either has no length."""
+    """Return the cosines (n, m) of the rows of (n, d) and (m, d); 0 for a row of zeros."""
     return _unit(one) @ _unit(other).T
 
 

@@ -1,7 +1,6 @@
-"""Fill-mask: what may stand where a text has a mask, by the scores that the model gives each token of its vocabulary,
-as transformers' pipeline does.
+"""Fill-mask: the most probable tokens for each mask of a text, as in transformers' pipeline.
 
-p = softmax(z)    over the whole vocabulary, at each mask by itself; so also where `targets` are all that is asked for
+p = softmax(z)    over the whole vocabulary, for each mask independently, also if `candidate_tokens` are set
 """
 
 from __future__ import annotations
@@ -16,23 +15,29 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
-from tformer_runtime.base.validation import refused, whole
+from tformer_runtime.base.validation import check_int, invalid_value
 from tformer_runtime.format.manifest import Manifest
-from tformer_runtime.preprocess.text_reader import Reader
-from tformer_runtime.tasks.base import Outputs, Reading, Task
+from tformer_runtime.preprocess.text_reader import TextReader
+from tformer_runtime.tasks.base import Outputs, Task, TaskInput
 from tformer_runtime.tasks.settings import Flag
 
 if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input, Inputs
 
-MASK = "mask"  # of the outcome's settings: its id
-USUAL = ("[MASK]", "<mask>")  # how the vocabulary calls it, where the file does not tell its id
-TOP_K = 5
+MASK = "mask"  # setting of the manifest: the id of the mask
+DEFAULT_MASK_TOKENS = ("[MASK]", "<mask>")  # for a file without that setting
+DEFAULT_TOP_K = 5
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """token: what the vocabulary's entry `id` is as text. score: its probability. text: the whole, with it."""
+class MaskCandidate:
+    """A token for a mask.
+
+    token: the text of the token.
+    id: its id.
+    score: its probability.
+    text: the whole text with the token in place of the mask.
+    """
 
     token: str
     id: int
@@ -40,76 +45,88 @@ class Candidate:
     text: str
 
 
-Filled = tuple[tuple[Candidate, ...], ...]  # of each mask, the likeliest first
+Filled = tuple[tuple[MaskCandidate, ...], ...]  # for each mask, the most probable candidate first
 
 
-class Filling(Task):
+class FillMask(Task):
     names = ("fill-mask",)
     does = "fills in masks"
     call = "fill()"
-    of_texts = True
+    needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Masks": {
             "top_k": Flag("--top-k", "N", "Write the N likeliest tokens; by default 5.", int),
-            "targets": Flag("--target", "TOKEN", "Choose among these; repeat it for each.", list, repeated=True),
+            "candidate_tokens": Flag(
+                "--candidate-tokens", "TOKEN", "Choose among these; repeat it for each.", list, repeated=True
+            ),
         }
     }
-    batch_size = 8  # for a score is computed for each token of the vocabulary at each position
+    batch_size = 8  # outputs are large: a score per position and token of the vocabulary
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
-        self._reader = Reader(manifest.tokenizers[next(iter(manifest.tokenizer_of.values()))])
+        self._reader = TextReader(manifest.tokenizers[next(iter(manifest.tokenizer_of.values()))])
 
     @cached_property
     def mask(self) -> int:
-        """Its id."""
-        held = self.outcome.settings.get(MASK)
-        found = [held] if held is not None else [i for name in USUAL if (i := self._reader.id_of(name)) is not None]
-        if not found:
-            raise UnsupportedCallError(f"the file's tokenizer has no mask: none of its tokens is {' or '.join(USUAL)}")
-        return int(found[0])
+        """The id of the mask. Raise UnsupportedCallError for a tokenizer without one."""
+        id_from_file = self.output_meaning.settings.get(MASK)
+        if id_from_file is not None:
+            return int(id_from_file)
+        for token in DEFAULT_MASK_TOKENS:
+            id_ = self._reader.id_of(token)
+            if id_ is not None:
+                return id_
+        tokens = " or ".join(DEFAULT_MASK_TOKENS)
+        raise UnsupportedCallError(f"the file's tokenizer has no mask: none of its tokens is {tokens}")
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """targets: tokens, as text or as the vocabulary calls them, or ids; one, or several of them."""
-        given = {name: value for name, value in given.items() if value is not None}
-        top, targets = given.pop("top_k", TOP_K), given.pop("targets", None)
-        super().settings(given)
-        if targets is not None:
-            if isinstance(targets, (str, Integral)):
-                targets = [targets]
-            if not isinstance(targets, Iterable) or isinstance(targets, bytes):
-                raise refused("targets", "tokens, as texts or ids", targets)
-            targets = list(dict.fromkeys(map(self._target, targets)))
-            if not targets:
-                raise OptionError("targets names no token: give one, or leave it out")
-        return {"top_k": whole("top_k", top), "targets": targets}
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Check the settings. The candidate tokens in the result are ids.
 
-    def _target(self, target: Any) -> int:
-        """Its id. OptionError for what is no token, for another would answer another question."""
-        found = self._id(target)
-        if not 0 <= found < self._vocabulary:
-            raise OptionError(f"the target {found} is not in the model's vocabulary, which has {self._vocabulary} ids")
-        return found
+        top_k: the number of candidates of a mask.
+        candidate_tokens: the only tokens to choose from, one or several: texts, names in the vocabulary, or ids.
+        """
+        values = {name: value for name, value in values.items() if value is not None}
+        top_k, candidates = values.pop("top_k", DEFAULT_TOP_K), values.pop("candidate_tokens", None)
+        super().settings(values)
+        if candidates is not None:
+            if isinstance(candidates, (str, Integral)):
+                candidates = [candidates]
+            if not isinstance(candidates, Iterable) or isinstance(candidates, bytes):
+                raise invalid_value("candidate_tokens", "tokens, as texts or ids", candidates)
+            candidates = list(dict.fromkeys(map(self._candidate_id, candidates)))
+            if not candidates:
+                raise OptionError("candidate_tokens names no token: give one, or leave it out")
+        return {"top_k": check_int("top_k", top_k), "candidate_tokens": candidates}
 
-    def _id(self, target: Any) -> int:
-        if isinstance(target, Integral) and not isinstance(target, bool):
-            return int(target)
-        if not isinstance(target, str):
-            raise refused("each of targets", "a text or an id", target)
-        known = self._reader.id_of(target)
-        if known is not None:
-            return known
-        ids = self._reader.ids(target)
+    def _candidate_id(self, candidate: Any) -> int:
+        """Return the id of a candidate. Raise OptionError if it is not exactly one token of the vocabulary."""
+        id_ = self._id(candidate)
+        if not 0 <= id_ < self._vocabulary_size:
+            raise OptionError(
+                f"the candidate token {id_} is not in the model's vocabulary, which has {self._vocabulary_size} ids"
+            )
+        return id_
+
+    def _id(self, candidate: Any) -> int:
+        if isinstance(candidate, Integral) and not isinstance(candidate, bool):
+            return int(candidate)
+        if not isinstance(candidate, str):
+            raise invalid_value("each of candidate_tokens", "a text or an id", candidate)
+        id_ = self._reader.id_of(candidate)
+        if id_ is not None:
+            return id_
+        ids = self._reader.ids(candidate)
         if len(ids) != 1 or ids[0] == self._reader.unknown:
             parts = " ".join(self._reader.token(i) for i in ids)
             raise OptionError(
-                f"the target {target!r} is not one token of the model's vocabulary, but {parts or 'none'}"
+                f"the candidate token {candidate!r} is not one token of the model's vocabulary, but {parts or 'none'}"
             )
         return ids[0]
 
     @property
-    def _vocabulary(self) -> int:
-        """How many ids the model gives scores of."""
+    def _vocabulary_size(self) -> int:
+        """The number of ids that the model scores."""
         assert self.manifest.encode is not None
         size = self.manifest.encode.outputs[0].shape[-1]
         return size if isinstance(size, int) else self._reader.size
@@ -118,57 +135,61 @@ class Filling(Task):
         if not isinstance(text, str):
             return None
         mask = self._reader.token(self.mask)
-        return f"{mask} {text}" if len(text) % 2 else f"{mask} {text} {mask}"  # the first of which is not cut
+        return f"{mask} {text}" if len(text) % 2 else f"{mask} {text} {mask}"  # truncation keeps the first mask
 
-    def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
-        request = inputs.once(input, truncate)
+    def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
+        request = inputs.single_pass_arrays(input, truncate)
         ids = next(request[spec.name] for spec in self._specs if spec.role == "ids")
         if not (ids == self.mask).any():
             cut = ", or what was cut had it" if truncate else ""
             raise InputError(f"the input has no mask: write {self._reader.token(self.mask)} where it belongs{cut}")
-        return Reading([request], ids)
+        return TaskInput([request], ids)
 
     @property
     def _specs(self) -> Sequence[Any]:
         assert self.manifest.encode is not None
         return self.manifest.encode.inputs
 
-    def keep(self, outputs: Outputs, request: Mapping[str, Array]) -> Outputs:
-        """The scores of the masks alone: all positions' would be a hundred times as many."""
+    def select_outputs(self, outputs: Outputs, request: Mapping[str, Array]) -> Outputs:
+        """Return the scores of the masks. The scores of all positions would take much more memory."""
         ids = next(request[spec.name] for spec in self._specs if spec.role == "ids")
         return [outputs[0][ids == self.mask]]
 
-    def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Filled:
-        ids, ((logits, *_), *_) = reading.beside, outputs
-        places = np.flatnonzero(ids == self.mask)
+    def make_result(self, reading: TaskInput, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Filled:
+        ids, ((logits, *_), *_) = reading.details, outputs
+        positions = np.flatnonzero(ids == self.mask)
         return tuple(
-            tuple(self._candidates(ids, int(place), row, settings, several=len(places) > 1))
-            for place, row in zip(places, np.asarray(logits, np.float64), strict=True)
+            tuple(self._candidates(ids, int(position), row, settings, several_masks=len(positions) > 1))
+            for position, row in zip(positions, np.asarray(logits, np.float64), strict=True)
         )
 
     def _candidates(
-        self, ids: Array, place: int, logits: Array, settings: Mapping[str, Any], several: bool
-    ) -> Iterable[Candidate]:
-        """several: whether there are other masks, which the whole text then shows."""
-        powers = np.exp(logits - logits.max())
-        scores = powers / powers.sum()
-        targets = settings["targets"]
-        among = np.arange(len(scores)) if targets is None else np.array(targets)
-        most = min(settings["top_k"], len(among))
-        likely = among[np.argpartition(-scores[among], most - 1)[:most]]
-        for token in sorted(map(int, likely), key=lambda token: -scores[token]):
+        self, ids: Array, position: int, logits: Array, settings: Mapping[str, Any], several_masks: bool
+    ) -> Iterable[MaskCandidate]:
+        """Yield the candidates for a mask, the most probable first.
+
+        ids: of the whole text. position, logits: of the mask.
+        several_masks: whether the text has other masks, which then remain in the text of a candidate.
+        """
+        exponentials = np.exp(logits - logits.max())
+        scores = exponentials / exponentials.sum()
+        candidates = settings["candidate_tokens"]
+        tokens = np.arange(len(scores)) if candidates is None else np.array(candidates)
+        count = min(settings["top_k"], len(tokens))
+        top = tokens[np.argpartition(-scores[tokens], count - 1)[:count]]
+        for token in sorted(map(int, top), key=lambda token: -scores[token]):
             filled = ids.copy()
-            filled[place] = token
-            text = self._reader.text(filled, special=several)
-            yield Candidate(self._reader.text([token], special=True), token, float(scores[token]), text)
+            filled[position] = token
+            text = self._reader.text(filled, special=several_masks)
+            yield MaskCandidate(self._reader.text([token], special=True), token, float(scores[token]), text)
 
     def numbers(self, result: Filled) -> Array:
         return np.array([[candidate.score for candidate in mask] for mask in result])
 
-    def line(self, result: Filled) -> str:
-        """Of each mask its tokens and their probabilities, with a bar between masks."""
+    def format_line(self, result: Filled) -> str:
+        """Format the tokens of each mask and their probabilities, with a bar between masks."""
         masks = ("\t".join(f"{c.token.strip()}\t{c.score:.6g}" for c in candidates) for candidates in result)
         return "\t|\t".join(masks)
 
-    def fields(self, result: Filled) -> dict[str, Any]:
+    def format_fields(self, result: Filled) -> dict[str, Any]:
         return {"masks": [[asdict(candidate) for candidate in candidates] for candidates in result]}

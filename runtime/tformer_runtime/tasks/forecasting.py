@@ -1,14 +1,14 @@
-"""Forecasting: histories of numbers in, the steps that follow them out, in the data's own units.
+"""Forecast series of numbers, in the units of the data.
 
-A model that is run once gives its whole horizon at once. One that decodes gives a step, which is fed back to it as its
-next input: one that reads the history itself (decoder-only) is fed the history first, one with an encoder what
-`Series.begin` says.
+Some models return the whole horizon in one run. Other models decode: each step of the forecast is the next input of the
+decoder. A decoder-only model reads the history first. A decoder with an encoder starts from
+`SeriesPreprocessor.decoder_start`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,207 +21,230 @@ from tformer_runtime.base.errors import (
     OptionError,
     TformerError,
     UnsupportedCallError,
-    numbered,
+    with_input_number,
 )
-from tformer_runtime.base.validation import whole
+from tformer_runtime.base.validation import check_int
+from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.memory_budget import MemoryBudget
+from tformer_runtime.engine.state import State
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.csv_series import read_series
-from tformer_runtime.preprocess.series import TASK, Series, Window
+from tformer_runtime.preprocess.series import TASK, SeriesPreprocessor, SeriesWindow
 from tformer_runtime.tasks.base import Task, numbers_of
-from tformer_runtime.tasks.settings import HOW, LIMIT, Flag
-from tformer_runtime.tasks.windows import WINDOW, in_windows, run_together
+from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 
 Forecast = npt.NDArray[np.float32]
-NOTHING: Forecast = np.zeros((0, 0), np.float32)
 
 
-@dataclass
-class _Row:
-    """One history, and its forecast or what went wrong."""
+@dataclass(eq=False)
+class ForecastRequest:
+    """One history, then its forecast or its error."""
 
     index: int
-    window: Window
-    forecast: Forecast = field(default_factory=lambda: NOTHING)
+    window: SeriesWindow
+    forecast: Forecast | None = None
     error: TformerError | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self.forecast is not None or self.error is not None
+
     def fail(self, error: TformerError) -> None:
-        self.error = error
+        self.error = with_input_number(error, self.index + 1)
 
 
 class Forecaster:
-    """The forecasts of one model file. Safe to share between threads."""
+    """Forecasts with one model file. Threads may share it."""
 
-    def __init__(self, engine: Engine, budget: Budget | None = None) -> None:
-        """budget: what the memory of caches and contexts is taken from. UnsupportedCallError if the file is of another
-        kind."""
+    def __init__(self, engine: Engine, budget: MemoryBudget | None = None) -> None:
+        """
+        budget: of the caches and encoder outputs.
+        Raise UnsupportedCallError if the file does not forecast.
+        """
         manifest = engine.manifest
-        series = Series.of(manifest)
+        series = SeriesPreprocessor.of(manifest)
         if series is None:
             raise UnsupportedCallError(
                 f"this model ({manifest.task}) was not exported to forecast: export it with series={{…}}"
             )
-        self.engine, self.series, self._budget = engine, series, budget or Budget()
-        self._reads_itself = manifest.encode is None
+        self.engine, self.series, self._budget = engine, series, budget or MemoryBudget()
+        self._decoder_only = manifest.encode is None
 
     def steps(self, horizon: int | None) -> int:
-        """How many steps are forecast. OptionError for more than the model can."""
-        steps, most = self.series.steps(horizon), self.most
-        if most is not None and steps > most:
-            held = self.engine.manifest.max_length
-            raise OptionError(f"horizon must be at most {most}, for the model holds {held} steps, not {steps}")
+        """Return the number of steps of a forecast. Raise OptionError for more steps than the model can decode."""
+        steps, max_steps = self.series.steps(horizon), self.max_steps
+        if max_steps is not None and steps > max_steps:
+            max_length = self.engine.manifest.max_length
+            raise OptionError(
+                f"horizon must be at most {max_steps}, for the model holds {max_length} steps, not {steps}"
+            )
         return steps
 
     @property
-    def most(self) -> int | None:
-        """Steps that a decoder has room for, beside the shortest history if it reads that itself; None without one."""
+    def max_steps(self) -> int | None:
+        """The maximum number of steps of a forecast of the shortest history; None for a model without a decoder."""
         if self.engine.manifest.decode is None:
             return None
-        return self.engine.manifest.max_length - self._fed(0) - (self.series.shortest if self._reads_itself else 0)
+        history_rows = self.series.shortest if self._decoder_only else 0
+        return self.engine.manifest.max_length - self._decoder_rows(0) - history_rows
 
-    def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> Window:
-        """A history as the model reads it. InputError for what it cannot read, or not together with so many steps."""
+    def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> SeriesWindow:
+        """Check and normalize a history. Raise InputError for a history that the model cannot read, or that leaves no
+        room for `steps` steps."""
         return self.series.window(history, self.room(steps), truncate)
 
-    def batch(self, windows: Sequence[Window], steps: int) -> list[Forecast]:
-        """(steps, targets) for each, in units. Where `Series.ragged` is false, all are of one length.
+    def batch(self, windows: Sequence[SeriesWindow], steps: int) -> list[Forecast]:
+        """Return the forecast (steps, targets) of each window, in the units of the data.
 
-        The cost is that of encoding, or of reading the histories, and of `steps` - 1 steps; of one run where the model
-        gives all at once.
+        windows: all of one length if `SeriesPreprocessor.ragged` is false.
+        Cost: one run of the model if it returns the whole horizon. Otherwise the run that reads the histories, and
+        `steps` - 1 decoding steps.
         """
-        values = [window.values for window in windows]
-        found = self._at_once(values, steps) if self.series.at_once else self._by_steps(windows, steps)
-        return [self.series.restored(rows, window) for rows, window in zip(found, windows, strict=True)]
+        if self.series.at_once:
+            forecasts = self._forecast_in_one_run([window.values for window in windows], steps)
+        else:
+            forecasts = self._forecast_step_by_step(windows, steps)
+        return [self.series.denormalize(rows, window) for rows, window in zip(forecasts, windows, strict=True)]
 
-    def every(
+    def forecast_all(
         self,
         histories: Iterable[npt.ArrayLike],
         horizon: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
-        first: int = 0,
+        index_offset: int = 0,
         truncate: bool = False,
     ) -> Iterator[Forecast]:
-        """Of any number of histories, in their order; see `Model.forecast_batch`."""
-        whole("batch_size", batch_size)
-        whole("workers", workers)
+        """Yield the forecasts of any number of histories, in their order. Arguments as of `Model.forecast_batch`."""
+        check_int("batch_size", batch_size)
+        check_int("workers", workers)
         steps = self.steps(horizon)
 
-        def window(index: int, history: npt.ArrayLike) -> Window:
+        def read(index: int, history: npt.ArrayLike) -> ForecastRequest:
             try:
-                return self.window(history, steps, truncate)
+                return ForecastRequest(index, self.window(history, steps, truncate))
             except InputError as error:
-                raise numbered(error, index + 1) from error
+                raise with_input_number(error, index + 1) from error
 
-        def run(rows: Sequence[_Row]) -> None:
-            for row, forecast in zip(rows, self.batch([row.window for row in rows], steps), strict=True):
-                row.forecast = forecast
+        def run(requests: Sequence[ForecastRequest]) -> None:
+            forecasts = self.batch([request.window for request in requests], steps)
+            for request, forecast in zip(requests, forecasts, strict=True):
+                request.forecast = forecast
 
-        def given(row: _Row) -> Forecast:
-            if row.error is not None:
-                raise numbered(row.error, row.index + 1) from row.error
-            return row.forecast
+        def make_result(request: ForecastRequest) -> Forecast:
+            assert request.forecast is not None
+            return request.forecast
 
-        rows = (_Row(index, window(index, history)) for index, history in enumerate(histories, first))
-        done = in_windows(
-            rows,
-            lambda some: _alike(some, self.series.ragged, batch_size),
-            lambda batch: run_together(batch, run, _Row.fail),
-            size=WINDOW * batch_size,
-            workers=workers,
+        requests = (read(index, history) for index, history in enumerate(histories, index_offset))
+        runner: BatchRunner[ForecastRequest, ForecastRequest] = BatchRunner(
+            lambda window: _make_batches(window, self.series.ragged, batch_size), run, workers
         )
-        return map(given, done)
-
-    def _fed(self, steps: int) -> int:
-        """Rows that a decoder reads for so many steps, beside a history that it reads itself."""
-        begin = self.series.begin
-        return (begin if isinstance(begin, int) else len(begin)) + steps - 1
+        return in_order(requests, runner, make_result, WindowLimits(WINDOW_BATCHES * batch_size))
 
     def room(self, steps: int) -> int | None:
-        """Rows of history that the model can read beside so many steps; None if there is no limit."""
-        if self._reads_itself:
-            return self.engine.manifest.max_length - self._fed(steps)
+        """Return the number of history rows that the model can read with `steps` steps; None if there is no limit."""
+        if self._decoder_only:
+            return self.engine.manifest.max_length - self._decoder_rows(steps)
         encode = self.engine.manifest.encode
         assert encode is not None
         spec = next(spec for spec in encode.inputs if spec.name == self.series.input)
         return spec.shape[1] if isinstance(spec.shape[1], int) else spec.max_length
 
-    def _at_once(self, values: Sequence[Array], steps: int) -> Array:
-        """(rows, steps, targets)"""
+    def _decoder_rows(self, steps: int) -> int:
+        """Return the number of rows that a decoder reads for `steps` steps, without the history."""
+        begin = self.series.begin
+        return (begin if isinstance(begin, int) else len(begin)) + steps - 1
+
+    def _forecast_in_one_run(self, values: Sequence[Array], steps: int) -> Array:
+        """Return (rows, steps, targets), normalized."""
         assert self.engine.manifest.encode is not None
         name = self.engine.manifest.encode.outputs[0].name
-        given: Array = self.engine.encode({self.series.input: list(values)}, len(values))[name].numpy()
-        if given.ndim == 2:  # of one target
-            given = given[:, :, None]
-        return given[:, :steps, list(self.series.feedback)]
+        output: Array = self.engine.encode({self.series.input: list(values)}, len(values))[name].numpy()
+        if output.ndim == 2:  # one target has no axis
+            output = output[:, :, None]
+        return output[:, :steps, list(self.series.feedback)]
 
-    def _by_steps(self, windows: Sequence[Window], steps: int) -> Array:
-        """(rows, steps, targets)"""
-        engine, rows, feedback = self.engine, len(windows), list(self.series.feedback)
-        values = [window.values for window in windows]
-        sources = None if self._reads_itself else {self.series.input: values}
-        fed = values if self._reads_itself else [self.series.first(window) for window in windows]
-        counts = np.array([len(own) for own in fed])
-        longest = int(counts.max())
-        share = self._budget.share()
-        sizes = [engine.sizing.sizes({} if sources is None else {self.series.input: own}) for own in values]
-        most = {axis: max(own[axis] for own in sizes) for axis in sizes[0]}
-        read = longest + steps - 1
+    def _forecast_step_by_step(self, windows: Sequence[SeriesWindow], steps: int) -> Array:
+        """Return (rows, steps, targets), normalized. A batch that does not fit into the memory is split into halves."""
+        rows = len(windows)
+        starts = [window.values if self._decoder_only else self.series.decoder_start(window) for window in windows]
+        max_tokens = max(map(len, starts)) + steps - 1
+        share = self._budget.new_share()
         try:
-            share.ask(engine.sizing.need(read, most, rows))
+            share.reserve(self._bytes_needed(windows, max_tokens))
         except MemoryBudgetError:
-            share.end()
+            share.release_reservation()
             if rows == 1:
                 raise
             halves = (windows[: rows // 2], windows[rows // 2 :])
-            return np.concatenate([self._by_steps(half, steps) for half in halves])
+            return np.concatenate([self._forecast_step_by_step(half, steps) for half in halves])
         state = None
         try:
-            state = engine.start(sources, rows, budget=share, most=[read] * rows)
-            tokens: Array = np.zeros((rows, longest, len(feedback)), np.float32)
-            for row, own in zip(tokens, fed, strict=True):
-                row[: len(own)] = own
-            found: Array = np.empty((rows, steps, len(feedback)), np.float32)
-            for at in range(steps):
-                found[:, at] = engine.step(state, tokens, counts if at == 0 else None)[:, feedback]
-                tokens = found[:, at : at + 1]
-            return found
+            sources = None if self._decoder_only else {self.series.input: [window.values for window in windows]}
+            state = self.engine.start(sources, rows, budget=share, max_tokens=[max_tokens] * rows)
+            return self._decode(state, starts, steps)
         finally:
             if state is not None:
                 state.release()
-            share.end()
+            share.release_reservation()
+
+    def _bytes_needed(self, windows: Sequence[SeriesWindow], max_tokens: int) -> int:
+        estimate = self.engine.memory_estimate
+        sizes = [
+            estimate.request_sizes({} if self._decoder_only else {self.series.input: window.values})
+            for window in windows
+        ]
+        max_sizes = {axis: max(row_sizes[axis] for row_sizes in sizes) for axis in sizes[0]}
+        return estimate.bytes_needed(max_tokens, max_sizes, len(windows))
+
+    def _decode(self, state: State, starts: Sequence[Array], steps: int) -> Array:
+        """Return (rows, steps, targets). starts: the first decoder input of each row, (length, targets)."""
+        rows, feedback = len(starts), list(self.series.feedback)
+        counts = np.array([len(start) for start in starts])
+        tokens: Array = np.zeros((rows, int(counts.max()), len(feedback)), np.float32)
+        for row, start in zip(tokens, starts, strict=True):
+            row[: len(start)] = start
+        forecast: Array = np.empty((rows, steps, len(feedback)), np.float32)
+        for step in range(steps):
+            forecast[:, step] = self.engine.step(state, tokens, counts if step == 0 else None)[:, feedback]
+            tokens = forecast[:, step : step + 1]
+        return forecast
 
 
-def _alike(rows: Sequence[_Row], ragged: bool, batch_size: int) -> Iterator[list[_Row]]:
-    """Batches of rows of like length; of one length each unless they may be ragged."""
-    batch: list[_Row] = []
-    for row in sorted(rows, key=lambda row: len(row.window.values)):
-        other = batch and not ragged and len(batch[0].window.values) != len(row.window.values)
-        if len(batch) == batch_size or other:
+def _make_batches(
+    requests: Sequence[ForecastRequest], ragged: bool, batch_size: int
+) -> Iterator[list[ForecastRequest]]:
+    """Yield batches of histories of similar length. ragged: whether a batch may have several lengths."""
+    batch: list[ForecastRequest] = []
+    for request in sorted(requests, key=lambda request: len(request.window.values)):
+        other_length = batch and not ragged and len(batch[0].window.values) != len(request.window.values)
+        if len(batch) == batch_size or other_length:
             yield batch
             batch = []
-        batch.append(row)
+        batch.append(request)
     if batch:
         yield batch
 
 
 class Forecasting(Task):
+    """The task of forecasters: its settings, and the formats of a forecast."""
+
     names = (TASK,)
     does = "forecasts series of numbers"
     call = "forecast()"
-    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}, HOW: LIMIT}  # noqa: RUF012
+    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}, RUN_HEADING: MAX_MEMORY_FLAG}  # noqa: RUF012
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
-        series = Series.of(manifest)
+        series = SeriesPreprocessor.of(manifest)
         assert series is not None
         self.series = series
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(given)
-        horizon = given.pop("horizon", None)
-        super().settings(given)
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(values)
+        horizon = values.pop("horizon", None)
+        super().settings(values)
         return {"horizon": self.series.steps(horizon)}
 
     def result(self, outputs: Sequence[Array], settings: Mapping[str, Any]) -> Array:
@@ -230,19 +253,19 @@ class Forecasting(Task):
     def numbers(self, result: Array) -> Array:
         return result
 
-    def line(self, result: Array) -> str:
+    def format_line(self, result: Array) -> str:
         return str(numbers_of(result))
 
-    def fields(self, result: Array) -> dict[str, Any]:
+    def format_fields(self, result: Array) -> dict[str, Any]:
         return {"columns": self.series.names, "forecast": numbers_of(result)}
 
-    def read(self, line: str, ids: bool) -> Any:
+    def parse_line(self, line: str, ids: bool) -> Any:
         return History(line, read_series(line, self.series.columns, self.series.features))
 
 
 @dataclass(frozen=True)
 class History:
-    """values: (time, columns) of the file of that name."""
+    """A history from a CSV file. name: the name of the file. values: (time, columns)."""
 
     name: str
     values: Array

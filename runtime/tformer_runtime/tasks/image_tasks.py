@@ -1,4 +1,4 @@
-"""Images: classification and features as of texts, of what a file's preparation makes of pictures (`images`)."""
+"""Classification and features of images, which `preprocess.images` turns into pixels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from tformer_runtime.tasks.classification import Classifier
 from tformer_runtime.tasks.features import Features
 
 
-class _OfImages(Task):
-    """Of which none is too long."""
+class _ImageTask(Task):
+    """Images are resized, so none is too long."""
 
-    cuts = False
+    can_truncate = False
 
 
-class ImageClassifier(_OfImages, Classifier):
+class ImageClassifier(_ImageTask, Classifier):
     names = ("image-classification",)
     does = "classifies images"
 
 
-class ImageFeatures(_OfImages, Features):
+class ImageFeatures(_ImageTask, Features):
     names = ("image-feature-extraction",)
     does = "turns each image into numbers"

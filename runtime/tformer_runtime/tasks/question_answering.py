@@ -1,14 +1,15 @@
-"""Extractive question answering: the span of a context that answers a question, as transformers' pipeline finds it.
+"""Extractive question answering: the span of a context that answers a question, as in transformers' pipeline.
 
-The context is read in windows, each behind the question. In each, of its n context tokens and the first token of all,
+The context is read in windows, each after the question. In a window, the probability of the answer from token i to
+token j is
 
-p(i, j) = softmax(start)ᵢ · softmax(end)ⱼ    for i ≤ j < i + longest
+p(i, j) = softmax(start)ᵢ · softmax(end)ⱼ    for i ≤ j < i + max_answer_tokens
 
-is the probability of the answer from token i to token j. Spans are widened to whole words; those of one text are one
-answer, whose probabilities are added. That there is no answer is as probable as the span of the first token alone, in
-the window where that is least.
+where softmax is over the context tokens and the first token of the window. Spans are widened to whole words. Spans with
+the same text are one answer, and their probabilities are added. The probability of no answer is that of the first token
+alone, its minimum over the windows.
 
-transformers 5 has the pipeline no more; this is that of version 4,
+transformers 5 dropped the pipeline. Results equal those of version 4:
 https://huggingface.co/docs/transformers/v4.57.1/main_classes/pipelines, QuestionAnsweringPipeline
 """
 
@@ -22,22 +23,28 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError
-from tformer_runtime.base.validation import flag, whole
-from tformer_runtime.preprocess.text_reader import Window
-from tformer_runtime.tasks.base import Outputs, Reading, Task, at_once
+from tformer_runtime.base.validation import check_bool, check_int
+from tformer_runtime.preprocess.text_reader import TextWindow
+from tformer_runtime.tasks.base import Outputs, Task, TaskInput, only_request
 from tformer_runtime.tasks.settings import Flag, switch
 
 if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input, Inputs
 
-FIRST = "first"  # of the outcome's settings: the id of the token that stands for "there is no answer", if there is one
-WINDOW, STRIDE, LONGEST = 384, 128, 15  # tokens, unless a file takes fewer, or other numbers are asked for
+FIRST = "first"  # setting of the manifest: the id of the first token, which stands for "no answer"; absent if none does
+DEFAULT_MAX_SEQ_LEN, DEFAULT_DOC_STRIDE, DEFAULT_MAX_ANSWER_TOKENS = 384, 128, 15
+MIN_SPANS_PER_WINDOW = 10  # beyond twice top_k: several spans may widen to one answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """start, end: the place of `text` in the context, of its first character and of the one after its last. score: its
-    probability. An answer without text: there is none in the context. alternatives: the next best."""
+    """An answer.
+
+    text: part of the context; empty if the context holds no answer.
+    score: its probability.
+    start, end: offsets of the text in the context, in characters; `end` is exclusive.
+    alternatives: the next best answers.
+    """
 
     text: str
     score: float
@@ -46,52 +53,60 @@ class Answer:
     alternatives: tuple[Answer, ...] = ()
 
 
-class Answers(Task):
+class QuestionAnswering(Task):
     names = ("question-answering",)
     does = "answers questions from a context"
     call = "answer()"
-    of_texts = True
-    cuts = False  # a context is read in windows
-    proven = {"top_k": 10**6}  # noqa: RUF012  (all spans: where many are as likely, which are the best is not told)
+    needs_tokenizer = True
+    can_truncate = False  # a context is read in windows
+    # All spans, because the order of equally probable ones is arbitrary.
+    comparison_settings = {"top_k": 10**6}  # noqa: RUF012
     flags = {  # noqa: RUF012
         "Answers": {
             "top_k": Flag("--top-k", "N", "Write the N best answers.", int),
-            "no_answer": switch("--no-answer", "Write nothing for an answer where that is the likeliest."),
-            "longest": Flag("--longest", "N", "Tokens that an answer has at most; by default 15.", int),
-            "window": Flag("--window", "N", "Read a context in windows of N tokens, with the question; 384.", int),
-            "stride": Flag("--stride", "N", "Windows share N tokens of the context; by default 128.", int),
+            "allow_no_answer": switch("--allow-no-answer", "Write nothing for an answer where that is the likeliest."),
+            "max_answer_tokens": Flag(
+                "--max-answer-tokens", "N", "Tokens that an answer has at most; by default 15.", int
+            ),
+            "max_seq_len": Flag(
+                "--max-seq-len", "N", "Read a context in windows of N tokens, with the question; 384.", int
+            ),
+            "doc_stride": Flag("--doc-stride", "N", "Windows share N tokens of the context; by default 128.", int),
         }
     }
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in given.items() if value is not None}
-        counts = {"top_k": 1, "longest": LONGEST, "window": self._window, "stride": None}
-        settings = {name: given.pop(name, default) for name, default in counts.items()}
-        settings["no_answer"] = flag("no_answer", given.pop("no_answer", False))
-        super().settings(given)
-        for name in ("top_k", "longest", "window"):
-            settings[name] = whole(name, settings[name])
-        if settings["window"] > (most := self._most or settings["window"]):
-            raise OptionError(f"window must be at most {most}, for the model takes no more, not {settings['window']}")
-        if settings["stride"] is None:
-            settings["stride"] = min(settings["window"] // 2, STRIDE)
-        if whole("stride", settings["stride"], least=0) >= settings["window"]:
-            raise OptionError(f"stride must be less than a window, {settings['window']}, not {settings['stride']}")
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = {name: value for name, value in values.items() if value is not None}
+        model_limit = self._model_max_tokens
+        defaults = {
+            "top_k": 1,
+            "max_answer_tokens": DEFAULT_MAX_ANSWER_TOKENS,
+            "max_seq_len": min(model_limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN),
+            "doc_stride": None,
+        }
+        settings = {name: values.pop(name, default) for name, default in defaults.items()}
+        settings["allow_no_answer"] = check_bool("allow_no_answer", values.pop("allow_no_answer", False))
+        super().settings(values)
+        for name in ("top_k", "max_answer_tokens", "max_seq_len"):
+            settings[name] = check_int(name, settings[name])
+        window = settings["max_seq_len"]
+        if model_limit and window > model_limit:
+            raise OptionError(f"max_seq_len must be at most {model_limit}, for the model takes no more, not {window}")
+        if settings["doc_stride"] is None:
+            settings["doc_stride"] = min(window // 2, DEFAULT_DOC_STRIDE)
+        if check_int("doc_stride", settings["doc_stride"], 0) >= window:
+            raise OptionError(f"doc_stride must be less than a window, {window}, not {settings['doc_stride']}")
         return settings
 
     @property
-    def _most(self) -> int | None:
+    def _model_max_tokens(self) -> int | None:
         encode = self.manifest.encode
-        return min((i.max_length for i in encode.inputs if i.max_length), default=None) if encode else None
-
-    @property
-    def _window(self) -> int:
-        return min(self._most or WINDOW, WINDOW)
+        return min((spec.max_length for spec in encode.inputs if spec.max_length), default=None) if encode else None
 
     def sample(self, text: str | tuple[str, str]) -> Input | None:
         return None if isinstance(text, str) else text
 
-    def reading(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Reading:
+    def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
         if isinstance(input, Mapping) and set(input) == {"question", "context"}:
             input = (input["question"], input["context"])  # type: ignore[assignment]
         if not isinstance(input, (tuple, list)) or len(input) != 2 or not all(isinstance(part, str) for part in input):
@@ -99,84 +114,93 @@ class Answers(Task):
         question, context = map(str, input)
         if not question.strip():
             raise InputError("the question is empty")
-        windows = inputs.windows((question, context), most=settings["window"], stride=settings["stride"])
-        if not context.strip() or not any((window.texts == 1).any() for window in windows):  # nothing to answer from
+        windows = inputs.windows((question, context), max_tokens=settings["max_seq_len"], stride=settings["doc_stride"])
+        if not context.strip() or not any((window.texts == 1).any() for window in windows):
             raise InputError("the context is empty")
-        return Reading([inputs.arrays(window) for window in windows], (context, windows))
+        return TaskInput([inputs.window_arrays(window) for window in windows], (context, windows))
 
-    def at_once(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        reading = self.reading(input, inputs, truncate, settings)
-        return at_once(reading, "the context", f"windows of {settings['window']} tokens")
+    def single_request(
+        self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]
+    ) -> Mapping[str, Array]:
+        reading = self.read_input(input, inputs, truncate, settings)
+        return only_request(reading, "the context", f"windows of {settings['max_seq_len']} tokens")
 
-    def made(self, reading: Reading, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Answer:
-        context, windows = reading.beside
-        found: dict[str, Answer] = {}
-        nothing = np.inf
-        for window, (start, end, *_) in zip(windows, outputs, strict=True):
-            begins, ends, none = self._probabilities(window, start, end)
-            nothing = min(nothing, none)
-            for i, j, score in _best(begins, ends, settings["top_k"] * 2 + 10, settings["longest"]):
-                first, last = _in_words(window, i, j)
-                text = context[first:last]
-                same = found.get(text.lower())
-                before = same.score if same is not None else 0.0
-                first, last = (same.start, same.end) if same is not None else (first, last)
-                found[text.lower()] = Answer(context[first:last], before + score, first, last)
-        every = list(found.values())
-        if settings["no_answer"] or not every:
-            every.append(Answer("", float(nothing), 0, 0))
-        best, *others = sorted(every, key=lambda answer: -answer.score)[: settings["top_k"]]
+    def make_result(self, reading: TaskInput, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Answer:
+        context, windows = reading.details
+        answers: dict[str, Answer] = {}  # by text in lower case
+        no_answer = np.inf
+        span_count = 2 * settings["top_k"] + MIN_SPANS_PER_WINDOW
+        for window, (start_logits, end_logits, *_) in zip(windows, outputs, strict=True):
+            starts, ends, no_answer_here = self._probabilities(window, start_logits, end_logits)
+            no_answer = min(no_answer, no_answer_here)
+            for first, last, score in _best_spans(starts, ends, span_count, settings["max_answer_tokens"]):
+                start, end = _widen_to_words(window, first, last)
+                text = context[start:end]
+                same = answers.get(text.lower())
+                if same is not None:
+                    text, start, end, score = same.text, same.start, same.end, same.score + score
+                answers[text.lower()] = Answer(text, score, start, end)
+        candidates = list(answers.values())
+        if settings["allow_no_answer"] or not candidates:
+            candidates.append(Answer("", float(no_answer), 0, 0))
+        best, *others = sorted(candidates, key=lambda answer: -answer.score)[: settings["top_k"]]
         return Answer(best.text, best.score, best.start, best.end, tuple(others))
 
-    def _probabilities(self, window: Window, start: Array, end: Array) -> tuple[Array, Array, float]:
-        """(time,) that an answer begins, and ends, at each token of the context; and that there is none."""
+    def _probabilities(self, window: TextWindow, start: Array, end: Array) -> tuple[Array, Array, float]:
+        """Return probabilities for a window: (time,) of a start and of an end at each token, and of no answer.
+
+        start, end: logits (time,). Tokens outside the context have probability 0.
+        """
         context = window.texts == 1
-        first = window.ids == self.outcome.settings.get(FIRST, -1)
+        first = window.ids == self.output_meaning.settings.get(FIRST, -1)
         both = []
         for logits in (start, end):
             logits = np.where(context | first, np.asarray(logits, np.float64), -np.inf)
-            powers = np.exp(logits - logits.max()) if np.isfinite(logits).any() else np.zeros(len(logits))
-            both.append(powers / (powers.sum() or 1))
-        none = float(both[0][0] * both[1][0])
-        begins, ends = (np.where(context, values, 0) for values in both)
-        return begins, ends, none
+            exponentials = np.exp(logits - logits.max()) if np.isfinite(logits).any() else np.zeros(len(logits))
+            both.append(exponentials / (exponentials.sum() or 1))
+        no_answer = float(both[0][0] * both[1][0])
+        starts, ends = (np.where(context, probabilities, 0) for probabilities in both)
+        return starts, ends, no_answer
 
     def numbers(self, result: Answer) -> Array:
         return np.array([result.score])
 
-    def line(self, result: Answer) -> str:
-        """Of each answer its text, and its probability."""
+    def format_line(self, result: Answer) -> str:
+        """Format the text and the probability of each answer."""
         ranked = (result, *result.alternatives)
         return "\t".join(f"{' '.join(answer.text.split())}\t{answer.score:.6g}" for answer in ranked)
 
-    def fields(self, result: Answer) -> dict[str, Any]:
-        one, *others = (
+    def format_fields(self, result: Answer) -> dict[str, Any]:
+        best, *others = (
             {"text": answer.text, "score": answer.score, "start": answer.start, "end": answer.end}
             for answer in (result, *result.alternatives)
         )
-        return {**one, **({"alternatives": others} if others else {})}
+        return {**best, **({"alternatives": others} if others else {})}
 
 
-def _best(begins: Array, ends: Array, most: int, longest: int) -> list[tuple[int, int, float]]:
-    """The likeliest spans, (first token, last token, probability), the best first. Cost: tokens times `longest`."""
-    count = len(begins)
-    scores = np.zeros((count, min(longest, count)))
-    for ahead in range(scores.shape[1]):
-        scores[: count - ahead, ahead] = begins[: count - ahead] * ends[ahead:]
-    order = np.argsort(-scores, axis=None, kind="stable")[:most]
-    places = np.stack(np.unravel_index(order, scores.shape), 1).tolist()
-    return [(at, at + ahead, float(scores[at, ahead])) for at, ahead in places if scores[at, ahead] > 0]
+def _best_spans(starts: Array, ends: Array, max_spans: int, max_answer_tokens: int) -> list[tuple[int, int, float]]:
+    """Return the most probable spans, best first: first token, last token, probability.
+
+    starts, ends: (time,) probabilities. Cost: tokens × max_answer_tokens.
+    """
+    count = len(starts)
+    scores = np.zeros((count, min(max_answer_tokens, count)))
+    for extra in range(scores.shape[1]):
+        scores[: count - extra, extra] = starts[: count - extra] * ends[extra:]
+    order = np.argsort(-scores, axis=None, kind="stable")[:max_spans]
+    spans = np.stack(np.unravel_index(order, scores.shape), 1).tolist()
+    return [(first, first + extra, float(scores[first, extra])) for first, extra in spans if scores[first, extra] > 0]
 
 
-def _in_words(window: Window, first: int, last: int) -> tuple[int, int]:
-    """The characters of tokens first to last of the context, in whole words as far as the window has them."""
-    return int(_word(window, first)[0, 0]), int(_word(window, last)[-1, 1])
+def _widen_to_words(window: TextWindow, first: int, last: int) -> tuple[int, int]:
+    """Return the characters from the word of token `first` to that of token `last`, as far as the window has them."""
+    return int(_word_offsets(window, first)[0, 0]), int(_word_offsets(window, last)[-1, 1])
 
 
-def _word(window: Window, token: int) -> Array:
-    """The offsets, (n, 2), of the tokens of a token's word; its own where the tokenizer knows no words."""
+def _word_offsets(window: TextWindow, token: int) -> Array:
+    """Return the offsets (n, 2) of the tokens of a token's word; of the token alone if the tokenizer has no words."""
     word = window.words[token]
     if word < 0:
         return window.offsets[token : token + 1]
-    found: Array = window.offsets[(window.words == word) & (window.texts == 1)]
-    return found
+    offsets: Array = window.offsets[(window.words == word) & (window.texts == 1)]
+    return offsets

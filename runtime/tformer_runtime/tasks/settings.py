@@ -1,4 +1,4 @@
-"""Options as `tformer-run` takes them: what they are called, and what their text stands for."""
+"""Flags of `tformer-run`: their names, and how their text is parsed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Flag:
-    """read: the value of a text, or of all texts of an option that may be repeated; ValueError if there is none.
-    A switch has no text: it is given or not."""
+    """A flag of the command line.
+
+    flag: its name, such as "--top-k".
+    metavar: the name of its value in --help; empty for a switch.
+    help: one sentence.
+    read: from its text to its value; from the list of texts, if `repeated`. Raises ValueError for text without a value.
+    repeated: whether the flag may be repeated.
+    """
 
     flag: str
     metavar: str
@@ -29,22 +35,26 @@ class Flag:
 
 
 def switch(flag: str, help: str) -> Flag:
-    """An option that is given or not."""
+    """Return a flag without a value."""
     return Flag(flag, "", help, bool)
 
 
-def value_of(flag: Flag, given: Any) -> Any:
-    """What was given, as the value that it stands for; as it is where it stands for none, to be refused later."""
+def value_of(flag: Flag, text: Any) -> Any:
+    """Return the value of a flag.
+
+    text: its text, or its texts if it may be repeated. Text without a value is returned unchanged, so that the check of
+    the option refuses it.
+    """
     try:
-        return flag.read(given)
+        return flag.read(text)
     except ValueError:
-        return given if isinstance(given, str) else " ".join(given)
+        return text if isinstance(text, str) else " ".join(text)
 
 
 def bytes_of(text: str) -> int:
-    """Of a number of bytes, or of KiB, MiB or GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    count = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    """Parse a number of bytes, KiB (K), MiB (M) or GiB (G). Raise OptionError for other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
         raise OptionError(
             f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}"
@@ -53,5 +63,7 @@ def bytes_of(text: str) -> int:
 
 
 MAX_MEMORY = "max_memory"
-HOW = "How it is generated"  # heading
-LIMIT = {MAX_MEMORY: Flag("--max-memory", "SIZE", "Bytes that caches may take, such as 500M or 2G.", bytes_of)}
+RUN_HEADING = "Run"  # of flags
+MAX_MEMORY_FLAG = {
+    MAX_MEMORY: Flag("--max-memory", "SIZE", "Bytes that caches may take, such as 500M or 2G.", bytes_of)
+}

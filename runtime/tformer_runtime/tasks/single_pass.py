@@ -1,9 +1,11 @@
-"""A model of one stage over any number of inputs: read as they are needed, run with those of like length, given back in
-their order.
+"""Run a single-pass model (one run for each input) over any number of inputs.
 
-Padding is computed too, so inputs of a window are sorted by length before they are put into batches, and cut out of the
-results. A file whose rows padding would change has batches of one size alone. Memory: the inputs and results of one
-window, of two with several workers; a window of inputs that are all of one size, or large, is a batch for each worker.
+Inputs are read lazily, and results are returned in the order of the inputs (`decoding.ordered`). Padding costs time
+too, so the inputs of a window are sorted by length before they are put into batches. Padding is cut out of the results.
+If padding would change the results of a file, all inputs of a batch have the same size.
+
+The memory is that of the inputs and outputs of one window, of two with several workers. A window has one batch for each
+worker if all inputs have one size, or if they are large.
 """
 
 from __future__ import annotations
@@ -16,28 +18,29 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
-from tformer_runtime.base.errors import InputError, numbered
-from tformer_runtime.base.validation import whole
+from tformer_runtime.base.errors import InputError, with_input_number
+from tformer_runtime.base.validation import check_int
+from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.step_outputs import cut_to
-from tformer_runtime.format.manifest import Encode
-from tformer_runtime.format.sizes import every_size
-from tformer_runtime.tasks.base import Outputs, Reading
-from tformer_runtime.tasks.windows import WINDOW, in_windows, run_together
+from tformer_runtime.engine.step_outputs import crop
+from tformer_runtime.format.manifest import EncodeStage
+from tformer_runtime.format.sizes import input_and_output_sizes
+from tformer_runtime.tasks.base import Outputs, TaskInput
 
-POSITIONS = 512  # computed at once on a CPU at most: what one operator writes is still near when the next reads it
-HELD = 2**23  # numbers of a window's inputs that are enough: 32 MB, 9 minutes of sound at 16 kHz
-PATCHES = 196  # that a picture is taken for: those of 224 × 224 pixels, 16 × 16 each
+MAX_CPU_BATCH_POSITIONS = 512  # so that the output of one operator is still in the cache when the next one reads it
+WINDOW_INPUT_VALUES = 2**23  # input values that complete a window: 32 MB in float32, 9 minutes of sound at 16 kHz
+IMAGE_POSITIONS = 196  # assumed for an image: 224 × 224 pixels in patches of 16 × 16
 
-Keep = Callable[[Outputs, Mapping[str, Array]], Outputs]  # what of a request's outputs is needed
+SelectOutputs = Callable[[Outputs, Mapping[str, Array]], Outputs]
+"""From the outputs and the inputs of a request to the outputs that are needed."""
 
 
-@dataclass
-class _Row:
-    """One request, and its outputs or what went wrong."""
+@dataclass(eq=False)
+class SinglePassRequest:
+    """One run of the model: its inputs, then its outputs or its error."""
 
     sources: Mapping[str, Array]
-    outputs: Outputs = ()
+    outputs: Outputs | None = None
     error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -45,114 +48,119 @@ class _Row:
 
     @property
     def size(self) -> int:
+        """The number of values of the largest input."""
         return max((value.size for value in self.sources.values()), default=0)
 
-    def positions(self, encode: Encode) -> int:
-        """How many the model is likely to compute for it; of a sound, not its samples but the frames that it makes of
-        them."""
-        sizes = every_size(encode, self.sources) if encode.follows else {}
-        made = {rule.of: sizes[name] for name, rule in encode.follows.items()}
-        axes = {spec.name: spec.shape[1] for spec in encode.inputs if len(spec.shape) > 1}
+    def positions(self, encode: EncodeStage) -> int:
+        """Return an estimate of the positions that the model computes. For a sound these are frames, not samples."""
+        sizes = input_and_output_sizes(encode, self.sources) if encode.derived_lengths else {}
+        frame_counts = {rule.of: sizes[name] for name, rule in encode.derived_lengths.items()}
+        time_axes = {spec.name: spec.shape[1] for spec in encode.inputs if len(spec.shape) > 1}
         counts = (
-            PATCHES if value.ndim > 2 else made.get(str(axes.get(name)), len(value))
+            IMAGE_POSITIONS if value.ndim > 2 else frame_counts.get(str(time_axes.get(name)), len(value))
             for name, value in self.sources.items()
         )
         return max(counts, default=1) or 1
 
 
-@dataclass
-class _Read:
-    """One input, its rows, or why there are none."""
+@dataclass(eq=False)
+class SinglePassInput:
+    """One input and its requests."""
 
     index: int
-    reading: Reading
-    rows: Sequence[_Row] = ()
-    error: Exception | None = None
+    arrays: TaskInput
+    requests: Sequence[SinglePassRequest]
 
     @property
-    def failed(self) -> Exception | None:
-        return self.error or next((row.error for row in self.rows if row.error is not None), None)
+    def finished(self) -> bool:
+        return all(request.outputs is not None or request.error is not None for request in self.requests)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((request.error for request in self.requests if request.error is not None), None)
 
 
 def run_once(
     engine: Engine,
-    readings: Iterable[Callable[[], Reading]],
+    readers: Iterable[Callable[[], TaskInput]],
     batch_size: int = 32,
     workers: int = 1,
-    first: int = 0,
-    keep: Keep = lambda outputs, request: outputs,
-) -> Iterator[tuple[Reading, list[Outputs]]]:
-    """Each input and the outputs for each of its requests, without batch axis and padding, in the order of the inputs.
+    index_offset: int = 0,
+    select_outputs: SelectOutputs = lambda outputs, sources: outputs,
+) -> Iterator[tuple[TaskInput, list[Outputs]]]:
+    """Yield each input with the outputs of its requests, without batch axis and padding, in the order of the inputs.
 
-    readings: what reads an input. What is wrong with an input raises in its turn, after the results of those before it,
-    as an InputError that names it by its number, counted from 1. workers: batches run side by side. first: how many
-    inputs came before these. keep: what is held of a request's outputs until its turn comes.
+    readers: read one input each.
+    workers: batches that are run in parallel.
+    index_offset: the number of inputs before these.
+    select_outputs: selects the outputs of a request that are kept until the turn of its input.
+    Raise an InputError for an input, with its number from 1, after the results of the inputs before it.
     """
-    whole("batch_size", batch_size)
-    whole("workers", workers)
-    reads = (_made(read, index) for index, read in enumerate(readings, first))
-    done = in_windows(
-        reads,
-        lambda some: _batches(engine, [row for read in some for row in read.rows], batch_size),
-        lambda batch: run_together(batch, partial(_run, engine, keep), _Row.fail),
-        size=(WINDOW if _sized(engine) else workers) * batch_size,
-        workers=workers,
-        weigh=lambda read: sum(value.size for row in read.rows for value in row.sources.values()),
-        most=HELD,
-        count=lambda read: len(read.rows),
-        least=workers * batch_size,
+    check_int("batch_size", batch_size)
+    check_int("workers", workers)
+    runner: BatchRunner[SinglePassInput, SinglePassRequest] = BatchRunner(
+        lambda inputs: _make_batches(engine, [request for item in inputs for request in item.requests], batch_size),
+        partial(_run_batch, engine, select_outputs),
+        workers,
     )
-    return map(_result, done)
+    limits: WindowLimits[SinglePassInput] = WindowLimits(
+        (WINDOW_BATCHES if _has_free_sizes(engine) else workers) * batch_size,
+        enough_values=WINDOW_INPUT_VALUES,
+        count_values=lambda item: sum(value.size for request in item.requests for value in request.sources.values()),
+        min_rows=workers * batch_size,
+        count_rows=lambda item: len(item.requests),
+    )
+    inputs = (_read_input(read, index) for index, read in enumerate(readers, index_offset))
+    return in_order(inputs, runner, _make_result, limits)
 
 
-def _result(read: _Read) -> tuple[Reading, list[Outputs]]:
-    if isinstance(read.failed, InputError):
-        raise numbered(read.failed, read.index + 1) from read.failed
-    if read.failed is not None:
-        raise read.failed
-    return read.reading, [row.outputs for row in read.rows]
+def _make_result(item: SinglePassInput) -> tuple[TaskInput, list[Outputs]]:
+    return item.arrays, [request.outputs or () for request in item.requests]
 
 
-def _sized(engine: Engine) -> bool:
-    """Whether inputs have sizes of their own, as texts do and images that a model reads do not."""
+def _has_free_sizes(engine: Engine) -> bool:
+    """Return whether inputs differ in size, as texts do. Images of a fixed size do not."""
     encode = engine.manifest.encode
     return encode is None or any(isinstance(axis, str) for spec in encode.inputs for axis in spec.shape[1:])
 
 
-def _made(read: Callable[[], Reading], index: int) -> _Read:
+def _read_input(read: Callable[[], TaskInput], index: int) -> SinglePassInput:
     try:
-        reading = read()
-    except Exception as error:  # its turn has not come
-        return _Read(index, Reading(()), error=error)
-    return _Read(index, reading, [_Row(request) for request in reading.requests])
+        arrays = read()
+    except InputError as error:
+        raise with_input_number(error, index + 1) from error
+    return SinglePassInput(index, arrays, [SinglePassRequest(sources) for sources in arrays.requests])
 
 
-def _batches(engine: Engine, rows: Sequence[_Row], batch_size: int) -> Iterator[list[_Row]]:
-    """The longest first; of one size each where rows of several sizes may not be run together."""
+def _make_batches(
+    engine: Engine, requests: Sequence[SinglePassRequest], batch_size: int
+) -> Iterator[list[SinglePassRequest]]:
+    """Yield batches of requests, the largest requests first. All requests of a batch have one size if padding would
+    change their results."""
     encode = engine.manifest.encode
     assert encode is not None
-    groups: dict[Any, list[_Row]] = {}
-    for row in sorted(rows, key=lambda row: -row.size):
-        shape = tuple(value.shape for value in row.sources.values())
-        groups.setdefault(None if encode.ragged else shape, []).append(row)
+    groups: dict[Any, list[SinglePassRequest]] = {}
+    for request in sorted(requests, key=lambda request: -request.size):
+        shapes = tuple(value.shape for value in request.sources.values())
+        groups.setdefault(None if encode.ragged else shapes, []).append(request)
     for group in groups.values():
-        at = 0
-        while at < len(group):
+        start = 0
+        while start < len(group):
             count = batch_size
             if engine.session.device == "cpu":
-                count = min(count, max(1, POSITIONS // group[at].positions(encode)))
-            yield group[at : at + count]
-            at += count
+                count = min(count, max(1, MAX_CPU_BATCH_POSITIONS // group[start].positions(encode)))
+            yield group[start : start + count]
+            start += count
 
 
-def _run(engine: Engine, keep: Keep, rows: Sequence[_Row]) -> None:
-    """Give each row its outputs."""
+def _run_batch(engine: Engine, select_outputs: SelectOutputs, requests: Sequence[SinglePassRequest]) -> None:
+    """Run requests as one batch and store their outputs."""
     encode = engine.manifest.encode
     assert encode is not None
-    named = {name: [row.sources[name] for row in rows] for name in rows[0].sources}
-    given = engine.encode(named, len(rows))
-    values = [(spec.shape[1:], given[spec.name].numpy()) for spec in encode.outputs]
-    for at, row in enumerate(rows):
-        sizes = every_size(encode, row.sources)
-        own = keep([cut_to(sizes, shape, value[at]) for shape, value in values], row.sources)
-        row.outputs = [np.array(value) for value in own]  # copies: a slice would hold the outputs of the whole batch
+    sources = {name: [request.sources[name] for request in requests] for name in requests[0].sources}
+    encoded = engine.encode(sources, len(requests))
+    outputs = [(spec.shape[1:], encoded[spec.name].numpy()) for spec in encode.outputs]
+    for row, request in enumerate(requests):
+        sizes = input_and_output_sizes(encode, request.sources)
+        selected = select_outputs([crop(sizes, shape, value[row]) for shape, value in outputs], request.sources)
+        request.outputs = [np.array(value) for value in selected]  # copies: a slice would hold the whole batch's array

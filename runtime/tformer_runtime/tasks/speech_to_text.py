@@ -1,47 +1,52 @@
-"""Speech recognition by a model that writes: a window of sound at a time, with times among its tokens.
+"""Speech recognition by a generative model, which writes text and times of a window of sound.
 
-What stands before a window's tokens is which language is spoken and what is to be done, as special tokens; which these
-are, the file says, and where no language is given, the likeliest is taken. A longer sound is read in windows, of which
-each begins at the last time that was written in the one before. This is the sequential algorithm of transformers'
-generate(), and its tokens (Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak Supervision", 3.8).
+The prompt of a window has special tokens for the spoken language and for the task. Their ids are in the file. If no
+language is given, the likeliest language is detected. A sound that is longer than a window is read in several windows.
+Each window begins at the last time that the window before has. This is the sequential algorithm of transformers'
+generate(), and results have the same tokens (Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak
+Supervision", 3.8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.base.arrays import F32, Ints
-from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, TformerError, numbered
-from tformer_runtime.base.validation import whole
+from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, TformerError, with_input_number
+from tformer_runtime.base.validation import check_int
 from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
-from tformer_runtime.decoding.request import Request
+from tformer_runtime.decoding.ordered import BatchRunner, WindowLimits, in_order
+from tformer_runtime.decoding.request import Request, Result
 from tformer_runtime.format.manifest import Manifest
-from tformer_runtime.preprocess.audio import Audio, audio_of
-from tformer_runtime.tasks.ctc_recognition import Segment, Speech, Transcription
-from tformer_runtime.tasks.settings import HOW, LIMIT, Flag
-from tformer_runtime.tasks.windows import run_together
+from tformer_runtime.preprocess.audio import AudioPreprocessor, audio_of
+from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
+from tformer_runtime.tasks.speech import Segment, Speech, Transcription
 
-HELD = 2**26  # numbers of spectrograms that are enough: 256 MB, 2 hours
-DIGITS = 6  # of seconds, of which steps are hundredths
+WINDOW_SPECTROGRAM_VALUES = 2**26  # that complete a window of inputs: 256 MB, 2 hours of sound
+TIME_DIGITS = 6  # decimals of seconds; a time step is a multiple of 0.01 s
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a model's tokens mean, and what it begins with.
+class DecoderPrompt:
+    """The special tokens of a model, and the prompt that it decodes from. The fields are those of the manifest.
 
-    languages, tasks: the id of each, by its name. language, task: what is taken where nothing is asked for. forced: the
-    ids after the first, where nothing is asked for; None for a language that is to be found. multilingual: whether
-    languages and tasks may be asked for. no_timestamps: the id that says that no times are wanted, which those of times
-    follow; None if the model has none. timestamps: whether times are written where it is not said. latest: the greatest
-    first time, in steps. step: seconds of one. stride: frames of one. most: tokens of a window.
+    languages, tasks: name → id.
+    language, task: the defaults.
+    forced: the ids after the start token if there is no language and no task; None for a language that is detected.
+    multilingual: whether the caller can set the language and the task.
+    no_timestamps: the id that turns times off; the ids after it are times. None if the model has no times.
+    timestamps: whether times are on by default.
+    latest: the maximum of the first time, in steps.
+    step: seconds of a time step.
+    stride: frames of a time step.
+    most: the maximum number of tokens of a window.
     """
 
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -58,28 +63,29 @@ class Opening:
     most: int | None = None
 
     def language_id(self, name: str) -> int:
-        """OptionError for a language that the model does not have."""
-        for spelt in (name.lower(), f"<|{name.lower()}|>"):
-            if spelt in self.languages:
-                return self.languages[spelt]
-        known = ", ".join(sorted(spelt.strip("<|>") for spelt in self.languages))
+        """Return the id of a language. Raise OptionError for a language that the model does not have."""
+        for spelling in (name.lower(), f"<|{name.lower()}|>"):
+            if spelling in self.languages:
+                return self.languages[spelling]
+        known = ", ".join(sorted(spelling.strip("<|>") for spelling in self.languages))
         raise OptionError(f"language is one of {known or 'none, in this model'}, not {name!r}")
 
     def task_id(self, name: str) -> int:
+        """Return the id of a task. Raise OptionError for a task that the model does not have."""
         if name not in self.tasks:
             raise OptionError(f"task is one of {', '.join(self.tasks) or 'none, in this model'}, not {name!r}")
         return self.tasks[name]
 
     def ids(self, start: int, language: str | None, task: str | None, timestamps: bool) -> list[int | None]:
-        """What is written first; None stands for a language that is to be found."""
+        """Return the ids of the prompt, with None in the place of a language that has to be detected."""
         language, task = language or self.language, task or self.task
         ids: list[int | None] = [start]
         if task is None and language is None:
             ids += self.forced
-        found = len(ids) > 1 and ids[1] is not None
-        spoken = self.language_id(language) if language is not None else None
-        if language is not None or (self.languages and not found):
-            ids[1:2] = [spoken]
+        language_is_forced = len(ids) > 1 and ids[1] is not None
+        language_id = self.language_id(language) if language is not None else None
+        if language is not None or (self.languages and not language_is_forced):
+            ids[1:2] = [language_id]
         if task is not None:
             ids.append(self.task_id(task))
         elif language is not None and not set(ids) & set(self.tasks.values()) and "transcribe" in self.tasks:
@@ -88,59 +94,87 @@ class Opening:
             ids.append(self.no_timestamps)
         elif timestamps and ids[-1] == self.no_timestamps:
             ids.pop()
-        unknown = 1 if self.languages and language is None and not found else None  # the place of a language
-        return [i for place, i in enumerate(ids) if i is not None or place == unknown]
+        detected_position = 1 if self.languages and language is None and not language_is_forced else None
+        return [i for position, i in enumerate(ids) if i is not None or position == detected_position]
 
 
-class Times:
-    """What the next token may be where times are written: in pairs, none before the last, one at the beginning, and one
-    wherever any time at all is likelier than the likeliest other token. Of one row, as `logits_processor` is."""
+class TimestampRules:
+    """Rules for times among the tokens of one row, as a `logits_processor`.
 
-    def __init__(self, opening: Opening, end: int, begin: int) -> None:
-        """end: the id of the end; begin: how many ids stand before what is written."""
-        assert opening.no_timestamps is not None
-        self._first, self._end, self._begin, self._latest = opening.no_timestamps + 1, end, begin, opening.latest
+    Times come in pairs, never before an earlier time, and one at the beginning. A time is forced where all times
+    together are likelier than the likeliest other token.
+    """
+
+    def __init__(self, prompt: DecoderPrompt, end_id: int, prompt_tokens: int) -> None:
+        assert prompt.no_timestamps is not None
+        self._first_time_id, self._max_first_time = prompt.no_timestamps + 1, prompt.latest
+        self._end_id, self._prompt_tokens = end_id, prompt_tokens
 
     def __call__(self, ids: Ints, scores: F32) -> F32:
-        first, written = self._first, ids[self._begin :]
-        scores[first - 1] = -np.inf
-        times = written[written >= first]
-        last = len(written) > 0 and written[-1] >= first
-        before = len(written) < 2 or written[-2] >= first
-        if last and before:
-            scores[first:] = -np.inf
-        elif last:
-            scores[: self._end] = -np.inf
+        first_id, generated = self._first_time_id, ids[self._prompt_tokens :]
+        scores[first_id - 1] = -np.inf
+        times = generated[generated >= first_id]
+        last_is_time = len(generated) > 0 and generated[-1] >= first_id
+        pair_is_complete = len(generated) < 2 or generated[-2] >= first_id
+        if last_is_time and pair_is_complete:
+            scores[first_id:] = -np.inf
+        elif last_is_time:
+            scores[: self._end_id] = -np.inf
         if len(times):
-            scores[first : int(times[-1]) + (0 if last and not before else 1)] = -np.inf
-        if not len(written):
-            scores[:first] = -np.inf
-            if self._latest is not None:
-                scores[first + self._latest + 1 :] = -np.inf
-        top = float(scores[first:].max(initial=-np.inf))
-        if top > -np.inf:
-            likely = top + float(np.log(np.exp(scores[first:] - top).sum()))
-            if likely > scores[:first].max():
-                scores[:first] = -np.inf
+            scores[first_id : int(times[-1]) + (0 if last_is_time and not pair_is_complete else 1)] = -np.inf
+        if not len(generated):
+            scores[:first_id] = -np.inf
+            if self._max_first_time is not None:
+                scores[first_id + self._max_first_time + 1 :] = -np.inf
+        max_score = float(scores[first_id:].max(initial=-np.inf))
+        if max_score > -np.inf:
+            score_of_times = max_score + float(np.log(np.exp(scores[first_id:] - max_score).sum()))
+            if score_of_times > scores[:first_id].max():
+                scores[:first_id] = -np.inf
         return scores
 
 
-@dataclass
-class _Sound:
-    """One that is being read. opening: as of `Opening.ids`. seek: the frame that the next window begins at."""
+@dataclass(eq=False)
+class _Recording:
+    """One sound. prompt: as of `DecoderPrompt.ids`. result, error: once it is transcribed."""
 
-    number: int
+    index: int
     frames: F32
-    opening: list[int | None]
+    prompt: list[int | None]
     timestamps: bool
+    result: Transcription | None = None
+    error: TformerError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def fail(self, error: TformerError) -> None:
+        self.error = with_input_number(error, self.index + 1)
+
+
+@dataclass(eq=False)
+class _Progress:
+    """The tokens of a recording so far.
+
+    seek: the frame at which the next window begins.
+    segments: the ids of each segment with its first and last time in seconds.
+    """
+
+    recording: _Recording
+    prompt: list[int | None]
     seek: int = 0
     ids: list[int] = field(default_factory=list)
     score: float = 0.0
     segments: list[tuple[list[int], float, float]] = field(default_factory=list)
 
+    @property
+    def frames_left(self) -> int:
+        return int(self.recording.frames.shape[1]) - self.seek
 
-class Dictation(Speech):
-    """Of a model that writes what it hears. Results are not of one run's outputs: `Dictator` makes them."""
+
+class SpeechToText(Speech):
+    """The task of a generative speech recognizer. `Transcriber` makes the results."""
 
     flags = {  # noqa: RUF012
         "Speech": {
@@ -148,244 +182,234 @@ class Dictation(Speech):
             "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
             "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
         },
-        HOW: LIMIT,
+        RUN_HEADING: MAX_MEMORY_FLAG,
     }
 
     @classmethod
-    def every_flag(cls) -> dict[str, dict[str, Flag]]:
-        """Without what models have that are run once."""
+    def all_flags(cls) -> dict[str, dict[str, Flag]]:
+        """Return the flags of this task, without those of single-pass models."""
         return {heading: dict(flags) for heading, flags in cls.flags.items()}
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
         try:
-            self.opening = Opening(**manifest.outcome.settings)
+            self.prompt = DecoderPrompt(**manifest.output_meaning.settings)
         except TypeError as error:
             raise ModelFileError(
                 f"what the file says of its tokens is damaged ({error}): export the model again"
             ) from error
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in given.items() if value is not None}
-        asked = {name: given.pop(name, None) for name in ("timestamps", "num_beams", "language", "task")}
-        if given:
-            raise OptionError(f"this file {self.does}: {', '.join(given)} is not asked of it")
-        opening, times = self.opening, asked["timestamps"]
-        if times not in (None, False, True):
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = {name: value for name, value in values.items() if value is not None}
+        settings = {name: values.pop(name, None) for name in ("timestamps", "num_beams", "language", "task")}
+        if values:
+            raise OptionError(f"this file {self.does}: {', '.join(values)} is not asked of it")
+        prompt, timestamps = self.prompt, settings["timestamps"]
+        if timestamps not in (None, False, True):
             raise OptionError(
-                f"timestamps is True or False for this model, which writes times of segments, not {times!r}"
+                f"timestamps is True or False for this model, which writes times of segments, not {timestamps!r}"
             )
-        if times and opening.no_timestamps is None:
+        if timestamps and prompt.no_timestamps is None:
             raise OptionError(
                 "timestamps are not written by this model: its generation config names no tokens for them"
             )
-        for name, check in (("language", opening.language_id), ("task", opening.task_id)):
-            if asked[name] is not None:
-                if not opening.multilingual:
+        for name, find_id in (("language", prompt.language_id), ("task", prompt.task_id)):
+            if settings[name] is not None:
+                if not prompt.multilingual:
                     raise OptionError(f"{name} cannot be asked of this model: it knows no other than its own")
-                check(str(asked[name]))
-        return asked
+                find_id(str(settings[name]))
+        return settings
 
 
-class Dictator:
-    """The transcriptions of one model file. Safe to share between threads."""
+class Transcriber:
+    """Transcribes with one model file. Threads may share it."""
 
     def __init__(self, generator: Generator, manifest: Manifest) -> None:
         self._generator, self._manifest = generator, manifest
-        self.task = Dictation(manifest)
-        found = audio_of(manifest)
-        assert found is not None
-        self._input: str = found[0]
-        self._audio: Audio = found[1]
+        self.task = SpeechToText(manifest)
+        audio_input = audio_of(manifest)
+        assert audio_input is not None
+        self._input_name: str = audio_input[0]
+        self._audio: AudioPreprocessor = audio_input[1]
 
-    def every(
-        self, sounds: Iterable[Any], batch_size: int, workers: int, first: int, given: Mapping[str, Any]
+    def transcribe_all(
+        self, sounds: Iterable[Any], batch_size: int, workers: int, index_offset: int, values: Mapping[str, Any]
     ) -> Iterator[Transcription]:
-        """Of any number of sounds, in their order, `batch_size` side by side. given: as of `Dictation.settings`.
+        """Yield the transcriptions of any number of sounds, in their order.
 
-        workers: batches side by side, each by a thread. Memory: spectrograms of so many sounds, but no further one
-        where these have HELD numbers. Cost: for each window, its encoder and a step a token; where no
-        language is given, the first window's encoder once more.
+        batch_size: sounds that are decoded together.
+        workers: batches that are decoded in parallel, each by a thread.
+        index_offset: the number of sounds before these.
+        values: as of `SpeechToText.settings`.
+        The memory is that of the spectrograms of `batch_size` * `workers` sounds. No further sound is read once the
+        spectrograms have WINDOW_SPECTROGRAM_VALUES values. Cost: for each window of a sound, a run of the encoder and a
+        step for each token. Without a language, another run of the encoder for the first window.
         """
-        asked = self.task.settings(given)
-        whole("batch_size", batch_size)
-        whole("workers", workers)
-        return self._every(iter(sounds), batch_size, workers, first, asked)
+        settings = self.task.settings(values)
+        check_int("batch_size", batch_size)
+        check_int("workers", workers)
 
-    def _every(
-        self, sounds: Iterator[Any], batch_size: int, workers: int, first: int, asked: Mapping[str, Any]
-    ) -> Iterator[Transcription]:
-        failed: Exception | None = None
-        pool = ThreadPoolExecutor(workers, "tformer-dictation") if workers > 1 else None
-        try:
-            while failed is None:
-                some: list[_Sound] = []
-                try:
-                    for number, sound in enumerate(islice(sounds, batch_size * workers), first):
-                        some.append(self._begun(number, sound, asked))
-                        if sum(one.frames.size for one in some) >= HELD:
-                            break
-                except Exception as error:  # its turn comes after those before it
-                    failed = error
-                if not some and failed is None:
-                    return
-                first += len(some)
-                batches = [some[at : at + batch_size] for at in range(0, len(some), batch_size)]
-                run = partial(self._each, asked=asked)
-                for found in pool.map(run, batches) if pool is not None else map(run, batches):
-                    for result in found:
-                        if isinstance(result, Exception):
-                            raise result
-                        yield result
-            raise failed
-        finally:
-            if pool is not None:
-                pool.shutdown(cancel_futures=True)
+        def make_batches(recordings: Sequence[_Recording]) -> list[Sequence[_Recording]]:
+            return [recordings[first : first + batch_size] for first in range(0, len(recordings), batch_size)]
 
-    def _begun(self, number: int, given: Any, asked: Mapping[str, Any]) -> _Sound:
-        audio, opening = self._audio, self.task.opening
+        def make_result(recording: _Recording) -> Transcription:
+            assert recording.result is not None
+            return recording.result
+
+        recordings = (self._read(index, sound, settings) for index, sound in enumerate(sounds, index_offset))
+        runner: BatchRunner[_Recording, _Recording] = BatchRunner(
+            make_batches, partial(self._run_batch, settings=settings), workers, max_windows=1
+        )
+        limits: WindowLimits[_Recording] = WindowLimits(
+            batch_size * workers, WINDOW_SPECTROGRAM_VALUES, lambda recording: recording.frames.size
+        )
+        return in_order(recordings, runner, make_result, limits)
+
+    def _read(self, index: int, sound: Any, settings: Mapping[str, Any]) -> _Recording:
+        """Read a sound and make its prompt. Raise InputError with the number of the sound."""
+        audio, prompt = self._audio, self.task.prompt
         try:
-            frames = audio.spectrogram(audio.read(given))
-            longer = frames.shape[1] > audio.frames
+            frames = audio.spectrogram(audio.read(sound))
+            several_windows = frames.shape[1] > audio.frames
             window = f"{audio.samples / audio.rate:g} s"
-            if longer and opening.no_timestamps is None:
+            if several_windows and prompt.no_timestamps is None:
                 raise InputError(f"the sound is longer than {window}, and this model writes no times: cut it before")
-            if longer and asked["timestamps"] is False:
+            if several_windows and settings["timestamps"] is False:
                 raise InputError(
                     f"the sound is longer than {window}, which is read in windows that follow from the times in them: "
                     "leave timestamps=False out"
                 )
         except InputError as error:
-            raise numbered(error, number + 1) from error
-        times = opening.timestamps if asked["timestamps"] is None else bool(asked["timestamps"])
-        times = times or longer
-        ids = opening.ids(self._manifest.special.start[0], asked["language"], asked["task"], times)
-        return _Sound(number, frames, ids, times)
+            raise with_input_number(error, index + 1) from error
+        timestamps = prompt.timestamps if settings["timestamps"] is None else bool(settings["timestamps"])
+        timestamps = timestamps or several_windows
+        start_id = self._manifest.special_tokens.bos_token_ids[0]
+        ids = prompt.ids(start_id, settings["language"], settings["task"], timestamps)
+        return _Recording(index, frames, ids, timestamps)
 
-    def _find_languages(self, sounds: Sequence[_Sound]) -> None:
-        """The likeliest of each, by what the model would write after its first token."""
-        known = np.array(sorted(set(self.task.opening.languages.values())))
+    def _run_batch(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> None:
+        for recording, result in zip(recordings, self._transcribe(recordings, settings), strict=True):
+            recording.result = result
 
-        def others(ids: Ints, scores: F32) -> F32:
-            left = np.full_like(scores, -np.inf)
-            left[known] = scores[known]
-            return left
-
-        settings = Settings.of(GenerationOptions(num_beams=1, temperature=0.0, logits_processor=others), {})
-        start = np.array(self._manifest.special.start[:1], np.int64)
-        requests = [Request(sound.number, {self._input: self._window(sound)}, start, 1) for sound in sounds]
-        for sound, result in zip(sounds, generate_all(self._generator, requests, settings), strict=True):
-            sound.opening = [result.token_ids[0] if i is None else i for i in sound.opening]
-
-    def _window(self, sound: _Sound) -> F32:
-        """(mels, frames) from where it is on, with zeros behind its end."""
-        own = sound.frames[:, sound.seek : sound.seek + self._audio.frames]
-        return np.pad(own, ((0, 0), (0, self._audio.frames - own.shape[1])))
-
-    def _each(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription | TformerError]:
-        """Of each sound, or what was wrong with it, such as that its own caches do not fit into the memory."""
-        found: dict[int, Transcription | TformerError] = {}
-
-        def run(some: Sequence[_Sound]) -> None:
-            begun = [replace(sound, ids=[], segments=[]) for sound in some]
-            found.update(zip([sound.number for sound in some], self._transcribed(begun, asked), strict=True))
-
-        run_together(sounds, run, lambda sound, error: found.update({sound.number: numbered(error, sound.number + 1)}))
-        return [found[sound.number] for sound in sounds]
-
-    def _transcribed(self, sounds: Sequence[_Sound], asked: Mapping[str, Any]) -> list[Transcription]:
-        """Window by window, those of all sounds that are not through side by side."""
-        if unknown := [sound for sound in sounds if None in sound.opening]:
-            self._find_languages(unknown)
-        while going := [sound for sound in sounds if sound.seek < sound.frames.shape[1]]:
-            for alike in _grouped(going):
-                options = GenerationOptions(num_beams=asked["num_beams"])
-                if alike[0].timestamps:
-                    end = self._manifest.special.end[0]
-                    rule = Times(self.task.opening, end, len(alike[0].opening))
-                    options = options.with_({"logits_processor": rule})
-                settings = Settings.of(options, self._manifest.defaults)
-                for sound, result in zip(
-                    alike, generate_all(self._generator, self._requests(alike), settings), strict=True
-                ):
+    def _transcribe(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> list[Transcription]:
+        """Transcribe recordings, window by window. The next windows of all unfinished recordings are one batch."""
+        sounds = [_Progress(recording, recording.prompt) for recording in recordings]
+        if unknown := [sound for sound in sounds if None in sound.prompt]:
+            self._detect_languages(unknown)
+        while unfinished := [sound for sound in sounds if sound.frames_left > 0]:
+            for group in _group_by_prompt(unfinished):
+                for sound, result in zip(group, self._generate(group, settings), strict=True):
                     ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
                     sound.score += sum(result.token_logprobs)
-                    self._take(sound, ids)
-        codes = {i: name.strip("<|>") for name, i in self.task.opening.languages.items()}
-        return [self._told(sound, codes) for sound in sounds]
+                    self._append_window(sound, ids)
+        codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
+        return [self._make_transcription(sound, codes) for sound in sounds]
 
-    def _told(self, sound: _Sound, codes: Mapping[int, str]) -> Transcription:
-        """codes: of languages, by their ids."""
+    def _detect_languages(self, sounds: Sequence[_Progress]) -> None:
+        """Set the language of each prompt: the likeliest language token after the start token."""
+        language_ids = np.array(sorted(set(self.task.prompt.languages.values())))
+
+        def keep_languages(ids: Ints, scores: F32) -> F32:
+            masked = np.full_like(scores, -np.inf)
+            masked[language_ids] = scores[language_ids]
+            return masked
+
+        options = GenerationOptions(num_beams=1, temperature=0.0, logits_processor=keep_languages)
+        start = np.array(self._manifest.special_tokens.bos_token_ids[:1], np.int64)
+        requests = [self._make_request(sound, start, 1) for sound in sounds]
+        results = generate_all(self._generator, requests, Settings.of(options, {}))
+        for sound, result in zip(sounds, results, strict=True):
+            sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
+
+    def _generate(self, sounds: Sequence[_Progress], settings: Mapping[str, Any]) -> list[Result]:
+        """Generate the tokens of the next window of each sound. All sounds have prompts of one length."""
+        prompt, prompt_tokens = self.task.prompt, len(sounds[0].prompt)
+        options = GenerationOptions(num_beams=settings["num_beams"])
+        if sounds[0].recording.timestamps:
+            end_id = self._manifest.special_tokens.eos_token_ids[0]
+            options = options.with_({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
+        room = self._manifest.max_length - prompt_tokens
+        max_tokens = min(room, prompt.most or room)
+        requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]
+        return generate_all(self._generator, requests, Settings.of(options, self._manifest.generation_defaults))
+
+    def _make_request(self, sound: _Progress, prompt: Ints, max_tokens: int) -> Request:
+        return Request(sound.recording.index, {self._input_name: self._window(sound)}, prompt, max_tokens)
+
+    def _window(self, sound: _Progress) -> F32:
+        """Return the frames (mels, frames) of the next window, padded with zeros at the end."""
+        frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
+        return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
+
+    def _append_window(self, sound: _Progress, ids: list[int]) -> None:
+        """Append the segments of a window, and set where the next window begins. ids: of the window."""
+        prompt, window_frames = self.task.prompt, min(sound.frames_left, self._audio.frames)
+        begin = sound.seek * prompt.step / prompt.stride
+        segments, advance = split_segments(ids, prompt, window_frames)
+        sound.segments += [
+            (segment, begin + first * prompt.step, begin + last * prompt.step) for segment, first, last in segments
+        ]
+        sound.ids += [i for segment, _, _ in segments for i in segment]
+        sound.seek += advance if advance > 0 else window_frames
+
+    def _make_transcription(self, sound: _Progress, codes: Mapping[int, str]) -> Transcription:
+        """codes: language id → code."""
         return Transcription(
             self._text(sound.ids),
             tuple(sound.ids),
             sound.score,
             tuple(
-                Segment(self._text(ids), round(begin, DIGITS), round(end, DIGITS))
+                Segment(self._text(ids), round(begin, TIME_DIGITS), round(end, TIME_DIGITS))
                 for ids, begin, end in sound.segments
-                if sound.timestamps
+                if sound.recording.timestamps
             ),
-            next((codes[i] for i in sound.opening if i is not None and i in codes), None),
+            next((codes[i] for i in sound.prompt if i is not None and i in codes), None),
         )
 
-    def _requests(self, sounds: Sequence[_Sound]) -> list[Request]:
-        room = self._manifest.max_length - len(sounds[0].opening)
-        most = min(room, self.task.opening.most or room)
-        return [Request(s.number, {self._input: self._window(s)}, np.array(s.opening, np.int64), most) for s in sounds]
-
-    def _take(self, sound: _Sound, ids: list[int]) -> None:
-        """Split what was written of a window into segments, and go on to where the next begins."""
-        opening, left = self.task.opening, min(sound.frames.shape[1] - sound.seek, self._audio.frames)
-        begin = sound.seek * opening.step / opening.stride
-        segments, offset = split(ids, opening, left)
-        sound.segments += [
-            (part, begin + first * opening.step, begin + last * opening.step) for part, first, last in segments
-        ]
-        sound.ids += [i for part, _, _ in segments for i in part]
-        sound.seek += offset if offset > 0 else left
-
     def _text(self, ids: Sequence[int]) -> str:
-        """Times are no text, and what stands on both sides of one is no character together."""
-        codec, times = self._generator.codec, self.task.opening.no_timestamps
+        """Decode ids without the times. The ids before and after a time are decoded separately."""
+        codec, no_timestamps = self._generator.codec, self.task.prompt.no_timestamps
         if codec is None:
             return ""
-        runs = groupby(ids, lambda i: times is not None and i > times)
+        runs = groupby(ids, lambda i: no_timestamps is not None and i > no_timestamps)
         return "".join(codec.decode(list(run)) for is_time, run in runs if not is_time).strip()
 
 
-def split(ids: Sequence[int], opening: Opening, left: int) -> tuple[list[tuple[list[int], int, int]], int]:
-    """Segments of a window's ids, each with its first and last time in steps, and the frames that the next window is
-    further on. left: frames that the window had.
+def split_segments(
+    ids: Sequence[int], prompt: DecoderPrompt, window_frames: int
+) -> tuple[list[tuple[list[int], int, int]], int]:
+    """Split the ids of a window into segments.
 
-    Two times beside each other end a segment and begin another. What comes after the last such pair is read again with
-    the next window, unless it ends with a single time: then nothing was said after it.
+    Return the ids of each segment with its first and last time in steps, and the number of frames to the next window.
+    Two times in a row end one segment and begin the next. Ids after the last such pair are discarded, because the next
+    window reads them again. If the ids end with a single time, nothing was said after it, and no id is discarded.
     """
-    first = opening.no_timestamps + 1 if opening.no_timestamps is not None else max(ids, default=0) + 1
-    times = [i >= first for i in ids]
-    pairs = [place + 1 for place in range(len(ids) - 1) if times[place] and times[place + 1]]
-    if not pairs:
-        last = int(left * (opening.step / opening.stride) / opening.step)
-        written = [i for i in ids if i >= first]
-        if written and written[-1] != first:
-            last = written[-1] - first
-        return [(list(ids), 0, last)], left
-    closed = times[-2:] == [False, True]
-    if closed:
-        pairs.append(len(ids))
+    first_time_id = prompt.no_timestamps + 1 if prompt.no_timestamps is not None else max(ids, default=0) + 1
+    is_time = [i >= first_time_id for i in ids]
+    ends = [position + 1 for position in range(len(ids) - 1) if is_time[position] and is_time[position + 1]]
+    if not ends:
+        last = int(window_frames * (prompt.step / prompt.stride) / prompt.step)
+        times = [i for i in ids if i >= first_time_id]
+        if times and times[-1] != first_time_id:
+            last = times[-1] - first_time_id
+        return [(list(ids), 0, last)], window_frames
+    complete = is_time[-2:] == [False, True]
+    if complete:
+        ends.append(len(ids))
     else:
-        pairs[-1] += 1
+        ends[-1] += 1
     segments, begin = [], 0
-    for place, end in enumerate(pairs):
-        part = list(ids[begin:end])
-        final = place == len(pairs) - 1 and not closed
-        segments.append((part, part[0] - first, part[-2 if final else -1] - first))
+    for number, end in enumerate(ends):
+        segment = list(ids[begin:end])
+        has_next_time = number == len(ends) - 1 and not complete
+        segments.append((segment, segment[0] - first_time_id, segment[-2 if has_next_time else -1] - first_time_id))
         begin = end
-    return segments, left if closed else (ids[begin - 2] - first) * opening.stride
+    return segments, window_frames if complete else (ids[begin - 2] - first_time_id) * prompt.stride
 
 
-def _grouped(sounds: Sequence[_Sound]) -> list[list[_Sound]]:
-    """Those that are asked for alike."""
-    groups: dict[tuple[bool, int], list[_Sound]] = {}
+def _group_by_prompt(sounds: Sequence[_Progress]) -> list[list[_Progress]]:
+    """Group sounds that have prompts of one length and the same timestamp rules."""
+    groups: dict[tuple[bool, int], list[_Progress]] = {}
     for sound in sounds:
-        groups.setdefault((sound.timestamps, len(sound.opening)), []).append(sound)
+        groups.setdefault((sound.recording.timestamps, len(sound.prompt)), []).append(sound)
     return list(groups.values())

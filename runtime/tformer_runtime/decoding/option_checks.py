@@ -1,0 +1,213 @@
+"""Checks of single generation options, and the parsers of their text on the command line.
+
+A check takes an option's name and value and returns the value in the form that `GenerationOptions` keeps: tuples for
+lists, JSON text for a JSON schema. It raises OptionError, with the option's name, for an impossible value. A parser
+turns the text of a command-line option into a value. It raises ValueError for text without a value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy.typing as npt
+
+from tformer_runtime.base.arrays import F32, Ints
+from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.validation import check_int, invalid_value
+
+if TYPE_CHECKING:
+    from tformer_runtime.engine.engine import Engine
+
+Check = Callable[[str, Any], Any]
+EarlyStopping = bool | Literal["never"]
+LogitsProcessor = Callable[[Ints, F32], npt.ArrayLike]
+
+
+@runtime_checkable
+class HasEngine(Protocol):
+    """A model that drafts tokens for another model, such as a `Model`."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+def whole_number(minimum: int) -> Check:
+    return lambda name, value: check_int(name, value, minimum)
+
+
+def number(description: str, holds: Callable[[float], bool] = lambda _: True) -> Check:
+    """A check for a finite number for which `holds` is true. description: the allowed numbers, for the error."""
+
+    def check(name: str, value: Any) -> float:
+        if not (_is_finite(value) and holds(value)):
+            raise invalid_value(name, description, value)
+        return float(value)
+
+    return check
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise invalid_value(name, "True or False", value)
+    return value
+
+
+def early_stopping(name: str, value: Any) -> EarlyStopping:
+    if isinstance(value, bool):
+        return value
+    if value != "never":
+        raise invalid_value(name, 'True, False or "never"', value)
+    return "never"
+
+
+def text(name: str, value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise invalid_value(name, "a string that is not empty", value)
+    return value
+
+
+def stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    return _strings(name, (value,) if isinstance(value, str) else value)
+
+
+def choices(name: str, value: Any) -> tuple[str, ...]:
+    strings = _strings(name, value)
+    if not strings:
+        raise OptionError(f"{name} must be one string or more, not none")
+    return strings
+
+
+def token_id(name: str, value: Any) -> int:
+    if not _is_id(value):
+        raise invalid_value(name, "a token id, a whole number of at least 0", value)
+    return int(value)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _items(value)
+    if items is None or not all(map(_is_id, items)):
+        raise invalid_value(name, "a sequence of token ids", value)
+    return tuple(map(int, items))
+
+
+def prefix(name: str, value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value or ()
+    if _items(value) is None:
+        raise invalid_value(name, "text or a sequence of token ids", value)
+    return token_ids(name, value)
+
+
+def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    sequences = [_items(item) for item in _items(value) or ()]
+    if _items(value) is None or not all(items and all(map(_is_id, items)) for items in sequences):
+        raise invalid_value(name, "a sequence of sequences of token ids, none of them empty", value)
+    return tuple(tuple(map(int, items or ())) for items in sequences)
+
+
+def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """From a mapping, whose ids are strings if it was JSON, or from pairs; sorted by id."""
+    items = _items(value.items() if isinstance(value, Mapping) else value)
+    pairs = [_id_and_number(item) for item in items or ()]
+    bias = dict(pair for pair in pairs if pair)
+    if items is None or len(bias) != len(pairs):
+        raise invalid_value(name, "a mapping from token ids to numbers, each id once", value)
+    return tuple(sorted(bias.items()))
+
+
+def json_schema(name: str, value: Any) -> str:
+    """As JSON text. The order of the properties is kept, because generated JSON has the properties in this order."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        as_text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        schema = None
+    if not isinstance(schema, Mapping):
+        raise invalid_value(name, "a JSON schema, as JSON or as a dict", value)
+    return as_text
+
+
+def logits_processor(name: str, value: Any) -> LogitsProcessor:
+    if not callable(value):
+        raise invalid_value(name, "a callable", value)
+    processor: LogitsProcessor = value
+    return processor
+
+
+def draft_model(name: str, value: Any) -> HasEngine:
+    if not isinstance(value, HasEngine):
+        raise invalid_value(name, "a Model", value)
+    return value
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _id_and_number(value: Any) -> tuple[int, float] | None:
+    key, weight = items if len(items := _items(value) or ()) == 2 else (None, None)
+    if isinstance(key, str) and key.isdecimal():
+        key = int(key)
+    return (int(key), float(weight)) if _is_id(key) and _is_finite(weight) else None
+
+
+def _items(value: Any) -> tuple[Any, ...] | None:
+    """The items of a list, a tuple, a set or an array; None for any other value."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    try:
+        return tuple(value)
+    except TypeError:  # an array without axes
+        return None
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    items = _items(value)
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        raise invalid_value(name, "strings that are not empty", value)
+    return items
+
+
+# Parsers of the command line
+
+
+def parse_early_stopping(argument: str) -> bool | str:
+    return {"true": True, "false": False}.get(argument.lower(), argument)
+
+
+def parse_ids(argument: str) -> list[int]:
+    return [int(word) for word in argument.split(",")]
+
+
+def parse_all_ids(arguments: tuple[str, ...]) -> list[int]:
+    return parse_ids(",".join(arguments))
+
+
+def parse_sequences(arguments: tuple[str, ...]) -> list[list[int]]:
+    return [parse_ids(argument) for argument in arguments]
+
+
+def parse_biases(arguments: tuple[str, ...]) -> list[tuple[int, float]]:
+    pairs = [argument.split("=") for argument in arguments]
+    return [(int(id), float(bias)) for id, bias in pairs]
+
+
+def parse_text_or_file(argument: str) -> str:
+    """The argument itself, or for @FILE the content of the file. OptionError if the file cannot be read."""
+    if not argument.startswith("@"):
+        return argument
+    try:
+        return Path(argument[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{argument[1:]!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{argument[1:]!r} is not UTF-8") from error
