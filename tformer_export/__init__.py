@@ -1,7 +1,7 @@
 """tformer_export: a PyTorch Transformer → one ONNX file that decodes incrementally, proven equal to its source.
 
 from tformer_export import export
-report = export(model, "model.onnx", example={"src": src_ids, "tgt": tgt_ids}, step="tgt")
+report = export(model, "model.onnx", example={"src": src_ids, "tgt": tgt_ids}, step_input="tgt")
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tformer_export.api import export
     from tformer_export.common.checkpoint import load_checkpoint, save_checkpoint
+    from tformer_export.common.task import Task
+    from tformer_export.options import ExtraOutputs, Quantization
     from tformer_export.report import ExportReport
     from tformer_export.sources import causal, lengths, padding, positions
     from tformer_export.sources.hf_images import image
 
 __all__ = [
     "ExportReport",
+    "ExtraOutputs",
+    "Quantization",
+    "Task",
     "causal",
     "export",
     "image",
@@ -27,6 +32,9 @@ __all__ = [
 
 _HOMES = {
     "ExportReport": "report",
+    "ExtraOutputs": "options",
+    "Quantization": "options",
+    "Task": "common.task",
     "causal": "sources",
     "export": "api",
     "image": "sources.hf_images",

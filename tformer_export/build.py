@@ -1,4 +1,7 @@
-"""One file, from a source to its place: compile → tune → verify → round or quantise → shortlist → write."""
+"""One file, from a source to its place: compile → tune → verify → halve or quantise → shortlist → write.
+
+Each step takes the values of the steps before it and returns new ones. Nothing is assigned from outside.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,33 @@ from pathlib import Path
 import torch
 
 from tformer_export.analysis.determinism import unchanged
-from tformer_export.common.atomic_output import folder_beside, publish
-from tformer_export.common.clock import Clock
-from tformer_export.common.kernel_choices import DEFAULTS
+from tformer_export.common.atomic_output import folder_next_to, publish
+from tformer_export.common.clock import PhaseClock
+from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms, with_forms
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import Compiled, understand
-from tformer_export.lowering.manifest import in_half
-from tformer_export.options import Asked, no_encoder
+from tformer_export.compile import AnalysedModel, CompiledModel, analyse
+from tformer_export.lowering.manifest import with_half_precision
+from tformer_export.options import ExportOptions, no_encoder
 from tformer_export.passes import emulate_half_on_cpu
 from tformer_export.passes.half_precision import HALVES
 from tformer_export.passes.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
-from tformer_export.quantize.apply import FewerBits, in_fewer_bits
-from tformer_export.shortlist import Measured, add_shortlist, set_apart, with_columns
+from tformer_export.quantize.apply import QuantisedResult, quantise
+from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
 from tformer_export.verify.end_to_end import check_raw
-from tformer_export.verify.parity import LOOSEST, ROUNDINGS, Gate
+from tformer_export.verify.parity import MAX_TOLERANCE, ROUNDINGS, ParityGate
 from tformer_export.verify.report import TOLERANCE, ParityReport
-from tformer_runtime.backend.session import cuda_missing
+from tformer_runtime.backend.session import find_missing_cuda
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
 
-@dataclass
-class Made:
-    """A file that stands in its place, and what `ExportReport` says of it."""
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished file. `ExportReport` describes the fields."""
 
     manifest: Manifest
     found: dict[str, int]
@@ -45,108 +48,134 @@ class Made:
     mixture: Mixture | None
     products: dict[str, Product]
     tuning: Tuning | None
-    shortlist: Measured | None
+    shortlist: ShortlistMeasurement | None
 
 
-def make(source: Source, out: Path, asked: Asked, clock: Clock) -> Made:
-    """Compile, verify and write: the file is made in a folder beside its place and renamed when all is proven.
+@dataclass(frozen=True)
+class _Verified:
+    """A compiled model, the engine of its file, and the gate that compared the two."""
 
-    asked: of this model (`Asked.of_model`). Raises a TformerError; then nothing is written.
+    compiled: CompiledModel
+    gate: ParityGate
+    engine: Engine
+    parity: ParityReport
+
+
+def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) -> BuildResult:
+    """Compile, verify and write: the file is made in a folder next to its place and renamed when all is proven.
+
+    options: for this model (`ExportOptions.for_model`). Raises a TformerError; then nothing is written.
     """
-    with folder_beside(out) as folder:
-        understood = understand(
-            source,
-            asked.target,
-            asked.max_length,
-            clock.stage,
-            asked.alignments,
-            asked.hidden,
-            asked.half is not None,
-            asked.attention,
-        )
-        compiled = understood.compile(stage=clock.stage)
-        forms, tuning = DEFAULTS, None
-        if asked.tune:
-            with clock.stage("tune"), unchanged(source.module):
-                tuning = tune_model(understood, compiled, asked, folder)
-                forms = tuning.forms
-                compiled = understood.compile(forms)
-                compiled.manifest = asked.in_forms(compiled.manifest, forms)
-        del understood
-        gate = Gate(source, compiled.inputs, compiled.landmarks, gives_last=compiled.gives_last, series=compiled.series)
-        if asked.shortlist is not None:
-            if not compiled.manifest.staged or compiled.series is not None:
-                raise no_encoder()
-            if asked.quantize == "none":
-                set_apart(compiled.model)
-                compiled.manifest = with_columns(compiled.model, compiled.manifest)
-        before, parity = _verified(compiled, gate, folder, clock)
-        if asked.half is not None:
-            del before
-            before, parity = _halved(compiled, gate, asked.half, parity, folder, clock)
-        _compare_raw(compiled, gate, before, parity, clock)
-        fewer = FewerBits(_with_parity(compiled.manifest, parity, None))
-        if asked.fewer_bits:
-            fewer = in_fewer_bits(compiled, fewer.manifest, gate, before, asked, folder, clock, forms)
-        del before  # its session holds the weights once more
-        manifest, measured = _with_parity(fewer.manifest, parity, fewer.degradation), None
-        if asked.shortlist is not None:
-            with clock.stage("shortlist"):
-                manifest, measured = add_shortlist(compiled.model, manifest, gate, asked.shortlist, folder)
-        with clock.stage("write"):
-            size = publish(save(compiled.model, manifest, folder / "done" / out.name), out)
-    return Made(
-        manifest, compiled.found, parity, size, fewer.degradation, fewer.mixture, fewer.products, tuning, measured
+    with folder_next_to(out) as folder:
+        compiled, forms, tuning = _compiled(source, options, folder, clock)
+        verified = _verified(compiled, source, folder, clock)
+        if options.half is not None:
+            verified = _halved(verified, options.half, folder, clock)
+        verified = _verified_raw(verified, clock)
+        compiled, gate, parity = verified.compiled, verified.gate, verified.parity
+        compiled = replace(compiled, manifest=_with_parity(compiled.manifest, parity, None))
+        fewer = QuantisedResult(compiled)
+        if options.quantization.quantizes:
+            fewer = quantise(compiled, gate, verified.engine, options, folder, clock, forms)
+        del verified, compiled  # a session and a model that hold copies of the weights
+        model, manifest, measured = fewer.compiled.model, fewer.compiled.manifest, None
+        manifest = _with_parity(manifest, parity, fewer.degradation)
+        if options.shortlist is not None:
+            with clock.phase("shortlist"):
+                manifest, measured = add_shortlist(model, manifest, gate, Path(options.shortlist), folder)
+        with clock.phase("write"):
+            size = publish(save(model, manifest, folder / "done" / out.name), out)
+    return BuildResult(
+        manifest, fewer.compiled.found, parity, size, fewer.degradation, fewer.mixture, fewer.products, tuning, measured
     )
 
 
-def _verified(compiled: Compiled, gate: Gate, folder: Path, clock: Clock) -> tuple[Engine, ParityReport]:
+def _compiled(
+    source: Source, options: ExportOptions, folder: Path, clock: PhaseClock
+) -> tuple[CompiledModel, KernelForms, Tuning | None]:
+    """Compile the model in the kernel forms of its file, with a separate output projection if it gets a shortlist."""
+    extra = options.extra_outputs
+    analysed: AnalysedModel = analyse(
+        source,
+        options.target,
+        options.max_length,
+        clock.phase,
+        extra.cross_attentions,
+        extra.submodules,
+        options.half is not None,
+        extra.attentions,
+    )
+    compiled, forms, tuning = analysed.compile(phase=clock.phase), DEFAULT_FORMS, None
+    if options.tune:
+        with clock.phase("tune"), unchanged(source.module):
+            tuning = tune_model(analysed, compiled, options, folder)
+            forms = tuning.forms
+            compiled = analysed.compile(forms)
+            compiled = replace(compiled, manifest=with_forms(compiled.manifest, forms, options.optimize_for))
+    if options.shortlist is not None:
+        if not compiled.manifest.staged or compiled.series is not None:
+            raise no_encoder()
+        if options.quantization.weights == "none":  # quantised weights are separated after the rewrite
+            separate_projection(compiled.model)
+            compiled = replace(compiled, manifest=with_columns(compiled.model, compiled.manifest))
+    return compiled, forms, tuning
+
+
+def _verified(compiled: CompiledModel, source: Source, folder: Path, clock: PhaseClock) -> _Verified:
+    """Write the compiled model to a file and compare it with its source in float32."""
+    gate = ParityGate(source, compiled.inputs, compiled.locator, gives_last=compiled.gives_last, series=compiled.series)
     written = save(compiled.model, compiled.manifest, folder / "model.onnx")
-    with clock.stage("verify"), unchanged(gate.source.module):
+    with clock.phase("verify"), unchanged(source.module):
         engine = Engine(written, device="cpu")
-        return engine, gate.check(engine)
+        return _Verified(compiled, gate, engine, gate.check(engine))
 
 
-def _compare_raw(compiled: Compiled, gate: Gate, engine: Engine, parity: ParityReport, clock: Clock) -> None:
-    """From raw inputs to final results, of a model that is run once; with rows of one size alone, if others change
-    them."""
+def _verified_raw(verified: _Verified, clock: PhaseClock) -> _Verified:
+    """Compare a model that is run once from raw inputs to final results as well.
+
+    If the comparison of rows showed that padding changes them, its file runs rows of one size alone.
+    """
+    compiled, gate, engine, parity = verified.compiled, verified.gate, verified.engine, verified.parity
     if not parity.ragged and compiled.manifest.encode is not None:
-        encode = replace(compiled.manifest.encode, ragged=False)
-        engine.manifest = compiled.manifest = replace(compiled.manifest, encode=encode)
-    with clock.stage("verify"), unchanged(gate.source.module):
-        parity.raw = check_raw(gate.source, engine, gate.tolerance)
+        manifest = replace(compiled.manifest, encode=replace(compiled.manifest.encode, ragged=False))
+        compiled, engine = replace(compiled, manifest=manifest), Engine(engine.session, manifest=manifest)
+    with clock.phase("verify"), unchanged(gate.source.module):
+        raw = check_raw(gate.source, engine, gate.tolerance)
+    return _Verified(compiled, gate, engine, replace(parity, raw=raw))
 
 
-def _halved(
-    compiled: Compiled, gate: Gate, half: str, exact: ParityReport, folder: Path, clock: Clock
-) -> tuple[Engine, ParityReport]:
-    """Round the compiled model to half and compare it again, on a GPU if there is one. exact: parity before."""
-    precision = HALVES[half]
-    with clock.stage("half"):
-        compiled.found["half"] = run_half(compiled.model, precision)
-        compiled.manifest = in_half(compiled.manifest, compiled.model, half)
-        judged, name = compiled.model, "half.onnx"
-        if cuda_missing():
+def _halved(verified: _Verified, half: str, folder: Path, clock: PhaseClock) -> _Verified:
+    """Round the model to half precision and compare it again, on a GPU if there is one."""
+    precision, gate = HALVES[half], verified.gate
+    with clock.phase("half"):
+        model = verified.compiled.model
+        counts = {**verified.compiled.found, "half": run_half(model, precision)}
+        manifest = with_half_precision(verified.compiled.manifest, model, half)
+        compiled = replace(verified.compiled, manifest=manifest, found=counts)
+        judged, name = model, "half.onnx"
+        if find_missing_cuda():
             judged, name = judged.clone(), "on_cpu.onnx"
             emulate_half_on_cpu.run(judged)
-        written = save(judged, compiled.manifest, folder / name)
-    with clock.stage("verify"), unchanged(gate.source.module):
-        rounded = functools.partial(precision.rounded, random=torch.Generator().manual_seed(0))
-        moved = gate.sensitivity(rounded, compiled.manifest.max_length)
-        gate.tolerance = max(TOLERANCE, ROUNDINGS * moved)
-        if gate.tolerance > LOOSEST:
+        written = save(judged, manifest, folder / name)
+    with clock.phase("verify"), unchanged(gate.source.module):
+        rounded = functools.partial(precision.add_rounding_error, random=torch.Generator().manual_seed(0))
+        moved = gate.sensitivity(rounded, manifest.max_length)
+        tolerance = max(TOLERANCE, ROUNDINGS * moved)
+        if tolerance > MAX_TOLERANCE:
             raise ParityError(
                 f"rounding the weights to {half}, and nothing else, moves the source's logits by {moved:.2g} of their "
                 f"range, so that a file in it could be compared with nothing: choose {_other_than(half)}; no file was "
                 "written"
             )
-        engine = Engine(written, device="auto" if judged is compiled.model else "cpu")
+        gate = gate.with_tolerance(tolerance)
+        engine = Engine(written, device="auto" if judged is model else "cpu")
         try:
             parity = gate.check(engine)
         except ParityError as error:
             raise ParityError(f"computed in {half}, {error}: choose {_other_than(half)}") from error
-    parity.device, parity.tolerance, parity.exact_error = engine.session.device, gate.tolerance, exact.relative_error
-    return engine, parity
+    exact = verified.parity.relative_error
+    parity = replace(parity, device=engine.session.device, tolerance=tolerance, exact_error=exact)
+    return _Verified(compiled, gate, engine, parity)
 
 
 def _other_than(half: str) -> str:

@@ -1,4 +1,7 @@
-"""`tformer-export SOURCE`: results to standard error, for the result is a file."""
+"""`tformer-export SOURCE`: the options of a source and of `options.py` as flags.
+
+Messages go to standard error, because the result is a file. Exit status: 0 done, 1 refused, 2 wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -6,181 +9,330 @@ import importlib.util
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.degradation_budget import DegradationBudget
+from tformer_export.common.option_table import OptionSpec, option_specs
+from tformer_export.common.task import Task
+from tformer_export.options import ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
 
+if TYPE_CHECKING:  # both take longer to import than --help takes
+    from tformer_export.report import ExportReport
+    from tformer_export.sources import Source
+
 _ID = click.IntRange(min=0)
+_PATH = click.Path(path_type=Path)
 NEEDED = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime")
+GROUPS: dict[str, type] = {
+    "The file": ExportOptions,
+    "Quantization": Quantization,
+    "Task": Task,
+    "Extra outputs": ExtraOutputs,
+}
+_SOURCE = "The source"
 
 
-def _budget(context: click.Context, parameter: click.Parameter, value: str | None) -> Budget | None:
+class _Option(click.Option):
+    """An option under a heading of --help."""
+
+    def __init__(self, *args: Any, heading: str = "", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.heading = heading
+
+
+def _budget(context: click.Context, parameter: click.Parameter, value: str | None) -> DegradationBudget | None:
     try:
-        return Budget.of(value) if value is not None else None
+        return DegradationBudget.of(value) if value is not None else None
     except OptionError as error:
         raise click.BadParameter(str(error), context, parameter) from error
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def _dest(group: type, name: str) -> str:
+    return f"{group.__name__.lower()}__{name}"
+
+
+def _click_option(heading: str, dest: str, spec: OptionSpec, default: Any) -> _Option:
+    settings: dict[str, Any] = {"heading": heading, "help": spec.help, "metavar": spec.metavar}
+    if spec.kind == "choice":
+        shown = default is not None
+        settings |= {"type": click.Choice(spec.choices), "default": default, "show_default": shown, "metavar": None}
+    elif spec.kind == "switch":
+        settings |= {"is_flag": True, "metavar": None}
+    elif spec.kind == "length":
+        settings |= {"type": click.IntRange(min=2)}
+    elif spec.kind == "layers":
+        settings |= {"is_flag": False, "flag_value": ""}
+    elif spec.kind == "names":
+        settings |= {"multiple": True}
+    elif spec.flag == "--max-degradation":
+        settings |= {"callback": _budget}
+    return _Option([spec.flag, dest], **settings)
+
+
+class _Command(click.Command):
+    """A command with the options of the table, and with a heading for each group of options in --help."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for heading, group in GROUPS.items():
+            defaults = group()
+            for name, spec in option_specs(group).items():
+                option = _click_option(heading, _dest(group, name), spec, getattr(defaults, name))
+                self.params.append(option)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        headings: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            if isinstance(option, click.Option) and (record := option.get_help_record(ctx)):
+                headings.setdefault(getattr(option, "heading", "") or "Options", []).append(record)
+        for heading, records in headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+@click.command(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file to write; by default SOURCE.onnx.")
-@click.option("--factory", help="package.module:function that makes the module of a SOURCE without one.")
-@click.option("--config", type=click.Path(path_type=Path), help="A JSON file with the factory's keyword arguments.")
-@click.option("--quantize", type=click.Choice(["none", "int8", "int4", "mixed"]), default="none", show_default=True)
-@click.option(
-    "--optimize-for",
-    type=click.Choice(["throughput", "latency", "balanced"]),
-    default="throughput",
-    show_default=True,
-    help="Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
-    "least. latency: one row, or a few, are decoded faster, rounded otherwise than in a batch, with the decoder's "
-    "weights held twice. balanced: that for large products alone.",
-)
-@click.option(
-    "--activations",
-    type=click.Choice(["rows", "fixed"]),
-    default="rows",
-    show_default=True,
-    help="Scales of what quantised products read. rows: each row has its own. fixed: learnt from the calibration data, "
-    "or from random ids; faster, the more so the more rows, but rows louder than those data are clipped.",
-)
-@click.option(
-    "--cache",
-    type=click.Choice(["float", "int8"]),
-    default="float",
-    show_default=True,
-    help="What keys and values of earlier positions are held in. int8: a quarter of the memory, and faster steps where "
-    "much is cached, for slower prompts.",
-)
-@click.option("--target", type=click.Choice(["cpu", "cuda", "portable"]), default="cpu", show_default=True)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "fp16", "bf16"]),
-    help="Of products and caches. fp16 and bf16 are for CUDA: fp16 is the default of a file that is not quantised, and "
-    "bf16 is for values beyond fp16's range.",
-)
-@click.option("--max-length", type=click.IntRange(min=2), help="Of a sequence; by default what the model allows.")
-@click.option(
-    "--max-degradation",
-    metavar="SHARE",
-    callback=_budget,
-    help="Share of tokens that may change, 1% or 0.01, or times the perplexity, 1.02x; of mixed by default 1.01x.",
-)
-@click.option(
-    "--calibration",
-    metavar="FILE",
-    help="Lines of text, of names of images, or of source, tab and target, to fit and measure with.",
-)
-@click.option(
-    "--min-speed", type=click.FloatRange(0), metavar="TIMES", help="Refuse a quantised file slower than that."
-)
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="A tokenizer.json, for all inputs.")
-@click.option(
-    "--chat-template", type=click.Path(path_type=Path), help="Jinja text that makes a prompt of a conversation."
-)
-@click.option(
-    "--task",
-    help="What the model does, such as text-classification; by default what SOURCE says. A folder is loaded for it.",
-)
-@click.option("--labels", metavar="A,B,…", help="The labels of a classifier, in the order of its scores.")
-@click.option(
-    "--problem",
-    type=click.Choice(["single_label", "multi_label", "regression"]),
-    help="What a classifier's scores are: of one label that holds, of several that may, or numbers themselves.",
-)
-@click.option(
-    "--pool",
-    type=click.Choice(["mean", "first", "max", "last"]),
-    help="One vector for each input of a model that gives one for each position.",
-)
-@click.option("--normalize", is_flag=True, help="Pooled vectors have length 1.")
-@click.option("--step", metavar="NAME", help="The autoregressive input; by default what SOURCE says.")
-@click.option("--start", metavar="ID", type=_ID, multiple=True, help="What decoding starts from; repeatable.")
-@click.option("--end", metavar="ID", type=_ID, multiple=True, help="What ends a sequence; repeatable.")
-@click.option("--pad", metavar="ID", type=_ID, help="The padding, which the model may hide by its id.")
-@click.option(
-    "--alignments",
-    metavar="[LAYERS]",
-    is_flag=False,
-    flag_value="",
-    help="Give alignments: of all layers, of the last, or of layers and heads such as 2,3:0.",
-)
-@click.option(
-    "--shortlist",
-    metavar="FILE",
-    help="Learn from lines as of --calibration which ids go with a source, and compute the logits of these alone.",
-)
-@click.option(
-    "--attention", is_flag=True, help="Give the weights of all attentions, of a model that is run once for an input."
-)
-@click.option("--hidden", metavar="NAME", multiple=True, help="Give the output of this submodule; repeatable.")
-@click.option(
-    "--tune", is_flag=True, help="Measure on this machine which forms of operators are the fastest, and keep them."
-)
-@click.option("--report", type=click.Path(path_type=Path), help="Write the report here, as JSON.")
-@click.option("--trust-pickle", is_flag=True, help="Load a pickled module, which runs the code that it names.")
+@click.option("-o", "--output", type=_PATH, help="The file to write; by default SOURCE.onnx.")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
-def command(source: str, output: Path | None, report: Path | None, **options: Any) -> None:
+@click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report here, as JSON.")
+@click.option(
+    "--plot", type=_PATH, metavar="FILE.png", help="Draw the size and quality of the mixtures of --quantize mixed."
+)
+@click.option("--quiet", is_flag=True, help="Write nothing but errors.")
+@click.option("--verbose", is_flag=True, help="Write the name of each phase, and the traceback of an error.")
+@click.version_option(package_name="tformer")
+@click.option("--factory", cls=_Option, heading=_SOURCE, help="package.module:function that makes the module.")
+@click.option(
+    "--config", cls=_Option, heading=_SOURCE, type=_PATH, help="A JSON file with the factory's keyword arguments."
+)
+@click.option(
+    "--trust-pickle",
+    cls=_Option,
+    heading=_SOURCE,
+    is_flag=True,
+    help="Load a pickled module, which runs the code that it names.",
+)
+@click.option(
+    "--step-input",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="NAME",
+    help="The autoregressive input; by default that of SOURCE.",
+)
+@click.option("--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="A tokenizer.json, for all inputs.")
+@click.option(
+    "--chat-template",
+    cls=_Option,
+    heading=_SOURCE,
+    type=_PATH,
+    help="Jinja text that makes a prompt of a conversation.",
+)
+@click.option(
+    "--bos-id",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="ID",
+    type=_ID,
+    multiple=True,
+    help="An id that decoding starts from; repeatable.",
+)
+@click.option(
+    "--eos-id",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="ID",
+    type=_ID,
+    multiple=True,
+    help="An id that ends a sequence; repeatable.",
+)
+@click.option(
+    "--pad-id", cls=_Option, heading=_SOURCE, metavar="ID", type=_ID, help="The padding, which a model may hide by id."
+)
+def command(
+    source: str,
+    output: Path | None,
+    force: bool,
+    report: Path | None,
+    plot: Path | None,
+    quiet: bool,
+    verbose: bool,
+    **flags: Any,
+) -> None:
     """Turn SOURCE, a trained PyTorch Transformer, into one ONNX file that decodes incrementally, or refuse.
 
-    SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with --step),
-    a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
+    SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with
+    --step-input), a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
     output = output or _default_output(source)
+    options, task = _options(flags)
+    _check_outputs(output, report, plot, options, force)
+    with _refusal_reported(report, source), _progress(options, quiet, verbose) as progress:
+        loaded, tokenizer = _load(source, task, flags)
+        result = _export(loaded, output, tokenizer, options, task, flags, force, progress)
     if report is not None:
-        from tformer_export.common.atomic_output import check_writable
+        result.write(report)
+    if plot is not None:
+        _draw(result, plot)
+    if not quiet:
+        _print_table([*result.rows(), *([("picture", str(plot))] if plot else [])])
 
-        check_writable(report, options["force"])
-        if options["quantize"] == "mixed":
-            if report.suffix == ".png":
-                raise click.UsageError(f"a picture is put beside the report as {report}: name another for the report")
-            check_writable(report.with_suffix(".png"), options["force"])
-        if report.absolute() == output.absolute():
-            raise click.UsageError("--report and the output are the same file: name another for the report")
-    console = Console(stderr=True)
-    with _refusal_reported(report, source):
-        if console.is_terminal:
-            with console.status("reading") as status:
-                made = _export(source, output, lambda stage: status.update(stage), **options)
-        else:
-            made = _export(source, output, lambda stage: None, **options)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for label, text in made.rows():
-        table.add_row(label, Text(text))
+
+def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
+    """The dataclasses of the option table, from the values of the flags. OptionError if they do not go together."""
+
+    def values(group: type) -> dict[str, Any]:
+        return {name: flags[_dest(group, name)] for name in option_specs(group)}
+
+    extra = values(ExtraOutputs)
+    extra["cross_attentions"] = None if extra["cross_attentions"] is None else _layers(extra["cross_attentions"])
+    named = values(Task)
+    named["labels"] = None if named["labels"] is None else [label.strip() for label in named["labels"].split(",")]
+    quantization = Quantization(**values(Quantization))
+    options = ExportOptions(quantization=quantization, extra_outputs=ExtraOutputs(**extra), **values(ExportOptions))
+    return options, Task(**named)
+
+
+def _check_outputs(output: Path, report: Path | None, plot: Path | None, options: ExportOptions, force: bool) -> None:
+    """Refuse output paths and flags before the export that would fail after it."""
+    from tformer_export.common.atomic_output import check_writable
+
+    places = [path.absolute() for path in (output, report, plot) if path is not None]
+    if len(set(places)) < len(places):
+        raise click.UsageError("the output, --report and --plot are the same file: name another for one of them")
+    check_writable(output, force)
     if report is not None:
-        made.write(report)
-        if made.mixture is not None:
-            table.add_row("picture", Text(_draw(made.mixture, report.with_suffix(".png"))))
-    console.print(table)
+        check_writable(report, force)
+    if plot is not None:
+        if options.quantization.weights != "mixed":
+            raise click.UsageError("--plot draws the mixtures of --quantize mixed: leave it out")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise MissingExtraError("--plot needs matplotlib: pip install 'tformer[plot]'")
+        check_writable(plot, force)
 
 
-def _draw(mixture: Any, path: Path) -> str:
-    """The frontier beside the report; says where it is, or what is missing for it."""
+def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, str | None]:
+    """The source, and the text of --tokenizer."""
+    from tformer_export.sources import load_source
+
+    tokenizer = _tokenizer(flags["tokenizer"]) if flags["tokenizer"] is not None else None
+    loaded = load_source(
+        source,
+        step_input=flags["step_input"],
+        factory=flags["factory"],
+        config=flags["config"],
+        trust_pickle=flags["trust_pickle"],
+        tokenizer=tokenizer is None,
+        task=task.name or ("feature-extraction" if task.pooling else None),
+    )
+    return loaded, tokenizer
+
+
+def _export(
+    loaded: Source,
+    output: Path,
+    tokenizer: str | None,
+    options: ExportOptions,
+    task: Task,
+    flags: Mapping[str, Any],
+    force: bool,
+    progress: Callable[[str], None],
+) -> ExportReport:
+    from tformer_export.api import export
+
+    special = loaded.special_tokens
+    special = replace(
+        special,
+        bos_token_ids=flags["bos_id"] or special.bos_token_ids,
+        eos_token_ids=flags["eos_id"] or special.eos_token_ids,
+        pad_token_id=special.pad_token_id if flags["pad_id"] is None else flags["pad_id"],
+    )
+    template = flags["chat_template"]
+    return export(
+        loaded,
+        output,
+        tokenizer=tokenizer,
+        chat_template=None if template is None else _read("--chat-template", template),
+        task=task,
+        special_tokens=special,
+        force=force,
+        progress=progress,
+        quantization=options.quantization,
+        extra_outputs=options.extra_outputs,
+        **{name: getattr(options, name) for name in option_specs(ExportOptions)},
+    )
+
+
+@contextmanager
+def _progress(options: ExportOptions, quiet: bool, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """A callable for the name of each phase as it begins: a bar on a terminal, a line with --verbose, or nothing."""
+    if quiet or not (verbose or sys.stderr.isatty()):
+        yield lambda phase: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    expected = phases(options)
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("load", total=len(expected))
+        if verbose:
+            bar.console.print("phase: load")
+
+        def begin(phase: str) -> None:
+            bar.update(task, description=phase, completed=expected.index(phase) if phase in expected else None)
+            if verbose:
+                bar.console.print(f"phase: {phase}")
+
+        yield begin
+
+
+def _print_table(rows: list[tuple[str, str]]) -> None:
+    """The report: aligned on a terminal; elsewhere one fact a line, each line with its label, for grep."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if sys.stderr.isatty():
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for label, text in rows:
+            table.add_row(label, Text(text))
+        Console(stderr=True).print(table)
+        return
+    width, latest = max(len(label) for label, _ in rows), ""
+    for label, text in rows:
+        latest = label if label not in ("", "*") else latest
+        click.echo(f"{label.ljust(width) if label == '*' else latest.ljust(width)}  {text}", err=True)
+
+
+def _draw(report: ExportReport, path: Path) -> None:
     from tformer_export.quantize.frontier_plot import draw
 
-    try:
-        draw(mixture, path)
-    except MissingExtraError as error:
-        return str(error)
-    return str(path)
+    assert report.mixture is not None  # --plot is for mixtures
+    draw(report.mixture, path)
 
 
 @contextmanager
 def _refusal_reported(report: Path | None, source: str) -> Iterator[None]:
-    """A refusal is a report too: what was refused, with what words, as which kind of error."""
+    """Write a refusal to the report, too: the source, the sentence and the class of the error."""
     try:
         yield
     except TformerError as error:
@@ -198,58 +350,13 @@ def _default_output(source: str) -> Path:
     return Path(source.rsplit(":", 1)[-1] + ".onnx")
 
 
-def _export(
-    source: str,
-    output: Path,
-    progress: Callable[[str], None],
-    *,
-    factory: str | None,
-    config: Path | None,
-    tokenizer: Path | None,
-    chat_template: Path | None,
-    step: str | None,
-    trust_pickle: bool,
-    task: str | None,
-    labels: str | None,
-    start: tuple[int, ...],
-    end: tuple[int, ...],
-    pad: int | None,
-    alignments: str | None,
-    **options: Any,
-) -> Any:
-    from tformer_export.api import export
-    from tformer_export.common.atomic_output import check_writable
-    from tformer_export.sources import load_source
-
-    check_writable(output, options["force"])
-    options["alignments"] = _layers(alignments) if alignments is not None else None
-    text = _tokenizer(tokenizer) if tokenizer is not None else None
-    options["chat_template"] = None if chat_template is None else _read("--chat-template", chat_template)
-    loaded = load_source(
-        source,
-        step=step,
-        factory=factory,
-        config=config,
-        trust_pickle=trust_pickle,
-        tokenizer=tokenizer is None,
-        task=task or ("feature-extraction" if options["pool"] else None),
-    )
-    options["labels"] = [label.strip() for label in labels.split(",")] if labels is not None else None
-    if start or end or pad is not None:
-        held = loaded.special
-        options["special"] = replace(
-            held, start=start or held.start, end=end or held.end, pad=held.pad if pad is None else pad
-        )
-    return export(loaded, output, tokenizer=text, task=task, progress=progress, **options)
-
-
 def _layers(text: str) -> Any:
-    """Nothing, last, or layers and layer:head with commas between them."""
+    """From "", "last", or layers and layer:head with commas between them."""
     if text in ("", "last"):
         return text or True
     pairs = [re.fullmatch(r"(\d+)(?::(\d+))?", part.strip()) for part in text.split(",")]
     if not all(pairs):
-        raise OptionError(f"--alignments takes last, or layers such as 2,3:0, not {text!r}; put SOURCE before it")
+        raise OptionError(f"--cross-attentions takes last, or layers such as 2,3:0, not {text!r}; put SOURCE before it")
     return [int(m[1]) if m[2] is None else (int(m[1]), int(m[2])) for m in pairs if m]
 
 
@@ -275,7 +382,7 @@ def _tokenizer(tokenizer: Path) -> str:
 
 def main() -> None:
     """Entry point: errors of ours are one sentence on standard error and exit status 1."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
     try:
         command(standalone_mode=False)
     except click.exceptions.Abort:
@@ -283,6 +390,14 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (TformerError, KeyboardInterrupt) as error:
-        print(f"tformer-export: {error}" if isinstance(error, TformerError) else "interrupted", file=sys.stderr)
-        sys.exit(1 if isinstance(error, TformerError) else 130)
+    except TformerError as error:
+        _fail(f"tformer-export: {error}", status=1)
+    except KeyboardInterrupt:
+        _fail("interrupted", status=130)
+
+
+def _fail(sentence: str, status: int) -> NoReturn:
+    if "--verbose" in sys.argv:
+        traceback.print_exc()
+    print(sentence, file=sys.stderr)
+    sys.exit(status)

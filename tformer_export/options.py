@@ -1,4 +1,9 @@
-"""What is asked of a file: options of `export`, checked each alone, together, and against the model."""
+"""The options of `export`: one table for the Python API, the checks, the command line and the documentation.
+
+Each field of `Quantization`, `Task` (`common/task.py`), `ExtraOutputs` and `ExportOptions` holds its help text, its
+allowed values and its form on the command line. `export` takes the first three as one argument each. Checks of single
+options and of combinations are here. `ExportOptions.for_model` checks them against a model.
+"""
 
 from __future__ import annotations
 
@@ -6,132 +11,246 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tformer_export.analysis.attention_weights import Wanted
-from tformer_export.common.degradation_budget import COSINE, Budget
-from tformer_export.common.kernel_choices import Forms, session_settings
-from tformer_export.common.quantization import ACTIVATIONS, CACHES, GOALS, QUANTIZATIONS, ROWS, THROUGHPUT
-from tformer_export.lowering.target import TARGETS
-from tformer_export.passes.half_precision import HALVES
-from tformer_export.sources import Source
+from tformer_export.common.degradation_budget import COSINE, DegradationBudget
+from tformer_export.common.option_table import check_choices, option
+from tformer_export.common.option_values import (
+    ACTIVATION_SCALES,
+    HALF_PRECISIONS,
+    KV_CACHES,
+    OPTIMIZATION_GOALS,
+    PER_ROW,
+    QUANTIZATIONS,
+    TARGET_NAMES,
+    THROUGHPUT,
+)
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.format.manifest import Manifest
+
+if TYPE_CHECKING:  # --help needs neither torch nor onnx
+    from tformer_export.analysis.attention_weights import AttentionSelection
+    from tformer_export.sources import Source
 
 DEFAULT_HALF = "fp16"  # of files for CUDA
+PRECISIONS = ("fp32", *HALF_PRECISIONS)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Options of `export`, which says what they are.
+class Quantization:
+    """The quantisation of a file: of its weights, of the inputs of its products, and of its cache.
 
-    half: the half precision of the file, None for float32. calibration, shortlist: files of lines.
+    OptionError for values that do not exist or do not go together.
     """
 
-    quantize: str
-    optimize_for: str
-    activations: str
-    cache: str
-    target: str
-    half: str | None
-    budget: Budget
-    calibration: Path | None
-    min_speed: float | None
-    max_length: int | None
-    alignments: Wanted | None
-    hidden: Sequence[str]
-    attention: bool
-    shortlist: Path | None
-    tune: bool
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        quantize: str,
-        optimize_for: str,
-        activations: str,
-        cache: str,
-        target: str,
-        precision: str | None,
-        max_degradation: float | str | Budget | None,
-        calibration: str | os.PathLike[str] | None,
-        min_speed: float | None,
-        max_length: int | None,
-        alignments: Wanted | None,
-        hidden: str | Sequence[str],
-        attention: bool,
-        shortlist: str | os.PathLike[str] | None,
-        tune: bool,
-    ) -> Asked:
-        """As `export` is given them. OptionError for what cannot be, or not together."""
-        _check(quantize, optimize_for, cache, target, tune)
-        if activations not in ACTIVATIONS:
-            raise OptionError(f"activations is one of {', '.join(ACTIVATIONS)}, not {activations!r}")
-        if activations != ROWS and quantize == "none":
-            raise OptionError(
-                f"{activations} activations are those of quantised products: quantize to int8 or int4 too"
-            )
-        return cls(
-            quantize=quantize,
-            optimize_for=optimize_for,
-            activations=activations,
-            cache=cache,
-            target=target,
-            half=_half(precision, target, quantize),
-            budget=Budget.of(max_degradation),
-            calibration=Path(calibration) if calibration is not None else None,
-            min_speed=min_speed,
-            max_length=max_length,
-            alignments=alignments,
-            hidden=[hidden] if isinstance(hidden, str) else list(dict.fromkeys(hidden)),
-            attention=attention,
-            shortlist=Path(shortlist) if shortlist is not None else None,
-            tune=tune,
-        )
+    weights: str = option(
+        "none",
+        "Store weights as 8-bit or 4-bit integers. mixed chooses 4 bits, 8 bits or float for each matrix: the fewest "
+        "bits within --max-degradation.",
+        flag="--quantize",
+        choices=QUANTIZATIONS,
+    )
+    activation_scales: str = option(
+        PER_ROW,
+        "Scales of the inputs of quantised products. per-row: each row has its own. static: learnt from the "
+        "calibration data, or from random ids; faster for many rows, but rows louder than those data are clipped.",
+        flag="--activation-scales",
+        choices=ACTIVATION_SCALES,
+    )
+    kv_cache: str = option(
+        "float",
+        "Store cached keys and values as floats or as 8-bit integers. int8 takes a quarter of the memory and makes "
+        "steps after long prompts faster and prompts slower.",
+        flag="--kv-cache",
+        choices=KV_CACHES,
+    )
+    calibration: str | os.PathLike[str] | None = option(
+        None,
+        "Fit the integers to these data, with GPTQ, and measure on a quarter of them: lines of text, of names of "
+        "images, of source, tab and target, or of JSON; or a series.",
+        "file",
+        flag="--calibration",
+        metavar="FILE",
+    )
+    max_degradation: float | str | DegradationBudget | None = option(
+        None,
+        "Refuse a file that changes more than this share of tokens (1% or 0.01), or that multiplies the perplexity by "
+        "more (1.02x). The default for mixed is 1.01x. For a model that is run once: the share of rows whose class "
+        "changes, or the loss of mean cosine.",
+        flag="--max-degradation",
+        metavar="SHARE",
+    )
 
     def __post_init__(self) -> None:
-        if self.calibration is not None and not self.calibration.is_file():
-            raise OptionError(f"there is no file {self.calibration} to calibrate with")
-        if not self.fewer_bits and (self.calibration is not None or self.min_speed is not None):
+        check_choices(self)
+        if self.activation_scales != PER_ROW and self.weights == "none":
             raise OptionError(
-                "calibration and min_speed are for a quantised file: choose quantize='int8', 'int4' or 'mixed', or "
-                "cache='int8'"
+                f"{self.activation_scales} activation scales are for quantised products: quantize to int8 or int4 too"
             )
-        if self.shortlist is not None and not self.shortlist.is_file():
+        if self.calibration is not None and not Path(self.calibration).is_file():
+            raise OptionError(f"there is no file {self.calibration} to calibrate with")
+        if not self.quantizes and self.calibration is not None:
+            raise OptionError(
+                "calibration is for a quantised file: choose quantization 'int8', 'int4' or 'mixed', or an int8 "
+                "kv_cache"
+            )
+        DegradationBudget.of(self.max_degradation)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is quantised: weights, the cache or both."""
+        return self.weights != "none" or self.kv_cache != "float"
+
+
+@dataclass(frozen=True)
+class ExtraOutputs:
+    """Outputs of a file in addition to the logits. Each step computes them, even if no caller requests them."""
+
+    cross_attentions: AttentionSelection | None = option(
+        None,
+        "Output the weights of cross-attention: the mean of all layers (True), of the last layer (last), or of layers "
+        "and heads such as 2,3:0, counted from 0.",
+        "layers",
+        flag="--cross-attentions",
+        metavar="[LAYERS]",
+    )
+    hidden_states: str | Sequence[str] = option(
+        (), "Output the result of this submodule; repeatable.", "names", flag="--hidden-states", metavar="NAME"
+    )
+    attentions: bool = option(
+        False,
+        "Output the weights of all attentions, for a model that is run once for an input.",
+        "switch",
+        flag="--attentions",
+    )
+
+    @property
+    def submodules(self) -> list[str]:
+        """The names in `hidden_states`, each once."""
+        return [self.hidden_states] if isinstance(self.hidden_states, str) else list(dict.fromkeys(self.hidden_states))
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of one export. OptionError for values that do not exist or do not go together."""
+
+    quantization: Quantization = Quantization()
+    extra_outputs: ExtraOutputs = ExtraOutputs()
+    target: str = option(
+        "cpu",
+        "The device of the file. portable has standard ONNX operators alone.",
+        flag="--target",
+        choices=TARGET_NAMES,
+    )
+    precision: str | None = option(
+        None,
+        "Floats of products and caches. fp16 and bf16 are for CUDA: fp16 is the default of a file that is not "
+        "quantised, and bf16 is for values beyond fp16's range. Logits are fp32 in any case.",
+        flag="--precision",
+        choices=PRECISIONS,
+    )
+    optimize_for: str = option(
+        THROUGHPUT,
+        "Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
+        "least. latency: steps of one to three rows are faster, round otherwise than larger batches, and hold the "
+        "decoder's weights twice.",
+        flag="--optimize-for",
+        choices=OPTIMIZATION_GOALS,
+    )
+    max_length: int | None = option(
+        None,
+        "The longest sequence; by default the most that the model allows, up to 512.",
+        "length",
+        flag="--max-length",
+    )
+    shortlist: str | os.PathLike[str] | None = option(
+        None,
+        "Learn from lines, as of --calibration, which ids belong to a source, and compute the logits of these alone. "
+        "For a model with an encoder that reads ids.",
+        "file",
+        flag="--shortlist",
+        metavar="FILE",
+    )
+    tune: bool = option(
+        False,
+        "Measure on this machine which forms of operators are the fastest, and keep them.",
+        "switch",
+        flag="--tune",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.max_length is not None and (isinstance(self.max_length, bool) or self.max_length < 2):
+            raise OptionError(f"max_length must be a whole number of at least 2, not {self.max_length!r}")
+        kv_cache, weights = self.quantization.kv_cache, self.quantization.weights
+        if self.optimize_for != THROUGHPUT and weights == "none" and not self.tune:
+            raise OptionError(
+                f"{self.optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too, or "
+                "tune"
+            )
+        if self.optimize_for != THROUGHPUT and self.target != "cpu":
+            raise OptionError(
+                f"{self.optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out "
+                f"either it or the target {self.target}"
+            )
+        if kv_cache != "float" and self.target != "cpu":
+            raise OptionError(
+                f"caches in {kv_cache} need onnxruntime's own operator, as measured on the CPU: leave out either them "
+                f"or the target {self.target}"
+            )
+        if self.tune and self.target != "cpu":
+            raise OptionError(
+                f"tune measures on this machine's CPU, which says nothing of the target {self.target}: leave out "
+                "either of them"
+            )
+        if self.precision not in (None, "fp32"):
+            if self.target != "cuda":
+                raise OptionError(
+                    f"{self.precision} is for the target cuda: onnxruntime has no products of it for CPUs, and would "
+                    "convert every weight at every step; to read less, quantise to int8 or int4"
+                )
+            if weights != "none":
+                raise OptionError(
+                    f"a quantised file computes in fp32 with its integers: leave out {self.precision} or {weights}"
+                )
+        if self.shortlist is not None and not Path(self.shortlist).is_file():
             raise OptionError(f"there is no file {self.shortlist} to learn a shortlist from")
 
-    def of_model(self, source: Source) -> Asked:
-        """What that means for a model. OptionError for what it cannot have."""
-        once = source.step is None
-        if self.shortlist is not None and (once or not set(source.example) - {source.step, *source.masks}):
+    def for_model(self, source: Source) -> ExportOptions:
+        """Return these options for a model. Raises OptionError for options that the model cannot have."""
+        is_run_once = source.step_input is None
+        if self.shortlist is not None and (is_run_once or not set(source.example) - {source.step_input, *source.masks}):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":
             raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
-        if not once:
+        if not is_run_once:
             return self
-        if self.optimize_for != THROUGHPUT and not self.tune:  # which says for which batches, too
+        if self.optimize_for != THROUGHPUT and not self.tune:  # with tune it names the batches to measure, too
             raise OptionError(
                 f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a model that is run once "
                 f"reads its input whole: leave it at {THROUGHPUT}"
             )
-        if self.cache != "float":
-            raise OptionError("a model that is run once has no cache: leave it at float")
-        return replace(self, budget=self.budget.over(COSINE))
-
-    def in_forms(self, manifest: Manifest, forms: Forms) -> Manifest:
-        """The manifest of a file that was tuned, or is being."""
-        return replace(manifest, optimized_for=self.optimize_for, forms=forms, session=session_settings(forms))
+        if self.quantization.kv_cache != "float":
+            raise OptionError("a model that is run once has no cache: leave kv_cache at float")
+        return replace(self, quantization=replace(self.quantization, max_degradation=self.budget.with_unit(COSINE)))
 
     @property
-    def fewer_bits(self) -> bool:
-        """Whether anything is quantised: weights, caches or both."""
-        return self.quantize != "none" or self.cache != "float"
+    def half(self) -> str | None:
+        """The half precision of the file; None for float32."""
+        if self.precision is None:
+            return DEFAULT_HALF if self.target == "cuda" and self.quantization.weights == "none" else None
+        return None if self.precision == "fp32" else self.precision
+
+    @property
+    def budget(self) -> DegradationBudget:
+        return DegradationBudget.of(self.quantization.max_degradation)
 
     @property
     def exact(self) -> bool:
-        """Whether a row's result is the same alone and in any batch. Products of floats are not to the last digit, and
-        what is rounded after them may be to the next integer."""
-        floats = self.cache != "float" and self.quantize in ("none", "mixed")
+        """Whether a row's result is the same alone and in any batch.
+
+        Products of floats differ in the last digit, so that a value that is rounded after them may differ by one.
+        """
+        floats = self.quantization.kv_cache != "float" and self.quantization.weights in ("none", "mixed")
         return self.optimize_for == THROUGHPUT and not floats
 
 
@@ -142,48 +261,12 @@ def no_encoder() -> OptionError:
     )
 
 
-def _check(quantize: str, optimize_for: str, cache: str, target: str, tune: bool) -> None:
-    if quantize not in QUANTIZATIONS:
-        raise OptionError(f"quantize is one of {', '.join(QUANTIZATIONS)}, not {quantize!r}")
-    if optimize_for not in GOALS:
-        raise OptionError(f"optimize_for is one of {', '.join(GOALS)}, not {optimize_for!r}")
-    if optimize_for != THROUGHPUT and quantize == "none" and not tune:
-        raise OptionError(
-            f"{optimize_for} chooses among kernels of quantised products: quantize to int8 or int4 too, or tune"
-        )
-    if optimize_for != THROUGHPUT and target != "cpu":
-        raise OptionError(
-            f"{optimize_for} needs onnxruntime's own operator for few rows, as measured on the CPU: leave out either "
-            f"it or the target {target}"
-        )
-    if target not in TARGETS:
-        raise OptionError(f"target is one of {', '.join(TARGETS)}, not {target!r}")
-    if cache not in CACHES:
-        raise OptionError(f"cache is one of {', '.join(CACHES)}, not {cache!r}")
-    if cache != "float" and target != "cpu":
-        raise OptionError(
-            f"caches in {cache} need onnxruntime's own operator, as measured on the CPU: leave out either them or the "
-            f"target {target}"
-        )
-    if tune and target != "cpu":
-        raise OptionError(
-            f"tune measures on this machine's CPU, which says nothing of the target {target}: leave out either of them"
-        )
-
-
-def _half(precision: str | None, target: str, quantize: str) -> str | None:
-    """The half precision that is asked for, or None for float32. OptionError for what cannot be had."""
-    if precision is None:
-        return DEFAULT_HALF if target == "cuda" and quantize == "none" else None
-    if precision not in ("fp32", *HALVES):
-        raise OptionError(f"precision is one of fp32, {', '.join(HALVES)}, not {precision!r}")
-    if precision == "fp32":
-        return None
-    if target != "cuda":
-        raise OptionError(
-            f"{precision} is for the target cuda: onnxruntime has no products of it for CPUs, and would convert every "
-            "weight at every step; to read less, quantise to int8 or int4"
-        )
-    if quantize != "none":
-        raise OptionError(f"a quantised file computes in fp32 beside its integers: leave out {precision} or {quantize}")
-    return precision
+def phases(options: ExportOptions) -> list[str]:
+    """Return the names of the phases of an export in their order. Some run twice."""
+    names = ["load", "capture", "analysis", "staging", "lowering", "passes"]
+    names += ["tune"] if options.tune else []
+    names += ["verify"]
+    names += ["half"] if options.half is not None else []
+    names += ["calibrate", "search", "quantise", "measure"] if options.quantization.quantizes else []
+    names += ["shortlist"] if options.shortlist is not None else []
+    return [*names, "write"]

@@ -1,13 +1,10 @@
-"""What the traced graph does: by its operations and by running them, never by the name of a model.
+"""Facts about the traced graph, found from its operations and by running them, never from the name of a model.
 
-binding_time       when each value is known: constant, by the request, or by each step
-attention          softmax(scale · QKᵀ + bias) · V, in whatever operations it is written
-batch_axes         which axis holds the rows
-input_facts        vocabulary, padding and maximum length of each input
-size_branches      code that depends on a size
-determinism        results that do not depend on chance or on earlier calls
-last_position      models that give logits for the last position only
-attention_weights  attention that a file gives besides its logits
-series             what was said of a forecaster's series, checked against the graph
-interpreter        run parts of a graph
+binding_time       when each value is known: constant, by the request, or by each step attention          softmax(scale
+· QKᵀ + bias) · V, in any operations attention_weights  weights of attention as extra outputs batch_axes         which
+axis holds the rows input_facts        vocabulary, padding and maximum length of each input size_branches      code that
+depends on a size determinism        refusal of results that depend on chance or on earlier calls step_checks
+refusal of models that cannot be decoded step by step last_position      models that return logits for the last position
+only series             the options of a forecaster's series, checked against the graph interpreter        evaluation of
+the graph
 """

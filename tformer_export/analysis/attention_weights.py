@@ -1,12 +1,12 @@
-"""What a model attends to, on request.
+"""Weights of attention as extra outputs.
 
-Alignments are how much each step attends to each position of the request, from cross-attention's weights. A model that
-is run once gives the weights of all its attentions instead.
+Cross-attentions say how much each step attends to each position of the request. A model that is run once has the
+weights of all its attentions instead.
 
-A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Heads
-are averaged, as is the field's habit. Of which layer, it does not agree on: fairseq takes the last, Garg et al. 2019
-("Jointly Learning to Align and Translate with Transformer Models") the one before it, and in models/g2p the first two
-are the clearest. So the default is the mean over all layers, which is near the best of them everywhere.
+A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Its
+weights are averaged over heads. On the layer the field does not agree: fairseq takes the last, Garg et al. 2019
+("Jointly Learning to Align and Translate with Transformer Models") the one before it. The default is the mean over all
+layers, which is near the best everywhere: docs/design/staging.md#cross-attention-and-attentions.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.analysis.attention import ATTENTION, _Builder
+from tformer_export.analysis.attention import ATTENTION, NodeBuilder
 from tformer_export.analysis.binding_time import Level, binding_times
-from tformer_export.capture.trace import Captured
+from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.format.manifest import ALIGNMENTS
-from tformer_runtime.format.manifest import ATTENTION as ATTENTION_MAPS
+from tformer_runtime.format.manifest import ATTENTIONS as ATTENTION_MAPS
+from tformer_runtime.format.manifest import CROSS_ATTENTIONS
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 SHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten.clone.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 
-Wanted = bool | str | int | Sequence[int | tuple[int, int]]
+AttentionSelection = bool | str | int | Sequence[int | tuple[int, int]]
 
 
 @torch.library.custom_op("tformer::attention_weights", mutates_args=())
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
 ) -> torch.Tensor:
-    """softmax(scale · query keyᵀ + bias), summed over `heads`: (batch, 1, new, slots); or of each of them, (batch,
-    heads, new, slots). Operands as `attention` has."""
+    """Compute softmax(scale · query keyᵀ + bias) and sum it over `heads`: (batch, 1, new, slots).
+
+    For the operands see `attention`.
+
+    each: return the weights of each of the heads instead, (batch, heads, new, slots).
+    """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.transpose(-2, -1) * scale
     if bias is not None:
@@ -54,32 +58,37 @@ def _(query, key, bias, scale, heads, each):  # type: ignore[no-untyped-def]
 WEIGHTS = torch.ops.tformer.attention_weights.default
 
 
-def add_alignments(captured: Captured, wanted: Wanted) -> None:
-    """Give the graph the further output `alignments`, (batch, new, source positions): the mean of the wanted heads.
+def add_cross_attentions(captured: CapturedGraph, selection: AttentionSelection) -> None:
+    """Add the extra output `cross_attentions`, (batch, new, source positions): the mean of the selected heads.
 
-    wanted: True for every head of every cross-attention; "last" for those of the last one; or which, each a layer or
-    (layer, head). Layers are counted from 0 in the order in which the graph computes them. OptionError for what the
-    model does not have.
+    selection: True for every head of every cross-attention; "last" for the heads of the last one; or a list of layers
+        and (layer, head). Layers are counted from 0 in the order in which the graph computes them.
+
+    Raises OptionError for a layer or head that the model does not have.
     """
     layers = _cross_attentions(captured)
-    heads = _wanted_heads(wanted, [int(meta(node.args[0]).shape[1]) for node in layers])
+    heads = _select_heads(selection, [int(meta(node.args[0]).shape[1]) for node in layers])
     lengths = {expression(meta(layers[i].args[1]).shape[2]) for i in heads}
     if len(lengths) > 1:
         raise OptionError("alignments of these layers are over different inputs: name layers that read the same one")
     total: Node | None = None
-    for layer, chosen in heads.items():
-        make = _Builder(captured.graph, layers[layer])
+    for layer, layer_heads in heads.items():
+        make = NodeBuilder(captured.graph, layers[layer])
         query, key, _, bias, scale = arguments(layers[layer])
-        summed = make(WEIGHTS, query, key, bias, scale, chosen, False)
+        summed = make(WEIGHTS, query, key, bias, scale, layer_heads, False)
         total = summed if total is None else make(aten.add.Tensor, total, summed)
     mean = make(aten.mul.Tensor, total, 1 / sum(map(len, heads.values())))
-    captured.add_extra(ALIGNMENTS, make(aten.select.int, mean, 1, 0))
+    captured.add_extra(CROSS_ATTENTIONS, make(aten.select.int, mean, 1, 0))
 
 
-def add_attention(captured: Captured) -> None:
-    """Give the graph the further output `attention`, (batch, layers, heads, positions, positions): what each position
-    takes of each, in all attentions, in the order in which the graph computes them. OptionError for a model that has
-    none, or whose attentions are not of one size. Cost of a run: about the scores of all attentions once more."""
+def add_attentions(captured: CapturedGraph) -> None:
+    """Add the extra output `attentions`, (batch, layers, heads, positions, positions), in the order of computation.
+
+    An entry is the weight of a position (last axis) in the result for another (second last). Cost of a run: computing
+    the scores of all attentions a second time.
+
+    Raises OptionError for a model without attention, or with attentions of several sizes.
+    """
     if captured.step_name is not None:
         raise OptionError(
             f"attention is given by a model that is run once, and this one is stepped over {captured.step_name!r}: ask "
@@ -95,17 +104,19 @@ def add_attention(captured: Captured) -> None:
     if len(sizes) > 1:
         shown = " and ".join(sorted(f"{heads} heads over {n} × {slots}" for heads, n, slots in sizes))
         raise OptionError(f"attention is one array of all layers, and the model's differ, {shown}: it cannot be given")
-    make = _Builder(captured.graph, next(iter(weights[-1].users), weights[-1].next))
+    make = NodeBuilder(captured.graph, next(iter(weights[-1].users), weights[-1].next))
     captured.add_extra(ATTENTION_MAPS, make(aten.stack.default, weights, 1))
 
 
-def _weights(captured: Captured, node: Node) -> Node | None:
-    """(batch, heads, new, slots), if the node is an attention, or the softmax of one that is computed operation by
-    operation; None if it is neither."""
+def _weights(captured: CapturedGraph, node: Node) -> Node | None:
+    """Return the weights of an attention, (batch, heads, new, slots); None if the node is not an attention.
+
+    An attention that is computed operation by operation is recognised by its softmax.
+    """
     if node.target is ATTENTION:
         query, key, _, bias, scale = arguments(node)
         heads = list(range(int(meta(query).shape[1])))
-        return _Builder(captured.graph, node)(WEIGHTS, query, key, bias, scale, heads, True)
+        return NodeBuilder(captured.graph, node)(WEIGHTS, query, key, bias, scale, heads, True)
     if node.target not in SOFTMAX or meta(node).dim() != 4 or arguments(node)[1] not in (3, -1):
         return None
     last, users = node, list(node.users)
@@ -114,38 +125,40 @@ def _weights(captured: Captured, node: Node) -> Node | None:
     return node if any(user.target in PRODUCTS and user.args[0] is last for user in users) else None
 
 
-def _cross_attentions(captured: Captured) -> list[Node]:
+def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     level: Mapping[Node, Level] = binding_times(captured)
     if captured.step is None or not any(level[node] == Level.REQUEST for node in captured.inputs.values()):
         only = f"reads nothing beside {captured.step_name}" if captured.step_name else "is run once for its input"
         raise OptionError(f"the model {only}: it has no cross-attention, so there are no alignments to give")
     attentions = [node for node in captured.nodes if node.target is ATTENTION]
-    found = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
-    if not found:
+    cross = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
+    if not cross:
         raise OptionError(
             f"alignments are the weights of cross-attention, and of the {len(attentions)} attentions recognised in the "
             "model none has its keys from the request alone; attention written by hand is recognised as "
             "softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
         )
-    return found
+    return cross
 
 
-def _wanted_heads(wanted: Wanted, counts: list[int]) -> dict[int, list[int]]:
-    """Layer → its wanted heads, in order. counts: how many heads each layer has."""
-    last = len(counts) - 1
-    named: dict[Any, Sequence[int]] = {True: range(len(counts)), "last": [last]}
-    if isinstance(wanted, (bool, str)):
-        items: Sequence[Any] = named.get(wanted, ())
+def _select_heads(selection: AttentionSelection, head_counts: list[int]) -> dict[int, list[int]]:
+    """Return layer → its selected heads, in order. head_counts: the number of heads of each layer."""
+    last = len(head_counts) - 1
+    named: dict[Any, Sequence[int]] = {True: range(len(head_counts)), "last": [last]}
+    if isinstance(selection, (bool, str)):
+        items: Sequence[Any] = named.get(selection, ())
     else:
-        items = [wanted] if isinstance(wanted, int) else wanted
+        items = [selection] if isinstance(selection, int) else selection
     heads: dict[int, set[int]] = {}
     for item in items:
         layer, head = (item, None) if isinstance(item, int) else item
         if not 0 <= layer <= last:
             raise OptionError(f"alignments: there is no layer {layer}, the cross-attentions are 0 to {last}")
-        if head is not None and not 0 <= head < counts[layer]:
-            raise OptionError(f"alignments: layer {layer} has no head {head}, its heads are 0 to {counts[layer] - 1}")
-        heads.setdefault(layer, set()).update(range(counts[layer]) if head is None else [head])
+        if head is not None and not 0 <= head < head_counts[layer]:
+            raise OptionError(
+                f"alignments: layer {layer} has no head {head}, its heads are 0 to {head_counts[layer] - 1}"
+            )
+        heads.setdefault(layer, set()).update(range(head_counts[layer]) if head is None else [head])
     if not heads:
-        raise OptionError(f'alignments are True, "last", layers, or pairs of layer and head, not {wanted!r}')
+        raise OptionError(f'alignments are True, "last", layers, or pairs of layer and head, not {selection!r}')
     return {layer: sorted(heads[layer]) for layer in sorted(heads)}

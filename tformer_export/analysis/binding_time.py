@@ -1,7 +1,7 @@
-"""The binding time of every value: is it known for good, once a request, or once a step?
+"""The binding time of every value: constant, known for a request, or known for a step.
 
-A size does not inherit the binding time of the tensor that it is read from, unless it was counted from data. A value
-that follows from the step input through "is this padding?" alone is a constant: rows are right-padded, so valid
+A size does not inherit the binding time of the tensor from which it is read, unless it was counted from data. A value
+that follows from the step input only through "is this padding?" is a constant: rows are right-padded, so valid
 positions hold no padding.
 """
 
@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.capture.trace import ID_MOVES, IDS, Captured, ids_of
-from tformer_export.common.fx_nodes import aten, is_counted, meta
+from tformer_export.capture.trace import ID_MOVES, IDS, CapturedGraph, count_ids
+from tformer_export.common.fx_nodes import aten, is_read_from_data, meta
 
 
 class Level(IntEnum):
+    """A binding time, in increasing order."""
+
     CONSTANT = 0
     REQUEST = 1
     STEP = 2
 
 
-def binding_times(captured: Captured) -> dict[Node, Level]:
-    """One pass over the graph, in its order."""
+def binding_times(captured: CapturedGraph) -> dict[Node, Level]:
+    """Return the binding time of each node, in one pass over the graph."""
     level: dict[Node, Level] = {}
     for node in captured.nodes:
         if node.op == "placeholder":
@@ -33,7 +35,7 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
                 level[node] = Level.STEP
             else:
                 level[node] = Level.CONSTANT if node.name in captured.constants else Level.REQUEST
-        elif isinstance(meta(node), (int, torch.SymInt)) and not is_counted(node):
+        elif isinstance(meta(node), (int, torch.SymInt)) and not is_read_from_data(node):
             level[node] = Level.CONSTANT
         else:
             level[node] = max((level[a] for a in node.all_input_nodes), default=Level.CONSTANT)
@@ -41,24 +43,24 @@ def binding_times(captured: Captured) -> dict[Node, Level]:
 
 
 def is_fixed(node: Node) -> bool:
-    """Whether no free size has any part in a constant."""
-    seen, todo = set(), [node]
-    while todo:
-        here = todo.pop()
-        if here in seen:
+    """Return whether a constant depends on no free size."""
+    visited, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        if current in visited:
             continue
-        seen.add(here)
-        if isinstance(meta(here), torch.SymInt):
+        visited.add(current)
+        if isinstance(meta(current), torch.SymInt):
             return False
-        todo.extend(here.all_input_nodes)
+        pending.extend(current.all_input_nodes)
     return True
 
 
-def fold_padding_tests(captured: Captured, pad: int | None) -> None:
+def fold_padding_tests(captured: CapturedGraph, pad: int | None) -> None:
     """Replace "is this token of the step input padding?" by its answer for a valid token, in place.
 
-    pad: the id that is declared to be padding; None folds only what is the same for every id. A test for another id (a
-    separator, say) is data like any other.
+    pad: the id that is declared as padding; None folds only tests with the same answer for every id. A test for another
+        id, such as a separator, is data like any other.
     """
     if captured.step_name is None:
         return
@@ -75,20 +77,22 @@ def fold_padding_tests(captured: Captured, pad: int | None) -> None:
 
 @dataclass(frozen=True)
 class PaddingTest:
-    """An operation from token ids to booleans that answers `usual` for all ids but one, `padding` (None: for all)."""
+    """An operation from token ids to booleans that answers `usual` for all ids except `padding` (None: for all ids)."""
 
     node: Node
     usual: bool
     padding: int | None
 
 
-def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
-    """Every such operation on an input, found by running it on all ids: the cost is that, over the vocabulary. An input
-    of numbers has none: no number of a series stands for padding."""
+def padding_tests(captured: CapturedGraph, name: str) -> list[PaddingTest]:
+    """Return every padding test of an input, found by running operations on all ids of the vocabulary.
+
+    An input of numbers has none, because no number of a series stands for padding.
+    """
     if meta(captured.inputs[name]).dtype not in IDS:
         return []
-    ids = torch.arange(max(3, ids_of(captured, name)))
-    carriers, found = {captured.inputs[name]}, []
+    ids = torch.arange(max(3, count_ids(captured, name)))
+    carriers, tests = {captured.inputs[name]}, []
     for node in captured.nodes:
         if node.op != "call_function" or not any(a in carriers for a in node.all_input_nodes):
             continue
@@ -96,29 +100,29 @@ def padding_tests(captured: Captured, name: str) -> list[PaddingTest]:
         if not isinstance(value, torch.Tensor):
             continue
         if value.dtype == torch.bool:
-            answer = _odd_one_out(captured, node, ids)
+            answer = _exceptional_id(captured, node, ids)
             if answer is not None:
-                found.append(PaddingTest(node, *answer))
+                tests.append(PaddingTest(node, *answer))
         elif value.dtype in IDS and _only_moves(node, carriers):
             carriers.add(node)
-    return found
+    return tests
 
 
-def _size(captured: Captured, node: Node, axis: int) -> Any:
-    """The size of an axis of a node that is about to go, read from the operand that it has it from."""
+def _size(captured: CapturedGraph, node: Node, axis: int) -> Any:
+    """Return the size of an axis of a node that will be removed, read from the operand from which the node has it."""
     size = meta(node).shape[axis]
     if not isinstance(size, torch.SymInt):
         return int(size)
-    source, at = next(
+    source, source_axis = next(
         (a, i)
         for a in node.all_input_nodes
         if isinstance(meta(a), torch.Tensor)
         for i, s in enumerate(meta(a).shape)
         if isinstance(s, torch.SymInt) and s.node.expr == size.node.expr
     )
-    read = captured.graph.call_function(aten.sym_size.int, (source, at))
-    read.meta["val"] = size
-    return read
+    size_node = captured.graph.call_function(aten.sym_size.int, (source, source_axis))
+    size_node.meta["val"] = size
+    return size_node
 
 
 def _only_moves(node: Node, carriers: set[Node]) -> bool:
@@ -126,11 +130,14 @@ def _only_moves(node: Node, carriers: set[Node]) -> bool:
     return len(tensors) == 1 and tensors[0] in carriers and node.target in ID_MOVES
 
 
-def _odd_one_out(captured: Captured, node: Node, ids: torch.Tensor) -> tuple[bool, int | None] | None:
-    """(the usual answer, the one id that gets the other), or None if more ids than one do or it is not elementwise."""
+def _exceptional_id(captured: CapturedGraph, node: Node, ids: torch.Tensor) -> tuple[bool, int | None] | None:
+    """Return the usual answer and the one id with the other answer (None if there is no such id).
+
+    Return None if several ids have the other answer, or if the operation is not elementwise.
+    """
 
     variable = [a for a in node.all_input_nodes if a.name not in captured.constants]
-    if len(variable) != 1:  # a comparison of two things that depend on ids, or with a size
+    if len(variable) != 1:  # a comparison of two values that depend on ids, or with a size
         return None
 
     def operand(argument: Node) -> Any:

@@ -1,8 +1,8 @@
-"""Does the model have one answer? Checks on the module itself and on its captured graph, before anything is staged.
+"""Checks that a model has one answer, on the module and its captured graph, before anything is staged.
 
 A file computes the same numbers for the same inputs, keeps nothing between requests but its caches, and does not let
-one row of a batch change another. A model that does otherwise would only be found to differ from its file, so it is
-asked first: each check runs the model on small inputs and names the line where the trouble arises.
+one row of a batch change another. Without these checks, any other model would fail in the parity gate without a cause.
+Each check runs the model on small inputs and names the line of the cause.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.analysis.interpreter import call, run
-from tformer_export.capture.trace import Captured, distinct_sizes
-from tformer_export.common.fx_nodes import expression, meta, named
-from tformer_export.common.source_lines import line_of_error, own_name, said
+from tformer_export.capture.trace import CapturedGraph, distinct_sizes
+from tformer_export.common.fx_nodes import describe_node, expression, meta
+from tformer_export.common.source_lines import error_summary, line_of_error, users_name
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
 
-SAME = 1e-4  # of the largest value: kernels round by less, randomness changes whole digits
+MAX_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
 
 
 @dataclass
 class Rehearsal:
-    """repeats: whether forward gave the same twice. kept: the attributes and buffers that it changed."""
+    """The result of running forward twice.
+
+    repeats: whether both runs gave the same outputs.
+    changed: the attributes and buffers that forward changed.
+    """
 
     repeats: bool = True
-    kept: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
 
 def rehearse(source: Source) -> Rehearsal:
-    """Run forward twice, at sizes other than the example's. SourceError if it fails on the example too."""
-    free = {name: source.dynamic.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
-    sized = distinct_sizes(source.example, free, source.step, source.least)
-    with unchanged(source.module) as kept, _WeightWrites(source.module, kept), torch.random.fork_rng(devices=[]):
+    """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too."""
+    free = {name: source.axes.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
+    sized = distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
+    with unchanged(source.module) as changed, _WeightWrites(source.module, changed), torch.random.fork_rng(devices=[]):
         try:
             first = _outputs(source.module, sized)
         except Exception as error:
@@ -52,15 +56,17 @@ def rehearse(source: Source) -> Rehearsal:
             raise _failed(source, sized, error) from error
         try:
             second = _outputs(source.module, sized)
-        except Exception:  # what it kept of the first call does not fit the second
+        except Exception:  # state of the first call does not fit the second
             second = []
         repeats = len(first) == len(second) and all(map(_same, first, second))
-    return Rehearsal(repeats, kept)
+    return Rehearsal(repeats, changed)
 
 
 def warm_up(source: Source) -> None:
-    """Run forward once, so that what the user's code keeps for later calls (masks in a dict, functools.lru_cache) is
-    made of numbers and not of a trace's. Whether and why it fails, is said elsewhere."""
+    """Run forward once and ignore its errors, so that values that the user's code caches do not come from a trace.
+
+    Examples are masks in a dict and functools.lru_cache. Errors of forward are reported by `rehearse`.
+    """
     writes = _WeightWrites(source.module, [])
     with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
         _outputs(source.module, source.example)
@@ -69,90 +75,97 @@ def warm_up(source: Source) -> None:
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def refuse_random(captured: Captured, rehearsal: Rehearsal) -> None:
-    """Refuse a model that does not give the same output for the same inputs, with the operation that differs first."""
+def refuse_random(captured: CapturedGraph, rehearsal: Rehearsal) -> None:
+    """Refuse a model with different outputs for the same inputs, and name the first operation that differs."""
     with torch.random.fork_rng(devices=[]):
         try:
             first, second = run(captured, captured.example), run(captured, captured.example)
         except (RuntimeError, IndexError):
-            return  # staging says what is wrong with it
+            return  # staging reports the error
     if not _same(first[captured.output], second[captured.output]):
         node = next(n for n in captured.nodes if n in first and not _same(first[n], second[n]))
         raise UnsupportedModelError(
-            f"{named(node)} gives something else each time it runs, and the output with it, "
+            f"{describe_node(node)} gives something else each time it runs, and the output with it, "
             "so no file could be compared with the model. Switch it off outside training (training=self.training), or "
             "draw its numbers once in __init__ and keep them as a buffer"
         )
     if not rehearsal.repeats:
-        kept = f"it changes {', '.join(rehearsal.kept)}" if rehearsal.kept else "it draws random numbers in Python"
+        reason = (
+            f"it changes {', '.join(rehearsal.changed)}" if rehearsal.changed else "it draws random numbers in Python"
+        )
         raise UnsupportedModelError(
-            f"forward gives another output when it is called again with the same inputs: {kept}. A file keeps nothing "
-            "between calls but the caches that are made for it: let forward take the whole sequence and depend on "
-            "nothing else"
+            f"forward gives another output when it is called again with the same inputs: {reason}. A file keeps "
+            "nothing between calls but the caches that are made for it: let forward take the whole sequence and depend "
+            "on nothing else"
         )
 
 
-def refuse_half(captured: Captured) -> None:
-    """Refuse a model that computes in half precision of itself, as autocast has it: a file's kernels are float32's."""
+def refuse_half(captured: CapturedGraph) -> None:
+    """Refuse a model that computes in half precision by itself, as with autocast.
+
+    A file's kernels compute in float32.
+    """
     for node in captured.nodes:
         value = meta(node)
         rounds = node.target is torch.ops.aten._to_copy.default
         if node.op == "call_function" and not rounds and isinstance(value, torch.Tensor) and value.dtype in _HALF:
             raise UnsupportedModelError(
-                f"{named(node)} gives {str(value.dtype).removeprefix('torch.')}, in which a file cannot compute. Leave "
+                f"{describe_node(node)} gives {str(value.dtype).removeprefix('torch.')}, in which a file cannot "
+                "compute. Leave "
                 "out autocast and .to(…) in forward: a model whose weights are in half precision is converted whole"
             )
 
 
-def refuse_not_finite(captured: Captured, values: Mapping[Node, Any], module: nn.Module) -> None:
-    """Refuse an output that holds NaN, or nothing finite, with where that arises: there is nothing to compare with.
+def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], module: nn.Module) -> None:
+    """Refuse an output that holds NaN, or no finite number, and name the operation where it arises.
 
-    −inf alone is how masks are made, and is let pass.
+    −inf alone is allowed, because masks have it.
     """
     output = values[captured.output]
     if output.isfinite().any() and not output.isnan().any():
         return
-    bad = [
-        own_name(name)
+    nan_weights = [
+        users_name(name)
         for name, weight in (*module.named_parameters(), *module.named_buffers())
         if weight.is_floating_point() and weight.isnan().any()
     ]
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    if nan_weights:
+        more = f" and {len(nan_weights) - 1} more" if len(nan_weights) > 1 else ""
         raise UnsupportedModelError(
-            f"the model's output is not finite, for its weight {bad[0]}{more} holds NaN: there is nothing to compare "
+            f"the model's output is not finite, for its weight {nan_weights[0]}{more} holds NaN: there is "
+            f"nothing to compare "
             "with; load a checkpoint that holds numbers"
         )
-    lost = _has_nan if output.isnan().any() else _all_infinite
-    node = next(n for n in captured.nodes if n.op == "call_function" and lost(values[n]))
-    what = "NaN" if lost is _has_nan else "infinite"
+    is_lost = _has_nan if output.isnan().any() else _all_infinite
+    node = next(n for n in captured.nodes if n.op == "call_function" and is_lost(values[n]))
+    kind = "NaN" if is_lost is _has_nan else "infinite"
     overflow = next((n for n in captured.nodes if n.op == "call_function" and _has_infinity(values[n])), node)
     if captured.nodes.index(overflow) < captured.nodes.index(node):
-        node, what = overflow, "infinite"
+        node, kind = overflow, "infinite"
     raise UnsupportedModelError(
-        f"the model's output is not finite for random ids: the values first become {what} in {named(node)}, so "
+        f"the model's output is not finite for random ids: the values first become {kind} in {describe_node(node)}, so "
         "there is nothing to compare with. Keep them finite there: a row of attention whose keys are all masked, an "
         "overflow, a division by zero and a logarithm or root of a negative number are the usual causes"
     )
 
 
-def refuse_mixed_rows(captured: Captured, values: Mapping[Node, Any], other: Mapping[Node, Any]) -> None:
-    """Refuse a model in which one row of a batch changes another: a request would depend on who asks beside it.
+def refuse_mixed_rows(captured: CapturedGraph, values: Mapping[Node, Any], other: Mapping[Node, Any]) -> None:
+    """Refuse a model in which one row of a batch changes another: a request would depend on its neighbours.
 
-    other: the values for inputs whose rows after the first are others.
+    other: the values for inputs with the same first row and other rows after it.
     """
     if not _first_row_differs(captured, captured.output, values, other):
         return
     node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, other))
     raise UnsupportedModelError(
-        f"{named(node)} lets the rows of a batch change each other, so that a request would "
+        f"{describe_node(node)} lets the rows of a batch change each other, so that a request would "
         "be answered differently beside others. Compute each row from itself alone: batch normalisation, for one, by "
         "its running statistics"
     )
 
 
-def failing_line(captured: Captured, inputs: Mapping[str, torch.Tensor]) -> str:
-    """At which operation the graph fails on inputs, as ` in … at …`; "" if it does not."""
+def failing_line(captured: CapturedGraph, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Return the operation at which the graph fails on inputs, as ` in … at …`; "" if it does not fail."""
     values: dict[Node, Any] = {}
     by_node = {node: inputs[name] for name, node in captured.inputs.items()}
     for node in captured.nodes:
@@ -162,7 +175,7 @@ def failing_line(captured: Captured, inputs: Mapping[str, torch.Tensor]) -> str:
             try:
                 values[node] = call(node, lambda n: values[n])
             except (RuntimeError, IndexError):
-                return f" in {named(node)}"
+                return f" in {describe_node(node)}"
     return ""
 
 
@@ -170,6 +183,7 @@ def failing_line(captured: Captured, inputs: Mapping[str, torch.Tensor]) -> str:
 
 
 def check_devices(source: Source) -> None:
+    """Raise SourceError unless all tensors of the model and of the example are on the CPU."""
     tensors = [*source.module.named_parameters(), *source.module.named_buffers()]
     for name, tensor in (*tensors, *source.example.items()):
         if tensor.device.type == "meta":
@@ -191,24 +205,25 @@ def _outputs(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torc
 
 
 def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception) -> TformerError:
-    """Why forward fails at our sizes: on the example too, or because it can only do the example's sizes."""
+    """Return the error for a forward that fails at other sizes: it fails on the example too, or only at these sizes."""
     try:
         with torch.random.fork_rng(devices=[]):
             _outputs(source.module, source.example)
     except Exception as again:
         return SourceError(
             _ids_out_of_range(source, again)
-            or f"forward fails by itself on the example, at {line_of_error(again)}: {said(again)}"
+            or f"forward fails by itself on the example, at {line_of_error(again)}: {error_summary(again)}"
         )
     sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in sized.items())
     return UnsupportedModelError(
-        f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: {said(error)}. The "
+        f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
+        f"{error_summary(error)}. The "
         "file has to run at any size: take sizes from x.shape and slice tables to the length"
     )
 
 
 def _ids_out_of_range(source: Source, error: Exception) -> str | None:
-    """An embedding that was asked for a row that it does not have, read from the frame that asked."""
+    """Return a message if an embedding was indexed beyond its rows, read from the frame of the lookup; else None."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.functional.embedding.__code__ and isinstance(error, IndexError):
             ids, table = frame.f_locals["input"], frame.f_locals["weight"]
@@ -221,20 +236,22 @@ def _ids_out_of_range(source: Source, error: Exception) -> str | None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Sets buffers and attributes back afterwards; the list that is given then names those that changed."""
+    """Restore buffers and attributes afterwards. The yielded list then has the names that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    own = [value for _, kept in attributes.values() for key, value in kept.items() if key not in _TORCHS]
-    containers = [(value, copy.copy(value)) for value in own if type(value) in (dict, list, set)]
+    values = [
+        value for _, previous in attributes.values() for key, value in previous.items() if key not in _MODULE_ATTRIBUTES
+    ]
+    containers = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
     numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for name, (part, kept) in buffers.items():
-            changed += [f"{name}.{key}".lstrip(".") for key, b in part._buffers.items() if b is not kept.get(key)]
+        for name, (part, previous) in buffers.items():
+            changed += [f"{name}.{key}".lstrip(".") for key, b in part._buffers.items() if b is not previous.get(key)]
             part._buffers.clear()
-            part._buffers.update(kept)
+            part._buffers.update(previous)
         for name, (tensor, number) in numbers.items():
             if not _same(tensor.detach(), number):
                 changed.append(name)
@@ -248,10 +265,10 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             now.update(before)
         for container, content in containers:
             _refill(container, content)
-        changed[:] = [own_name(name) for name in changed]
+        changed[:] = [users_name(name) for name in changed]
 
 
-_TORCHS = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -260,21 +277,21 @@ def _refill(container: Any, content: Any) -> None:
 
 
 class _WeightWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sets weights back afterwards and adds those that changed to `changed`.
+    """Restores weights afterwards and adds the names that changed to `changed`.
 
-    Only a weight that an operation is about to write is copied: a large model is not held twice to see that it stays.
+    Only a weight that an operation is about to write is copied, so that memory does not hold a large model twice.
     """
 
     def __init__(self, module: nn.Module, changed: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed = changed
         self._weights = dict(module.named_parameters())
-        self._before: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}
         self._storages = {_storage(tensor) for tensor in self._weights.values()}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for name, before in self._before.items():
+        for name, before in self._copies.items():
             if not _same(self._weights[name].detach(), before):
                 self._changed.append(name)
                 with torch.no_grad():
@@ -286,13 +303,15 @@ class _WeightWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate(operation._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[position] if position < len(args) else kwargs.get(argument.name)
-                    self._keep({_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)})
+                    self._copy_weights(
+                        {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+                    )
         return operation(*args, **kwargs)
 
-    def _keep(self, written: set[int]) -> None:
+    def _copy_weights(self, written: set[int]) -> None:
         for storage in written & self._storages:
             self._storages.remove(storage)
-            self._before |= {n: w.detach().clone() for n, w in self._weights.items() if _storage(w) == storage}
+            self._copies |= {n: w.detach().clone() for n, w in self._weights.items() if _storage(w) == storage}
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -314,10 +333,12 @@ def _same(one: Any, other: Any) -> bool:
     one, other = one.detach(), other.detach()
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=SAME, atol=SAME * scale, equal_nan=True)
+    return torch.allclose(one, other, rtol=MAX_ROUNDING, atol=MAX_ROUNDING * scale, equal_nan=True)
 
 
-def _first_row_differs(captured: Captured, node: Node, before: Mapping[Node, Any], after: Mapping[Node, Any]) -> bool:
+def _first_row_differs(
+    captured: CapturedGraph, node: Node, before: Mapping[Node, Any], after: Mapping[Node, Any]
+) -> bool:
     if not isinstance(meta(node), torch.Tensor) or node not in before:
         return False
     axes = [a for a, size in enumerate(meta(node).shape) if expression(size) in captured.batch]
@@ -329,7 +350,7 @@ def _has_nan(value: Any) -> bool:
 
 
 def _has_infinity(value: Any) -> bool:
-    """+inf: −inf is how masks are made."""
+    """Return whether a value holds +inf. Masks have −inf."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and bool((value == torch.inf).any())
 
 

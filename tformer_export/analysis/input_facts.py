@@ -1,4 +1,4 @@
-"""What the graph says of each input: which ids it takes, which of them the model masks, how long it may be."""
+"""Facts about each input, from the graph: its ids, the padding that the model masks, its maximum length."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from torch.fx import Node
 
 from tformer_export.analysis.binding_time import Level, binding_times, padding_tests
 from tformer_export.analysis.interpreter import Constants
-from tformer_export.capture.trace import IDS, Captured, ids_of, vocabulary
+from tformer_export.capture.trace import IDS, CapturedGraph, count_ids, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.sources import Source
 
-LONGEST = 4096  # an input that can be this long is said to have no limit
+MAX_PROBED_LENGTH = 4096  # an input that can be this long is taken to have no limit
 
 
 @dataclass(frozen=True)
-class About:
-    """ids: how many there are to draw from, None for what is not ids; vocabulary: the same where the graph shows it.
+class InputFacts:
+    """Facts about one input.
 
-    pad: what rows are padded with; masked: whether the model hides it.
+    ids: the number of ids from which random tests can draw; None for an input that holds no ids.
+    vocabulary: the same, if the graph determines it.
+    pad: the id or number with which rows are padded.
+    masked: whether the model hides padding.
+    max_length: the maximum length; None without a limit.
     """
 
     ids: int | None
@@ -33,37 +37,40 @@ class About:
     max_length: int | None
 
 
-def about_inputs(captured: Captured, source: Source) -> dict[str, About]:
-    """For each input, by name. Cost: the constants of the graph at a few lengths, and each padding test once."""
+def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, InputFacts]:
+    """Return the facts of each input by name.
+
+    Cost: the constants of the graph are evaluated at a few lengths, and each padding test once.
+    """
     level = binding_times(captured)
-    found: dict[str, About] = {}
+    facts: dict[str, InputFacts] = {}
     for name, node in captured.inputs.items():
         is_ids = meta(node).dtype in IDS and name not in source.masks
-        tested = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
-        pad = source.special.pad
-        if name != captured.step_name and tested and pad not in tested and len(set(tested)) == 1:
-            pad = tested[0]  # the sources' padding is another id than the targets', or was not declared
-        known = vocabulary(captured, name) if is_ids else None
-        described = any(mask.of == name for mask in source.masks.values())
+        tested_ids = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
+        pad = source.special_tokens.pad_token_id
+        if name != captured.step_name and tested_ids and pad not in tested_ids and len(set(tested_ids)) == 1:
+            pad = tested_ids[0]  # the padding of sources differs from that of targets, or was not declared
+        vocabulary = vocabulary_size(captured, name) if is_ids else None
+        has_mask = any(mask.of == name for mask in source.masks.values())
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
             limit = _limit(captured, level, node)
         if captured.step_name is None and source.max_length is not None:
             limit = min(limit or source.max_length, source.max_length)
-        found[name] = About(
-            ids=ids_of(captured, name) if is_ids else None,
-            vocabulary=known,
+        facts[name] = InputFacts(
+            ids=count_ids(captured, name) if is_ids else None,
+            vocabulary=vocabulary,
             pad=pad or 0,
-            masked=pad in tested or described,
+            masked=pad in tested_ids or has_mask,
             max_length=limit,
         )
-    for name, of in source.types.items():  # of one padding with the ids that they belong to
-        found[name] = replace(found[name], pad=0, masked=found[of].masked, max_length=found[of].max_length)
-    return found
+    for name, of in source.token_types.items():  # they are padded like the ids to which they belong
+        facts[name] = replace(facts[name], pad=0, masked=facts[of].masked, max_length=facts[of].max_length)
+    return facts
 
 
-def _limit(captured: Captured, level: Mapping[Node, Level], node: Node) -> int | None:
-    """The greatest length for which the graph's constants can be made, such as a table of source positions."""
+def _limit(captured: CapturedGraph, level: Mapping[Node, Level], node: Node) -> int | None:
+    """Return the greatest length for which the graph's constants exist, such as a table of source positions."""
     symbol = expression(meta(node).shape[1])
     if not symbol.is_Symbol:
         return None
@@ -76,19 +83,19 @@ def _limit(captured: Captured, level: Mapping[Node, Level], node: Node) -> int |
         and sum(symbol in expression(d).free_symbols for d in value.shape) == 1
     ]
     constants = Constants(captured, level)
-    every = {s for n in captured.inputs.values() for d in meta(n).shape for s in expression(d).free_symbols}
+    symbols = {s for n in captured.inputs.values() for d in meta(n).shape for s in expression(d).free_symbols}
 
     def works(length: int) -> bool:
         try:
-            made = constants.at(sized, {**dict.fromkeys(every, 2), symbol: length})
+            values = constants.at(sized, {**dict.fromkeys(symbols, 2), symbol: length})
         except (RuntimeError, IndexError):
             return False
-        return all(made[n].shape[_axis(n, symbol)] == _size(n, symbol, length) for n in sized)
+        return all(values[n].shape[_axis(n, symbol)] == _size(n, symbol, length) for n in sized)
 
-    longest = min(traced or LONGEST, LONGEST)
-    if works(longest):
+    max_length = min(traced or MAX_PROBED_LENGTH, MAX_PROBED_LENGTH)
+    if works(max_length):
         return traced
-    return 2 + bisect_left(range(3, longest), True, key=lambda length: not works(length))
+    return 2 + bisect_left(range(3, max_length), True, key=lambda length: not works(length))
 
 
 def _axis(node: Node, symbol: sympy.Symbol) -> int:

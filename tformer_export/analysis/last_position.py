@@ -1,8 +1,9 @@
-"""A model that gives logits of the last position alone, as many do whose `forward` is written for generation.
+"""Models that return logits of the last position alone, as many whose `forward` was written for generation do.
 
-The file needs them for each position that is fed to it. What stands above the pick of the last position works on a row
-for each position as well as on one, so the pick is taken out. That it is one is seen on values: its result is the last
-row of its operand, for numbers drawn at random. The gate then asks the source for each position by what comes before.
+The file needs logits for each position that it reads. The layers above the selection of the last position work on a row
+for each position as well as on one row, so the selection is removed. It is recognised by values: its result is the last
+row of its operand, for random numbers. The gate then compares each position with the source's result for the positions
+up to it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from torch.fx import Node
 
 from tformer_export.analysis.attention import fake_mode
 from tformer_export.analysis.interpreter import run
-from tformer_export.capture.trace import Captured
+from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, meta
 
 
-def give_every_position(captured: Captured) -> bool:
-    """Take the pick of the last position out, if the output depends on the step input through nothing else.
+def keep_all_positions(captured: CapturedGraph) -> bool:
+    """Remove the selection of the last position, if the output depends on the step input only through it.
 
-    Returns whether it was there and is gone; else the graph is as it was.
+    Return whether it was removed. Otherwise the graph is unchanged.
     """
     if captured.time is None or _time_axis(captured, captured.output) is not None:
         return False
     values = run(captured, captured.example)
     picks = {node: node.all_input_nodes[0] for node in captured.nodes if _is_pick(captured, node, values)}
-    above = _above(captured, set(picks))
-    if above is None:
+    nodes_above = _nodes_above(captured, set(picks))
+    if nodes_above is None:
         return False
     try:
-        metas = _with_time(captured, picks, above)
-    except (RuntimeError, IndexError, TypeError, ValueError):  # what cannot be done to several positions at once
+        metas = _with_time(captured, picks, nodes_above)
+    except (RuntimeError, IndexError, TypeError, ValueError):  # an operation that several positions do not allow
         return False
     shape = metas[captured.output].shape
     if len(shape) != 3 or expression(shape[1]) != captured.time:
@@ -46,14 +47,14 @@ def give_every_position(captured: Captured) -> bool:
     return True
 
 
-def _time_axis(captured: Captured, node: Node) -> int | None:
+def _time_axis(captured: CapturedGraph, node: Node) -> int | None:
     value = meta(node)
     axes = [a for a, size in enumerate(value.shape) if expression(size) == captured.time]
     return axes[0] if len(axes) == 1 else None
 
 
-def _is_pick(captured: Captured, node: Node, values: dict[Node, Any]) -> bool:
-    """Whether a value is the last row, along time, of the tensor that it is made of; the axis may be gone."""
+def _is_pick(captured: CapturedGraph, node: Node, values: dict[Node, Any]) -> bool:
+    """Return whether a value is the last row, along time, of its first operand; the axis may be dropped."""
     if node.op != "call_function" or not isinstance(meta(node), torch.Tensor) or not node.all_input_nodes:
         return False
     operand = node.all_input_nodes[0]
@@ -62,30 +63,33 @@ def _is_pick(captured: Captured, node: Node, values: dict[Node, Any]) -> bool:
     axis = _time_axis(captured, operand)
     if axis is None or any(captured.time in expression(size).free_symbols for size in meta(node).shape):
         return False
-    last, found = values[operand].narrow(axis, -1, 1), values[node]
-    return any(found.shape == row.shape and torch.equal(found, row) for row in (last, last.squeeze(axis)))
+    last, result = values[operand].narrow(axis, -1, 1), values[node]
+    return any(result.shape == row.shape and torch.equal(result, row) for row in (last, last.squeeze(axis)))
 
 
-def _above(captured: Captured, picks: set[Node]) -> list[Node] | None:
-    """The nodes between the picks and the output, in order; None if the step input reaches the output past them."""
-    depends = {captured.step}
+def _nodes_above(captured: CapturedGraph, picks: set[Node]) -> list[Node] | None:
+    """Return the nodes between the selections and the output, in order.
+
+    Return None if the step input reaches the output past the selections.
+    """
+    step_nodes = {captured.step}
     above: set[Node] = set()
     for node in captured.nodes:
         if node in picks:
             above.add(node)
         elif any(operand in above for operand in node.all_input_nodes):
             above.add(node)
-            if any(operand in depends for operand in node.all_input_nodes):
+            if any(operand in step_nodes for operand in node.all_input_nodes):
                 return None
-        elif any(operand in depends for operand in node.all_input_nodes) and isinstance(meta(node), torch.Tensor):
-            depends.add(node)
+        elif any(operand in step_nodes for operand in node.all_input_nodes) and isinstance(meta(node), torch.Tensor):
+            step_nodes.add(node)
     if captured.output not in above:
         return None
     return [node for node in captured.nodes if node in above and node not in picks and node.op == "call_function"]
 
 
-def _with_time(captured: Captured, picks: dict[Node, Node], above: list[Node]) -> dict[Node, Any]:
-    """The traced values of what stands above the picks, if these gave every position."""
+def _with_time(captured: CapturedGraph, picks: dict[Node, Node], above: list[Node]) -> dict[Node, Any]:
+    """Return the traced values of the selections and the nodes above them for all positions."""
     metas: dict[Node, Any] = {pick: meta(operand) for pick, operand in picks.items()}
 
     def value(node: Node) -> Any:

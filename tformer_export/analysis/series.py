@@ -1,16 +1,18 @@
-"""What is said of a series at export, checked against the graph: which columns there are, and which output is which.
+"""The options of a series, checked against the graph: its columns, and the meaning of each output.
 
-`export(…, series={…})` takes, all of it optional:
+`export(…, series={…})` takes these keys, all optional:
 
 =========== ==========================================================================================================
-columns     names of what the history holds, in its order; a CSV file's are then matched by them
-targets     the columns, by name or number, that are forecast; by default all
-feedback    which of the outputs each target is, by number; by default each in its place
-horizon     how many steps are forecast unless the caller says otherwise; by default, of a model that gives all at once,
-            as many as it gives
-normalize   {"mean": […], "scale": […]} of each column, or "instance": each history by its own mean and deviation
-begin       what a decoder beside an encoder begins with: the last so many rows of the history (1), or rows of numbers
-shortest    rows that a history has at least (1); longest: at most
+columns     names of the columns of the history, in order; columns of a CSV file are then matched by name
+targets     the columns, by name or number, that are forecast; all by default
+feedback    for each target, the number of the output that forecasts it; by default the target's own number
+horizon     the number of steps of a forecast, unless the caller sets it; by default, for a model that returns all steps
+            at once, all of them
+normalize   {"mean": […], "scale": […]} for each column, or "instance" to normalise each history by its own mean and
+            deviation
+begin       the first input of a decoder with an encoder: the number of last rows of the history (1), or rows of numbers
+shortest    minimum number of rows of a history (1)
+longest     maximum number of rows of a history
 =========== ==========================================================================================================
 """
 
@@ -21,56 +23,61 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from tformer_export.analysis.input_facts import About
-from tformer_export.capture.trace import Captured
+from tformer_export.analysis.input_facts import InputFacts
+from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError
-from tformer_runtime.preprocess.series import FIXED, INSTANCE, NONE, Begin, Series
+from tformer_runtime.preprocess.series import FIXED, INSTANCE, NONE, Begin, SeriesPreprocessor
 
 NAMES = ("columns", "targets", "feedback", "horizon", "normalize", "begin", "shortest", "longest")
 
 
-def check_names(given: Any) -> None:
-    """OptionError for what `series` does not take."""
-    if not isinstance(given, Mapping):
-        raise OptionError(f"series is a mapping of {', '.join(NAMES)}, not {type(given).__name__}")
-    unknown = [str(name) for name in given if name not in NAMES]
+def check_names(series: Any) -> None:
+    """Raise OptionError for unknown keys of `series`."""
+    if not isinstance(series, Mapping):
+        raise OptionError(f"series is a mapping of {', '.join(NAMES)}, not {type(series).__name__}")
+    unknown = [str(name) for name in series if name not in NAMES]
     if unknown:
         raise OptionError(f"series has no {', '.join(unknown)}: it takes {', '.join(NAMES)}")
 
 
-def settle(source: Source, captured: Captured, inputs: Mapping[str, About]) -> Series | None:
-    """What the file says of its series; None for a model that is stepped over ids, or of which no series is told.
+def make_series_preprocessor(
+    source: Source, captured: CapturedGraph, inputs: Mapping[str, InputFacts]
+) -> SeriesPreprocessor | None:
+    """Return the preprocessing of a model's series; None for a model of ids, or of numbers without `series`.
 
-    OptionError for what does not fit the model; UnsupportedModelError for a model that no series fits.
+    Raises OptionError for options that do not fit the model, and UnsupportedModelError for a model that cannot have a
+    series.
     """
-    steps = captured.step_name is not None and captured.example[captured.step_name].is_floating_point()
-    if not steps and source.series is None:
+    is_stepped = captured.step_name is not None and captured.example[captured.step_name].is_floating_point()
+    if not is_stepped and source.series is None:
         return None
-    if not steps and captured.step_name is not None:
+    if not is_stepped and captured.step_name is not None:
         raise OptionError(
             f"series is for numbers, and the step input {captured.step_name!r} holds ids: leave series out"
         )
-    given = source.series or {}
-    check_names(given)
+    options = source.series or {}
+    check_names(options)
     name = _history(source, captured)
     features = _width(captured, name)
-    columns = tuple(map(str, given.get("columns", ())))
+    columns = tuple(map(str, options.get("columns", ())))
     if columns and (len(columns) != features or len(set(columns)) != features):
         raise OptionError(f"{name} has {features} columns: give as many names, each once, not {', '.join(columns)}")
-    outputs, horizon = _outputs(captured, given)
-    wanted = _width(captured, captured.step_name) if captured.step_name is not None else None
-    targets = _targets(given, columns, features, name, wanted if wanted is not None else outputs, captured.step_name)
-    feedback = _feedback(given, outputs, len(targets))
-    begin = _begin(given, captured, name, len(targets))
-    fixed = _size(captured, name)
-    shortest = max(_whole(given, "shortest", 1), begin if isinstance(begin, int) else 1, fixed or 1)
-    longest = fixed or (_whole(given, "longest", 0) or None)
+    outputs, horizon = _outputs(captured, options)
+    step_features = _width(captured, captured.step_name) if captured.step_name is not None else None
+    targets = _targets(
+        options, columns, features, name, step_features if step_features is not None else outputs, captured.step_name
+    )
+    feedback = _feedback(options, outputs, len(targets))
+    begin = _begin(options, captured, name, len(targets))
+    fixed_length = _size(captured, name)
+    shortest = max(_positive_integer(options, "shortest", 1), begin if isinstance(begin, int) else 1, fixed_length or 1)
+    longest = fixed_length or (_positive_integer(options, "longest", 0) or None)
     if longest is not None and longest < shortest:
         raise OptionError(f"a history cannot have {shortest} rows at least and {longest} at most")
-    normalize, mean, scale = _normalize(given.get("normalize"), features)
-    return Series(
+    normalize, mean, scale = _normalize(options.get("normalize"), features)
+    return SeriesPreprocessor(
         input=name,
         features=features,
         columns=columns,
@@ -88,8 +95,8 @@ def settle(source: Source, captured: Captured, inputs: Mapping[str, About]) -> S
     )
 
 
-def _history(source: Source, captured: Captured) -> str:
-    """The input that holds the history: the one beside the step input, or that itself."""
+def _history(source: Source, captured: CapturedGraph) -> str:
+    """Return the input that holds the history: the only input with no step input, or the step input itself."""
     requests = [name for name in captured.inputs if name != captured.step_name and name not in source.masks]
     others = [n for n in requests if not captured.example[n].is_floating_point() or captured.example[n].dim() != 3]
     if others or len(requests) > 1:
@@ -100,53 +107,55 @@ def _history(source: Source, captured: Captured) -> str:
     return requests[0] if requests else str(captured.step_name)
 
 
-def _width(captured: Captured, name: str | None) -> int:
+def _width(captured: CapturedGraph, name: str | None) -> int:
     size = meta(captured.inputs[name or ""]).shape[2]
     if not isinstance(size, int):
         raise UnsupportedModelError(f"the features of {name} must be so many, not any number of them")
     return size
 
 
-def _size(captured: Captured, name: str) -> int | None:
-    """How many rows a history must have, where forward fixes that."""
+def _size(captured: CapturedGraph, name: str) -> int | None:
+    """Return the number of rows of a history, if forward fixes it."""
     size = expression(meta(captured.inputs[name]).shape[1])
     return int(size) if size.is_Integer else None
 
 
-def _outputs(captured: Captured, given: Mapping[str, Any]) -> tuple[int, int | None]:
-    """How many numbers the model gives for a step; and the horizon."""
-    wanted = _whole(given, "horizon", 0) or None
+def _outputs(captured: CapturedGraph, options: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the number of outputs for a step, and the horizon."""
+    horizon = _positive_integer(options, "horizon", 0) or None
     shape = meta(captured.output).shape
     if captured.step_name is not None:  # checked elsewhere
-        return (int(shape[2]) if len(shape) == 3 and isinstance(shape[2], int) else 0), wanted
+        return (int(shape[2]) if len(shape) == 3 and isinstance(shape[2], int) else 0), horizon
     if len(shape) not in (2, 3) or not all(isinstance(size, int) for size in shape[1:]):
         raise UnsupportedModelError(
             "a forecast that is given at once is (batch, horizon, features) or, of one column, (batch, horizon), and "
             "of one size: let forward return that, or export it without series to have its outputs as they are"
         )
-    most = int(shape[1])
-    if wanted is not None and wanted > most:
-        raise OptionError(f"the model gives {most} steps at once: a horizon of {wanted} cannot be had")
-    return (int(shape[2]) if len(shape) == 3 else 1), wanted or most
+    max_horizon = int(shape[1])
+    if horizon is not None and horizon > max_horizon:
+        raise OptionError(f"the model gives {max_horizon} steps at once: a horizon of {horizon} cannot be had")
+    return (int(shape[2]) if len(shape) == 3 else 1), horizon or max_horizon
 
 
 def _targets(
-    given: Mapping[str, Any], columns: Sequence[str], features: int, name: str, wanted: int, step: str | None
+    options: Mapping[str, Any], columns: Sequence[str], features: int, name: str, target_count: int, step: str | None
 ) -> tuple[int, ...]:
-    """wanted: how many there are, as the step input or the output is wide."""
-    if "targets" not in given:
-        if wanted != features and step is not None:
+    """Return the columns that are forecast. target_count: the width of the step input or of the output."""
+    if "targets" not in options:
+        if target_count != features and step is not None:
             raise OptionError(
-                f"{name} has {features} columns and {step} {wanted}: say which of them it is, series={{'targets': […]}}"
+                f"{name} has {features} columns and {step} {target_count}: say which of them it is, "
+                f"series={{'targets': […]}}"
             )
-        if wanted != features and "feedback" not in given:
+        if target_count != features and "feedback" not in options:
             raise OptionError(
-                f"{name} has {features} columns and forward gives {wanted} numbers a step: say which columns they are, "
+                f"{name} has {features} columns and forward gives {target_count} numbers a step: say which "
+                f"columns they are, "
                 "series={'targets': […]}"
             )
         return tuple(range(features))
     targets = []
-    for target in given["targets"]:
+    for target in options["targets"]:
         if isinstance(target, str) and target in columns:
             targets.append(columns.index(target))
         elif isinstance(target, int) and 0 <= target < features:
@@ -154,8 +163,8 @@ def _targets(
         else:
             known = ", ".join(columns) or f"0 to {features - 1}"
             raise OptionError(f"there is no column {target!r} to forecast: {name} has {known}")
-    if step is not None and len(targets) != wanted:
-        raise OptionError(f"{step} has {wanted} features and there are {len(targets)} targets: name as many")
+    if step is not None and len(targets) != target_count:
+        raise OptionError(f"{step} has {target_count} features and there are {len(targets)} targets: name as many")
     if step == name and targets != list(range(features)):
         raise UnsupportedModelError(
             f"{step} is the history and is fed all its columns at each step, so all must be forecast; columns that are "
@@ -164,8 +173,8 @@ def _targets(
     return tuple(targets)
 
 
-def _feedback(given: Mapping[str, Any], outputs: int, targets: int) -> tuple[int, ...]:
-    feedback = given.get("feedback")
+def _feedback(options: Mapping[str, Any], outputs: int, targets: int) -> tuple[int, ...]:
+    feedback = options.get("feedback")
     if feedback is None:
         if outputs != targets:
             raise OptionError(
@@ -181,12 +190,12 @@ def _feedback(given: Mapping[str, Any], outputs: int, targets: int) -> tuple[int
     return tuple(map(int, feedback))
 
 
-def _begin(given: Mapping[str, Any], captured: Captured, name: str, targets: int) -> Begin:
+def _begin(options: Mapping[str, Any], captured: CapturedGraph, name: str, targets: int) -> Begin:
     if captured.step_name is None or name == captured.step_name:
-        if "begin" in given:
+        if "begin" in options:
             raise OptionError("begin is for a decoder beside an encoder, which has nothing of its own to begin with")
         return 0
-    begin = given.get("begin", 1)
+    begin = options.get("begin", 1)
     if isinstance(begin, int) and begin >= 1:
         return int(begin)
     rows = [list(row) if isinstance(row, Sequence) else [row] for row in begin] if isinstance(begin, Sequence) else []
@@ -198,16 +207,16 @@ def _begin(given: Mapping[str, Any], captured: Captured, name: str, targets: int
     return tuple(tuple(map(float, row)) for row in rows)
 
 
-def _normalize(given: Any, features: int) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
-    if given is None or given == NONE:
+def _normalize(option: Any, features: int) -> tuple[str, tuple[float, ...], tuple[float, ...]]:
+    if option is None or option == NONE:
         return NONE, (), ()
-    if given == INSTANCE:
+    if option == INSTANCE:
         return INSTANCE, (), ()
-    if not isinstance(given, Mapping) or set(given) != {"mean", "scale"}:
-        raise OptionError(f"normalize is 'instance' or {{'mean': […], 'scale': […]}}, not {given!r}")
-    mean, scale = (tuple(given[name]) for name in ("mean", "scale"))
+    if not isinstance(option, Mapping) or set(option) != {"mean", "scale"}:
+        raise OptionError(f"normalize is 'instance' or {{'mean': […], 'scale': […]}}, not {option!r}")
+    mean, scale = (tuple(option[name]) for name in ("mean", "scale"))
     if not all(len(v) == features and all(map(_is_number, v)) for v in (mean, scale)) or not all(s > 0 for s in scale):
-        raise OptionError(f"normalize takes a mean and a scale above 0 for each of {features} columns, not {given!r}")
+        raise OptionError(f"normalize takes a mean and a scale above 0 for each of {features} columns, not {option!r}")
     return FIXED, tuple(map(float, mean)), tuple(map(float, scale))
 
 
@@ -215,8 +224,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = given.get(name)
+def _positive_integer(options: Mapping[str, Any], name: str, default: int) -> int:
+    value = options.get(name)
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -1,8 +1,8 @@
-"""Branches that ask a tensor what is known from sizes alone, such as `if positions.max() + 1 > self.longest:`.
+"""Branches on sizes, such as `if positions.max() + 1 > self.max_length:`.
 
-torch.export cannot follow them, for it has no values. Traced once more with the example's values, it goes the example's
-way and asserts what it took for granted. That is looked at here at other lengths, and the greatest length for which it
-holds becomes a limit of the file. A branch that depends on data stays refused.
+torch.export cannot follow these branches, because it has no values. The model is then traced with the example's values.
+It goes the example's way and asserts the conditions of that way. These assertions are evaluated at other lengths, and
+the greatest length for which they hold becomes a limit of the file. A branch that depends on data stays refused.
 """
 
 from __future__ import annotations
@@ -12,33 +12,37 @@ from torch.fx import Node
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.capture.graph_cleanup import drop_assertions
-from tformer_export.capture.trace import Captured
-from tformer_export.common.fx_nodes import FEW, MANY, aten, expression, meta
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import DENSE_SIZES, MAX_SIZE, aten, expression, meta
 from tformer_runtime.base.errors import UnsupportedModelError
 
 
-def limit_by_branches(captured: Captured) -> None:
-    """Give the captured graph the limits within which its branches go the way that was traced, and drop the assertions.
+def limit_by_branches(captured: CapturedGraph) -> None:
+    """Set the limits within which the branches go the traced way, and drop the assertions, in place.
 
-    Raises UnsupportedModelError if one depends on data. Cost: what was asserted, at some twenty lengths.
+    Cost: the assertions are evaluated at some twenty lengths.
+
+    Raises UnsupportedModelError if a branch depends on data.
     """
-    if captured.undecided is None:
+    if captured.branch_refusal is None:
         return
-    every_one = [n.args[0] for n in captured.nodes if n.target is aten._assert_scalar.default]
-    asserted = [n for n in every_one if isinstance(n, Node) and str(meta(n)) != "True"]
+    conditions = [n.args[0] for n in captured.nodes if n.target is aten._assert_scalar.default]
+    open_conditions = [n for n in conditions if isinstance(n, Node) and str(meta(n)) != "True"]
     level = binding_times(captured)
-    if captured.time is None or any(level[n] != Level.CONSTANT for n in asserted):
-        raise UnsupportedModelError(captured.undecided)
+    if captured.time is None or any(level[n] != Level.CONSTANT for n in open_conditions):
+        raise UnsupportedModelError(captured.branch_refusal)
     constants = Constants(captured, level)
-    every = {s for node in captured.inputs.values() for size in meta(node).shape for s in expression(size).free_symbols}
+    symbols = {
+        s for node in captured.inputs.values() for size in meta(node).shape for s in expression(size).free_symbols
+    }
 
     def hold(length: int) -> bool:
-        sizes = {**dict.fromkeys(every, 2), captured.time: length}
-        return all(constants.at(asserted, sizes).values())
+        sizes = {**dict.fromkeys(symbols, 2), captured.time: length}
+        return all(constants.at(open_conditions, sizes).values())
 
-    if not all(map(hold, range(2, FEW))):
-        raise UnsupportedModelError(captured.undecided)
-    low, high = FEW - 1, captured.limits.get(captured.time, MANY)
+    if not all(map(hold, range(2, DENSE_SIZES))):
+        raise UnsupportedModelError(captured.branch_refusal)
+    low, high = DENSE_SIZES - 1, captured.limits.get(captured.time, MAX_SIZE)
     if not hold(high):
         while high - low > 1:
             middle = (low + high) // 2

@@ -1,1 +1,1 @@
-"""Data that quantisation is fitted to and measured on: lines of a file, windows of a series, or random ids."""
+"""Calibration data of quantisation, to fit and to measure: lines of a file, windows of a series, or random ids."""

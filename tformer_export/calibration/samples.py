@@ -1,11 +1,15 @@
-"""Data that quantisation is fitted to and measured on: lines of a file, or what the model itself makes of random ids.
+"""Calibration data, to fit quantisation to and to measure it on: lines of a file, or results for random ids.
 
-A line of `--calibration FILE` is a text that a model without an encoder goes on from; or a source and its target with a
-tab between them; or a source alone, whose target is then what the unquantised file decodes greedily. For a model
-without a tokenizer, or with several inputs, each line is JSON: a list of ids, or an object of the inputs' names, such
-as {"src": [5, 9], "tgt": [7]}, with the target under the step input's name. A model that is run once has no target: a
-line is a text, or two with a tab between them, or the name of an image's or a sound's file, from where the export runs,
-or JSON of its inputs, numbers where they are no ids.
+A line of `--calibration FILE` is one of
+
+- a text, for a model without an encoder, which continues it;
+- a source, a tab and its target;
+- a source alone, whose target is the greedy result of the unquantised file;
+- JSON, for a model without a tokenizer or with several inputs: a list of ids, or an object of the inputs' names, such
+  as {"src": [5, 9], "tgt": [7]}, with the target under the name of the step input.
+
+A model that is run once has no target. Its line is a text, or two texts with a tab between them, or the path of an
+image or a sound, relative to the working folder, or JSON of its inputs, which may be ids or numbers.
 """
 
 from __future__ import annotations
@@ -20,84 +24,87 @@ from typing import Any
 
 import numpy as np
 
-from tformer_export.verify.parity import LONG_SOURCE, Gate
-from tformer_export.verify.parity import LONGEST as LONGEST_PROMPT
+from tformer_export.verify.parity import LONG_SOURCE, ParityGate
+from tformer_export.verify.parity import MAX_CHECKED_LENGTH as LONGEST_PROMPT
 from tformer_export.verify.teacher_forcing import decode_greedily
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.padding import request_arrays
+from tformer_runtime.engine.padding import padded_request_arrays
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
 from tformer_runtime.preprocess.inputs import Inputs
 
-HELD_OUT = 4  # one line in so many is measured on and not fitted to
-FEWEST = 8  # lines
-MOST = 65536  # positions that are fitted to
-MOST_LOGITS = 1 << 26  # numbers that are kept of those that are measured, 256 MB
-PATCH = 512  # numbers of an image, or of what else has more than ids, that are counted as one position
-AT_ONCE = 16  # samples of one length
-ROWS, LENGTH = 64, 24  # of random requests, where there is no file
-LONGEST = 128  # tokens that are decoded where a line has no target
+MEASURED_INTERVAL = 4  # each line with a number that is a multiple of it is for measuring; the others are for fitting
+MIN_LINES = 8  # of a file
+MAX_FITTED_POSITIONS = 65536  # of all samples for fitting
+MAX_KEPT_NUMBERS = 1 << 26  # of all samples for measuring, 256 MB in float32
+NUMBERS_PER_POSITION = 512  # of an image or another input that does not hold ids
+MAX_BATCH_SAMPLES = 16  # of one length
+RANDOM_REQUESTS, RANDOM_TOKENS = 64, 24  # without a file: requests, and tokens of each
+MAX_SAMPLE_TOKENS = 128  # decoded for a line without a target
 
 
 @dataclass(frozen=True)
 class Sample:
-    """request: each request input, without its batch axis. tokens: of the step input, as many as the model holds at
-    most; those before `scored` are given, the others are predicted. A model that is run once has none."""
+    """One sample of calibration data.
+
+    request: name of a request input → its value without a batch axis.
+    tokens: tokens of the step input, at most the maximum length; empty for a model that is run once.
+    given_tokens: the number of tokens at the beginning that are given; the others are predicted.
+    """
 
     request: Mapping[str, np.ndarray]
     tokens: np.ndarray
-    scored: int
+    given_tokens: int
 
     @property
     def positions(self) -> int:
-        """How many tokens are predicted; of a model that is run once, the length of its longest input, or how many
-        patches it has."""
+        """The number of predicted tokens; for a model that is run once, the length of its longest input, or its number
+        of patches."""
         if len(self.tokens):
-            return len(self.tokens) - self.scored
-        return max((max(len(value), value.size // PATCH) for value in self.request.values()), default=0)
+            return len(self.tokens) - self.given_tokens
+        return max((max(len(value), value.size // NUMBERS_PER_POSITION) for value in self.request.values()), default=0)
 
 
-def once(request: Mapping[str, np.ndarray]) -> Sample:
-    """What a model that is run once reads."""
+def single_pass_sample(request: Mapping[str, np.ndarray]) -> Sample:
+    """Make a sample for a model that is run once."""
     return Sample(request, np.zeros(0, np.int64), 0)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """fitted: what scales and integers are fitted to; measured: what they are measured on, none of the same."""
+    """Calibration data. fitted: samples for fitting scales and integers. measured: other samples for measuring."""
 
     fitted: Sequence[Sample]
     measured: Sequence[Sample]
 
     @property
-    def seen(self) -> Sequence[Sample]:
-        """What may be fitted to; all, where there are no lines but what the model itself makes."""
+    def fit_data(self) -> Sequence[Sample]:
+        """The samples for fitting; those for measuring if there is no file."""
         return self.fitted or self.measured
 
 
-def draw_samples(gate: Gate, engine: Engine) -> Samples:
-    """What the unquantised file decodes greedily from random requests, to measure on; these alone where it is run once.
+def draw_samples(gate: ParityGate, engine: Engine) -> Samples:
+    """Draw random requests and decode them greedily with the unquantised file. A model that is run once has no tokens.
 
-    Not to fit to: that is better on average and worse at its worst (a sentence encoder in 4 bits: mean cosine with the
-    unquantised vectors 0.959 instead of 0.950, the least 0.77 instead of 0.83).
+    These samples are for measuring. Fitting to them improves the mean quality and worsens the worst row
+    (docs/design/quantization.md).
     """
-    every = 3 + np.arange(ROWS) % 16
-    if gate.series is not None and gate.source.step is not None:
-        length = min(LENGTH, engine.manifest.max_length)
-        return Samples(
-            (), [Sample(request, gate.draw_sequence(length), 1) for request in gate.draw_requests(every.tolist())]
-        )
+    lengths_drawn = 3 + np.arange(RANDOM_REQUESTS) % 16
+    if gate.series is not None and gate.source.step_input is not None:
+        length = min(RANDOM_TOKENS, engine.manifest.max_length)
+        requests = gate.draw_requests(lengths_drawn.tolist())
+        return Samples((), [Sample(request, gate.draw_sequence(length), 1) for request in requests])
     if engine.manifest.decode is None:
-        return Samples((), [once(gate.draw_request(int(n))) for n in every])
-    longest = engine.manifest.max_length
+        return Samples((), [single_pass_sample(gate.draw_request(int(n))) for n in lengths_drawn])
+    max_length = engine.manifest.max_length
     drawn: list[Sample] = []
-    for lengths in np.array_split(every, 4):
-        starts = [gate.start(longest) for _ in lengths]
+    for lengths in np.array_split(lengths_drawn, 4):
+        starts = [gate.start(max_length) for _ in lengths]
         requests = [gate.draw_request(int(n)) for n in lengths]
-        steps = min(LENGTH, longest - len(starts[0]))
+        steps = min(RANDOM_TOKENS, max_length - len(starts[0]))
         decoded = decode_greedily(engine, requests, starts, steps, gate.hidden)
         drawn += [
             Sample(request, np.concatenate([start, tokens]), len(start))
@@ -106,70 +113,75 @@ def draw_samples(gate: Gate, engine: Engine) -> Samples:
     return Samples((), drawn)
 
 
-def draw_long(gate: Gate, engine: Engine) -> Sample:
-    """A sequence of random ids, as long as the gate's longest."""
+def draw_long_sample(gate: ParityGate, engine: Engine) -> Sample:
+    """Draw a sequence of random ids, of the greatest length that the parity gate checks."""
     tokens = gate.draw_sequence(min(LONGEST_PROMPT, engine.manifest.max_length))
     return Sample(gate.draw_request(LONG_SOURCE), tokens if tokens.ndim > 1 else tokens.astype(np.int64), 1)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:
-    """The samples of a file, read as far as they are needed. engine: of the unquantised file, for missing targets.
+    """Read the samples of a file, as far as they are needed.
 
-    InputError names the line that cannot be used; OptionError, the file that cannot, or holds too few lines.
+    engine: of the unquantised file, for missing targets.
+
+    Raises InputError that names the line that cannot be used, OptionError for a file that cannot be read or has too few
+    lines.
     """
     fitted: list[Sample] = []
     measured: list[Sample] = []
-    room = [MOST, MOST_LOGITS]
+    capacity = [MAX_FITTED_POSITIONS, MAX_KEPT_NUMBERS]
     for number, sample in enumerate(read_lines(path, engine), 1):
-        use = number % HELD_OUT == 0
-        if room[use] > 0:
-            room[use] -= _numbers(engine.manifest, sample) if use else sample.positions
+        use = number % MEASURED_INTERVAL == 0
+        if capacity[use] > 0:
+            capacity[use] -= _numbers(engine.manifest, sample) if use else sample.positions
             (fitted, measured)[use].append(sample)
-        elif max(room) <= 0:
+        elif max(capacity) <= 0:
             break
     is_once = engine.manifest.decode is None
-    if len(fitted) + len(measured) < FEWEST:
+    if len(fitted) + len(measured) < MIN_LINES:
         raise OptionError(
             f"{path} holds {len(fitted) + len(measured)} lines{' with a target to predict' * (not is_once)}: give "
-            f"{FEWEST} or more, some hundreds for a sound measure"
+            f"{MIN_LINES} or more, some hundreds for a sound measure"
         )
     return Samples(fitted, measured)
 
 
 def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Iterator[Sample]:
-    """The samples of a file, one a line that has something to predict. option: what the file was given as.
+    """Yield the samples of a file, one for each line that has a position to predict.
 
-    InputError names the line that cannot be used; OptionError, the file that cannot.
+    option: the name of the option, for messages.
+
+    Raises InputError that names the line that cannot be used, OptionError for a file that cannot be read.
     """
     samples = _Reader(engine.manifest, option).samples(path)
     return _completed(samples, engine) if engine.manifest.decode is not None else samples
 
 
 def _numbers(manifest: Manifest, sample: Sample) -> int:
-    """How many are kept where a sample is measured: what a file gives for it, by positions or at once, and what it
-    reads at once, which may be more."""
+    """Return the count of numbers that measuring a sample keeps: the outputs of all positions, or outputs and inputs
+    of a model that gives one output for a row."""
     if manifest.decode is not None:
         return int(manifest.decode.logits.shape[-1]) * sample.positions
     assert manifest.encode is not None
     shape = manifest.encode.outputs[0].shape[1:]
-    given = math.prod(size for size in shape if isinstance(size, int))
+    numbers = math.prod(size for size in shape if isinstance(size, int))
     if any(isinstance(size, str) for size in shape):
-        return given * sample.positions
-    return given + sum(value.size for value in sample.request.values())
+        return numbers * sample.positions
+    return numbers + sum(value.size for value in sample.request.values())
 
 
-def of_one_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Samples whose inputs are all of one size, a few at a time: none is padded, so that every row counts."""
-    alike: dict[tuple[int, ...], list[Sample]] = {}
+def group_by_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Yield batches of samples whose inputs have equal sizes, so that no row is padded."""
+    groups: dict[tuple[int, ...], list[Sample]] = {}
     for sample in samples:
         sizes = (size for value in sample.request.values() for size in value.shape)
-        alike.setdefault((len(sample.tokens), *sizes), []).append(sample)
-    for group in alike.values():
-        yield from (group[at : at + AT_ONCE] for at in range(0, len(group), AT_ONCE))
+        groups.setdefault((len(sample.tokens), *sizes), []).append(sample)
+    for group in groups.values():
+        yield from (group[at : at + MAX_BATCH_SAMPLES] for at in range(0, len(group), MAX_BATCH_SAMPLES))
 
 
 class _Reader:
-    """Lines → samples; one without a target, where the model has to make it, has no tokens beyond the first."""
+    """Parser of lines. A sample whose target the model has to decode has only the tokens that decoding starts from."""
 
     def __init__(self, manifest: Manifest, option: str) -> None:
         self.option = option
@@ -182,8 +194,8 @@ class _Reader:
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
-        pictures = names == list(image_inputs(manifest.preparation))
-        self.named = self.step is None and (pictures or audio_of(manifest) is not None)  # a line names a file
+        pictures = names == list(image_inputs(manifest.preprocessing))
+        self.named = self.step is None and (pictures or audio_of(manifest) is not None)  # a line is the path of a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
         try:
@@ -202,24 +214,24 @@ class _Reader:
 
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)
-        request, tokens, start = self.inputs.parts(source)
+        request, tokens, start = self.inputs.generation_inputs(source)
         if self.manifest.encode is not None:
-            request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
+            padded_request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
         if self.step is None:
-            return once(request)
+            return single_pass_sample(request)
         scored = max(start, 1)
         if self.manifest.encode is not None:
             scored = len(tokens)
             if target is not None:
-                ids = self.inputs.ids(self.step, target, special=False)
-                tokens = np.concatenate([tokens, ids, self.manifest.special.end[:1]]).astype(np.int64)
-        most = self.manifest.max_length
-        if len(tokens) > most and self.manifest.encode is not None:
-            raise InputError(f"the target is {len(tokens)} tokens long and the model holds {most}")
-        return Sample(request, tokens[:most], scored)
+                ids = self.inputs.ids(self.step, target, add_special_tokens=False)
+                tokens = np.concatenate([tokens, ids, self.manifest.special_tokens.eos_token_ids[:1]]).astype(np.int64)
+        max_length = self.manifest.max_length
+        if len(tokens) > max_length and self.manifest.encode is not None:
+            raise InputError(f"the target is {len(tokens)} tokens long and the model holds {max_length}")
+        return Sample(request, tokens[:max_length], scored)
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
-        """Source and target, None if there is none."""
+        """Parse a line into source and target; the target is None if the line has none."""
         if self.named:
             return line, None
         if self.plain and self.step is None:
@@ -245,12 +257,12 @@ class _Reader:
 
 
 def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
-    """Samples that have something to predict: targets that are missing are decoded, many at once."""
+    """Yield samples that have a position to predict. Missing targets are decoded in batches."""
     model = Model(engine)
-    while some := list(islice(samples, ROWS)):
+    while some := list(islice(samples, RANDOM_REQUESTS)):
         missing = [sample for sample in some if _lacks_target(sample, engine)]
         results = model.generate_batch(
-            [dict(sample.request) for sample in missing], num_beams=1, temperature=0.0, max_new_tokens=LONGEST
+            [dict(sample.request) for sample in missing], num_beams=1, temperature=0.0, max_new_tokens=MAX_SAMPLE_TOKENS
         )
         targets = iter(np.array(result.token_ids, np.int64) for result in results)
         for sample in some:
@@ -261,4 +273,4 @@ def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
 
 
 def _lacks_target(sample: Sample, engine: Engine) -> bool:
-    return engine.manifest.encode is not None and len(sample.tokens) <= sample.scored
+    return engine.manifest.encode is not None and len(sample.tokens) <= sample.given_tokens

@@ -1,1 +1,1 @@
-"""The traced graph of a model, by torch.export, and errors in the user's own terms."""
+"""The traced graph of a model, by torch.export, and errors that name the user's code."""

@@ -1,5 +1,7 @@
-"""What a trace carries along and computes nothing is taken out of its graph: assertions, clones, whole slices, casts to
-the same dtype; and what reads no data no longer names it."""
+"""Removal of nodes that compute nothing from a traced graph: assertions, clones, whole slices, casts to the same dtype.
+
+Operations that read only the size or the dtype of a tensor, such as `zeros_like`, no longer have it as an operand.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from torch.fx import Graph, Node
 
 from tformer_export.common.fx_nodes import arguments, aten, meta
 
-_NOTHING = {
+_ASSERTIONS = {
     aten._assert_tensor_metadata.default,
     aten._assert_scalar.default,
     aten._assert_async.msg,
     aten.sym_constrain_range_for_size.default,
 }
-_FILLS: dict[Any, float | None] = {  # None: the last argument says
+_FILLS: dict[Any, float | None] = {  # operation → its fill value; None: the last argument
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,
     aten.empty_like.default: 0,
@@ -26,13 +28,13 @@ _FILLS: dict[Any, float | None] = {  # None: the last argument says
     aten.new_empty.default: 0,
     aten.new_full.default: None,
 }
-_LIKE = {  # of the other tensor they read the sizes alone
+_LIKE = {  # they read only the sizes of their other tensor
     aten.expand_as.default: aten.expand.default,
     aten.view_as.default: aten.reshape.default,
     aten.reshape_as.default: aten.reshape.default,
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
-_SAME = {
+_IDENTITIES = {
     aten.clone.default,
     aten.alias.default,
     aten.detach.default,
@@ -42,21 +44,22 @@ _SAME = {
 
 
 def drop_assertions(graph: Graph) -> None:
+    """Remove assertions, and nodes that are needed for nothing else."""
     for node in list(graph.nodes):
-        if node.target in _NOTHING:
+        if node.target in _ASSERTIONS:
             graph.erase_node(node)
     graph.eliminate_dead_code()
 
 
-def cleaned(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
-    """assertions: whether they are removed too."""
+def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
+    """Clean the graph of a program in place and return it. assertions: whether to remove assertions as well."""
     graph: Graph = program.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if node.target in _FILLS:
             _fill_by_size(graph, node)
-        elif node.target is aten.type_as.default:  # of the other tensor it reads the dtype alone
+        elif node.target is aten.type_as.default:  # it reads only the dtype of its other tensor
             node.target, node.kwargs = aten._to_copy.default, {"dtype": meta(node).dtype}
             node.args = node.args[:1]
         elif node.target in _LIKE:
@@ -64,10 +67,10 @@ def cleaned(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
             node.target = _LIKE[node.target]
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
-        elif node.target in _NOTHING:
+        elif node.target in _ASSERTIONS:
             if assertions:
                 graph.erase_node(node)
-        elif node.target in _SAME or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
+        elif node.target in _IDENTITIES or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
             node.replace_all_uses_with(arguments(node)[0])
             graph.erase_node(node)
         elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
@@ -77,7 +80,7 @@ def cleaned(program: torch.export.ExportedProgram, assertions: bool) -> Graph:
 
 
 def _fill_by_size(graph: Graph, node: Node) -> None:
-    """`zeros_like(x)`, `x.new_full(…)` and their kind as `full(size, value)`: what reads no data should not name it."""
+    """Replace `zeros_like(x)`, `x.new_full(…)` and similar operations, which read no data, by `full(size, value)`."""
     value = meta(node)
     args = arguments(node)
     fill, source = _FILLS[node.target], args[0]
@@ -91,7 +94,7 @@ def _fill_by_size(graph: Graph, node: Node) -> None:
 
 
 def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
-    """The sizes of a value, read in front of a node where they are free."""
+    """Return the sizes of a value; free sizes are read by nodes in front of `before`."""
     sizes: list[Any] = []
     for axis, size in enumerate(meta(source).shape):
         if isinstance(size, torch.SymInt):
@@ -104,7 +107,7 @@ def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
 
 
 def _product_alone(graph: Graph, node: Node) -> None:
-    """baddbmm with beta = 0 adds nothing, whatever the uninitialised tensor holds that people give it."""
+    """Replace baddbmm with beta = 0 by bmm: it ignores its first tensor, which may be uninitialised."""
     _, left, right = arguments(node)
     with graph.inserting_before(node):
         product = graph.call_function(aten.bmm.default, (left, right))
@@ -119,8 +122,8 @@ def _product_alone(graph: Graph, node: Node) -> None:
 def _is_whole_slice(node: Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
-    given, default = arguments(node), [None, 0, 0, 2**63 - 1, 1]
-    start, end, by = [*given, *default[len(given) :]][2:]
+    args, defaults = arguments(node), [None, 0, 0, 2**63 - 1, 1]
+    start, end, by = [*args, *defaults[len(args) :]][2:]
     return start in (0, None) and end == 2**63 - 1 and by == 1
 
 

@@ -1,4 +1,4 @@
-"""Hidden states on request: the outputs of named submodules, beside what forward returns."""
+"""Hidden states on request: the outputs of named submodules, in addition to the results of forward."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from tformer_runtime.base.errors import OptionError
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
-    """Name → the first tensor that the module's latest call returned, filled in as forward runs."""
-    held: dict[str, torch.Tensor] = {}
+def record_outputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, torch.Tensor]]:
+    """Record name → the first tensor that the latest call of the module returned, while forward runs."""
+    outputs: dict[str, torch.Tensor] = {}
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def keep(called: nn.Module, arguments: object, output: object) -> None:
+        def record(called: nn.Module, arguments: object, output: object) -> None:
             first = next((x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)), None)
             if first is not None:
-                held[name] = first
+                outputs[name] = first
 
-        return module.register_forward_hook(keep)
+        return module.register_forward_hook(record)
 
     handles = [watch(name, module) for name, module in modules.items()]
     try:
-        yield held
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
 
 
-class WithHidden(nn.Module):
-    """forward gives the module's first outputs, and then what the watched modules gave, in their order.
+class WithSubmoduleOutputs(nn.Module):
+    """A module whose forward returns the first outputs of another module, then outputs of watched submodules.
 
-    outputs: how many. OptionError if it does not call one of them, or gets no tensor from it.
+    outputs: the number of outputs of the other module. forward raises OptionError if a watched submodule is not called,
+    or returns no tensor.
     """
 
     def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module], outputs: int = 1) -> None:
@@ -46,16 +47,16 @@ class WithHidden(nn.Module):
         self.watched = dict(modules)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with watched(self.watched) as held:
+        with record_outputs(self.watched) as recorded:
             first = pytree.tree_leaves(self.module(*inputs))[: self.outputs]
         for name in self.watched:
-            if name not in held:
+            if name not in recorded:
                 raise OptionError(f"forward gets no tensor from the submodule {name!r}, so it cannot be given")
-        return *first, *(held[name] for name in self.watched)
+        return *first, *(recorded[name] for name in self.watched)
 
 
 def find_modules(owner: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Submodules by their qualified names; OptionError with close matches for a name that there is not."""
+    """Return submodules by their qualified names. Raises OptionError with close matches for an unknown name."""
     known = dict(owner.named_modules(remove_duplicate=False))
     known.pop("", None)
     for name in names:

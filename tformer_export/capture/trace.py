@@ -1,9 +1,11 @@
-"""Source module → one functional ATen graph with symbolic batch and time.
+"""Capture: from a source module to one functional ATen graph with symbolic batch and time axes.
 
-`torch.export` traces the full-sequence forward; decompositions are run with an empty table, which makes the graph
-functional and leaves `linear`, `matmul`, `layer_norm` and `scaled_dot_product_attention` whole. What a trace carries
-along and computes nothing is removed (`cleaning`), and equal computations are merged, so that later stages see only
-what the model does.
+`torch.export` traces the forward of the full sequence. Decompositions are run with a nearly empty table, which makes
+the graph functional and leaves `linear`, `matmul`, `layer_norm` and `scaled_dot_product_attention` whole. Nodes that
+compute nothing are removed (`graph_cleanup`), and equal computations are merged.
+
+While a module is traced, torch is patched for the whole process (`common/torch_patch_lock.py`): captures of other
+threads wait.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -22,15 +24,16 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
-from tformer_export.capture.graph_cleanup import cleaned
-from tformer_export.capture.trace_errors import explain_trace, is_branch, sizes_watched
-from tformer_export.capture.traced_sizes import sizes_followed
-from tformer_export.common.fx_nodes import arguments, aten, expression, meta, plain, source_line
+from tformer_export.capture.graph_cleanup import clean_graph
+from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.traced_sizes import follow_sizes
+from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import quiet
-from tformer_export.common.source_lines import own_name
+from tformer_export.common.source_lines import users_name
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
-WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, which torch.onnx knows or torch keeps
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {  # into operations that torch.onnx supports, or that torch keeps
     aten.__and__.Tensor: torch.bitwise_and,
     aten.__and__.Scalar: torch.bitwise_and,
     aten.__or__.Tensor: torch.bitwise_or,
@@ -43,7 +46,7 @@ WRITTEN_OTHERWISE: dict[Any, Callable[..., Any]] = {  # by other operations, whi
 }
 
 IDS = (torch.int64, torch.int32)  # dtypes of token ids
-ID_MOVES = {  # what may be done to ids on their way without changing which they are
+ID_MOVES = {  # operations that move ids and do not change them
     aten.reshape.default,
     aten.unsqueeze.default,
     aten.expand.default,
@@ -52,17 +55,26 @@ ID_MOVES = {  # what may be done to ids on their way without changing which they
     aten.transpose.int,
     aten.permute.default,
 }
-SPACIOUS = 7  # times the least that a model reads: then what it makes of an axis has several positions
+DRAWN_LENGTH_FACTOR = 7  # times the positions that a model needs, so that axes computed from an input are long
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
 @dataclass
-class Captured:
-    """The traced graph. `constants` maps a placeholder's name to its tensor; the other placeholders are inputs.
+class CapturedGraph:
+    """The traced graph of a module.
 
-    undecided: what to say of branches that may depend on data, where there are some; the graph then holds assertions
-    of what they took for granted. time: the symbol of the step input's time axis, None for a model that is run once.
-    `inputs` keeps forward's order.
+    constants: name of a placeholder → its tensor. The other placeholders are inputs.
+    inputs: name → placeholder, in the order of forward.
+    step_name: the step input; None for a model that is run once.
+    output: the logits, or the first output.
+    time: the symbol of the step input's time axis; None for a model that is run once.
+    limits: symbol → its greatest value.
+    batch: the symbols of batch axes.
+    example: the inputs of the trace.
+    branch_refusal: the refusal of branches that may depend on data; None without such branches. The graph then holds
+        assertions of the conditions of the branches.
+    extra_names: the names of the outputs after the first.
+    limit_lines: symbol → the user's line that set its limit.
     """
 
     graph: Graph
@@ -74,114 +86,169 @@ class Captured:
     limits: dict[sympy.Symbol, int]
     batch: frozenset[sympy.Symbol]
     example: dict[str, torch.Tensor]
-    undecided: str | None = None
+    branch_refusal: str | None = None
     extra_names: tuple[str, ...] = ()
-    bounded: dict[sympy.Symbol, str] = field(default_factory=dict)  # the user's line that set a limit
+    limit_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
 
     @property
     def extras(self) -> dict[str, Node]:
-        """What the graph gives beside its output, by name."""
-        return dict(zip(self.extra_names, _returned(self.graph)[1:], strict=True))
+        """The outputs after the first one, by name."""
+        return dict(zip(self.extra_names, _output_values(self.graph)[1:], strict=True))
 
     def add_extra(self, name: str, node: Node) -> None:
-        _end(self.graph).args = ((*_returned(self.graph), node),)
+        """Add an output to the graph."""
+        _output_node(self.graph).args = ((*_output_values(self.graph), node),)
         self.extra_names = (*self.extra_names, name)
 
     @property
     def time_limit(self) -> int | None:
+        """The greatest length of the step input; None if there is none."""
         return self.limits.get(self.time) if self.time is not None else None
 
     @property
     def step(self) -> Node | None:
+        """The placeholder of the step input; None for a model that is run once."""
         return self.inputs[self.step_name] if self.step_name else None
 
     @property
     def nodes(self) -> list[Node]:
+        """The nodes of the graph in their order, as a copy."""
         return list(self.graph.nodes)
 
 
 def capture(
     module: torch.nn.Module,
     example: Mapping[str, torch.Tensor],
-    step: str | None,
-    dynamic: Mapping[str, tuple[int, ...]] | None = None,
-    extras: tuple[str, ...] = (),
-    least: int = 0,
-) -> Captured:
-    """Trace `module(*example.values())`. `dynamic` names the free axes of an input, by default (0, 1): batch and time.
-    `extras` names what forward returns after its first output, if that is wanted. `least`: as of `Source`.
+    step_input: str | None,
+    axes: Mapping[str, tuple[int, ...]] | None = None,
+    extra_names: tuple[str, ...] = (),
+    min_length: int = 0,
+) -> CapturedGraph:
+    """Trace `module(*example.values())`. Exports of other threads wait meanwhile, because torch is patched.
 
-    Raises UnsupportedModelError where torch.export cannot trace the module, or where its code fixed a free axis to the
+    step_input: the autoregressive input; None for a model that is run once.
+    axes: name of an input → its free axes, by default (0, 1), batch and time.
+    extra_names: names of the outputs after the first one; further outputs of forward are not exported.
+    min_length: positions that an input needs (`Source.min_drawn_length`).
+
+    Raises UnsupportedModelError if torch.export cannot trace the module, or if its code fixes a free axis to the
     example's size.
     """
-    free = {name: tuple((dynamic or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
-    sized = distinct_sizes(example, free, step, least)
+    free = {name: tuple((axes or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
+    sized = distinct_sizes(example, free, step_input, min_length)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
-    try:
-        with sizes_watched(sized) as watch:
-            program, undecided = _trace(module, sized, shapes), None
-    except GuardOnDataDependentSymNode as error:  # the answer may still be known from sizes
-        undecided = explain_trace(error, module, sized, step, watch)
-        if not is_branch(error):  # a number that Python takes would be the example's
-            raise UnsupportedModelError(undecided) from error
-        try:
-            with (
-                torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True),
-                sizes_watched(sized) as watch,
-            ):
-                program = _trace(module, sized, shapes)
-        except TformerError:
-            raise
-        except Exception:
-            raise UnsupportedModelError(undecided) from error
-    except TformerError:
-        raise
-    except Exception as error:  # torch.export raises many types, with no common base
-        raise UnsupportedModelError(explain_trace(error, module, sized, step, watch)) from error
-    if undecided is None and any(node.target is aten.item.default for node in program.graph.nodes):
-        program = _trace_sizes(module, sized, shapes) or program
-    signature = program.graph_signature
-    constants: dict[str, torch.Tensor] = {}
-    for spec in signature.input_specs:
-        if spec.kind.name == "PARAMETER":
-            constants[spec.arg.name] = program.state_dict[spec.target]
-        elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
-            held: Any = program.state_dict if spec.target in program.state_dict else program.constants
-            constants[spec.arg.name] = held[spec.target]
-    graph = cleaned(program, assertions=undecided is None)
-    first, *others = _outputs(program, _returned(graph))
-    _end(graph).args = ((first, *others[: len(extras)]),)  # what else forward returns is not exported
+    with TORCH_PATCH_LOCK:
+        traced = _trace_or_refuse(module, sized, shapes, step_input)
+    program = traced.program
+    constants = _constants(program)
+    graph = clean_graph(program, assertions=traced.branch_refusal is None)
+    first, *others = _outputs(program, _output_values(graph))
+    _output_node(graph).args = ((first, *others[: len(extra_names)]),)
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
     inputs = dict(zip(sized, placeholders, strict=True))
     batch = frozenset(
         size.node.expr for name, n in inputs.items() if isinstance(size := n.meta["val"].shape[0], torch.SymInt)
     )
-    time = inputs[step].meta["val"].shape[1].node.expr if step is not None else None
+    limit_lines = {
+        expression(meta(inputs[name]).shape[axis]): line
+        for (name, axis), line in traced.watch.bounded.items()
+        if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
+    }
+    limits = _limits(program, graph)
+    for symbol in batch & set(limits):
+        raise UnsupportedModelError(
+            f"forward runs for at most {limits[symbol]} rows at once, by {limit_lines.get(symbol, 'its sizes')}. "
+            "The file has to run for any number of rows: take it from x.shape[0]"
+        )
+    return CapturedGraph(
+        graph=graph,
+        constants=constants,
+        inputs=inputs,
+        step_name=step_input,
+        output=first,
+        time=inputs[step_input].meta["val"].shape[1].node.expr if step_input is not None else None,
+        limits=limits,
+        batch=batch,
+        example=sized,
+        branch_refusal=traced.branch_refusal,
+        extra_names=extra_names,
+        limit_lines=limit_lines,
+    )
+
+
+@dataclass(frozen=True)
+class _TracedProgram:
+    """A trace, the lines that fixed or bounded its sizes, and the refusal of its branches that may depend on data."""
+
+    program: torch.export.ExportedProgram
+    watch: SizeWatch
+    branch_refusal: str | None = None
+
+
+def _trace_or_refuse(
+    module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...], step_input: str | None
+) -> _TracedProgram:
+    """Trace the module, again with the example's values if a branch may depend on data.
+
+    Raises UnsupportedModelError that names the user's line.
+    """
+    try:
+        with watch_sizes(example) as watch:
+            traced = _TracedProgram(_trace(module, example, shapes), watch)
+    except GuardOnDataDependentSymNode as error:
+        refusal = explain_trace(error, module, example, step_input, watch)
+        if not is_branch(error):  # a number that Python reads would be the example's
+            raise UnsupportedModelError(refusal) from error
+        try:  # sizes alone may decide the branch
+            with (
+                torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True),
+                watch_sizes(example) as watch,
+            ):
+                return _TracedProgram(_trace(module, example, shapes), watch, refusal)
+        except TformerError:
+            raise
+        except Exception:
+            raise UnsupportedModelError(refusal) from error
+    except TformerError:
+        raise
+    except Exception as error:  # torch.export raises many types, with no common base
+        raise UnsupportedModelError(explain_trace(error, module, example, step_input, watch)) from error
+    if any(node.target is aten.item.default for node in traced.program.graph.nodes):
+        return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
+    return traced
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the parameters, buffers and constant tensors of a program by the names of their placeholders."""
+    constants: dict[str, torch.Tensor] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind.name == "PARAMETER":
+            constants[spec.arg.name] = program.state_dict[spec.target]
+        elif spec.kind.name in ("BUFFER", "CONSTANT_TENSOR"):
+            tensors: Any = program.state_dict if spec.target in program.state_dict else program.constants
+            constants[spec.arg.name] = tensors[spec.target]
+    return constants
+
+
+def _limits(program: torch.export.ExportedProgram, graph: Graph) -> dict[sympy.Symbol, int]:
+    """Return the greatest value of each symbol that has one."""
     limits = {
         symbol: int(bounds.upper)
         for symbol, bounds in program.range_constraints.items()
         if bounds.upper.is_finite and bounds.upper < 2**31
     }
-    bounded = {
-        expression(meta(inputs[name]).shape[axis]): line
-        for (name, axis), line in watch.bounded.items()
-        if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
-    }
     for symbol, limit in _limits_of_sizes(graph):
         limits[symbol] = min(limits.get(symbol, limit), limit)
-    for symbol in batch & set(limits):
-        raise UnsupportedModelError(
-            f"forward runs for at most {limits[symbol]} rows at once, by {bounded.get(symbol, 'its sizes')}. "
-            "The file has to run for any number of rows: take it from x.shape[0]"
-        )
-    return Captured(graph, constants, inputs, step, first, time, limits, batch, sized, undecided, extras, bounded)
+    return limits
 
 
 def _outputs(program: torch.export.ExportedProgram, outputs: Sequence[Node]) -> list[Node]:
-    """What forward returns. UnsupportedModelError if the first depends on a weight or buffer that forward changes."""
-    held = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
-    named = {target: name for name, target in held.items()}
+    """Return the results of forward.
+
+    Raises UnsupportedModelError if the first one depends on a weight or buffer that forward changes.
+    """
+    placeholders = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs}
     specs = list(zip(program.graph_signature.output_specs, outputs, strict=True))
     returned = [node for spec, node in specs if spec.kind.name == "USER_OUTPUT"]
     needed: set[Node] = set()
@@ -193,8 +260,8 @@ def _outputs(program: torch.export.ExportedProgram, outputs: Sequence[Node]) -> 
             todo.extend(node.all_input_nodes)
     read = {node.name for node in needed}
     for spec, node in specs:
-        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION") and named.get(spec.target) in read:
-            target = own_name(str(spec.target))
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION") and placeholders.get(spec.target) in read:
+            target = users_name(str(spec.target))
             raise UnsupportedModelError(
                 f"forward changes {target}, at {source_line(node)}, and so keeps something from one call to the next, "
                 "which a file does not. Let forward take the whole sequence and compute from it alone: a cache is made "
@@ -206,12 +273,12 @@ def _outputs(program: torch.export.ExportedProgram, outputs: Sequence[Node]) -> 
 
 
 def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
-    """Up to which length sizes are what they are taken for."""
+    """Find the symbols of sizes that were simplified (`simplify_size`), each with the limit of its simplification."""
     for node in graph.nodes:
         values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
         sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
         for size in sizes:
-            limit = plain(size.node.expr)[1] if isinstance(size, torch.SymInt) else None
+            limit = simplify_size(size.node.expr)[1] if isinstance(size, torch.SymInt) else None
             if limit is not None:
                 yield next(iter(size.node.expr.free_symbols)), limit
 
@@ -220,78 +287,88 @@ def _trace(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram:
     with (
+        TORCH_PATCH_LOCK,
         torch.no_grad(),
         warnings.catch_warnings(),
         quiet("torch.fx.experimental.symbolic_shapes"),
-        contextlib.redirect_stderr(io.StringIO()),  # where a value decides the course, torch shows the graph there
-        _masks_unread(),
+        contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
+        _causal_mask_hints_kept(),
         _data_detached(),
     ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        traced: torch.export.ExportedProgram = program.run_decompositions(WRITTEN_OTHERWISE)
+        traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
         return traced
 
 
 def _trace_sizes(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram | None:
-    """A trace in which numbers that are taken out of tensors are sizes where they can be; None if it fails."""
+    """Trace with numbers that are read from tensors kept as sizes where possible; return None if it fails."""
     try:
-        with sizes_followed(module):
+        with follow_sizes(module):
             return _trace(module, example, shapes)
     except Exception:  # torch.export raises many types; the trace without them stands
         return None
 
 
 @contextmanager
-def _masks_unread() -> Iterator[None]:
-    """torch.nn's Transformer layers read a mask's values to guess whether it is causal, only to give attention a hint
-    that changes no result. A trace has no values, so for a while the hint is what the caller said."""
+def _causal_mask_hints_kept() -> Iterator[None]:
+    """Patch torch.nn's Transformer layers, which read a mask's values to detect a causal mask.
+
+    The detection gives attention a hint that changes no result. A trace has no values, so the hint is the caller's
+    `is_causal` for a while. The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
+    """
     layers = torch.nn.modules.transformer
-    guess = layers._detect_is_causal_mask
+    original = layers._detect_is_causal_mask
     layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     try:
         yield
     finally:
-        layers._detect_is_causal_mask = guess
+        layers._detect_is_causal_mask = original
 
 
 @contextmanager
 def _data_detached() -> Iterator[None]:
-    """`tensor.data`, which a trace does not follow, is for a while what it means: the tensor without its gradient."""
-    held: Any = torch._C.TensorBase.data
-    torch.Tensor.data = property(lambda tensor: tensor.detach(), held.__set__)  # type: ignore[assignment]
+    """Patch `tensor.data`, which a trace does not follow, to the tensor without its gradient.
+
+    The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
+    """
+    original: Any = torch._C.TensorBase.data
+    torch.Tensor.data = property(lambda tensor: tensor.detach(), original.__set__)  # type: ignore[assignment]
     try:
         yield
     finally:
-        del torch.Tensor.data  # what stands in the base class is seen again
+        del torch.Tensor.data  # the property of the base class is visible again
 
 
 def distinct_sizes(
-    example: Mapping[str, torch.Tensor], free: Mapping[str, tuple[int, ...]], step: str | None, least: int = 0
+    example: Mapping[str, torch.Tensor],
+    axes: Mapping[str, tuple[int, ...]],
+    step_input: str | None,
+    min_length: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """The example repeated or cut to sizes that tell its axes apart: batch 3, and 5, 7, 9 … for each other length,
-    which are as many beyond `SPACIOUS` times what a model needs to give anything.
+    """Repeat or cut the example to sizes that differ between its axes: batch 3, and 5, 7, 9 … for each other length.
 
-    Axes of request inputs that have one size in the example keep having one size.
+    The lengths are greater by DRAWN_LENGTH_FACTOR · min_length, where min_length is the number of positions that the
+    model needs. Axes of request inputs that have equal sizes in the example get equal sizes.
     """
     lengths: dict[tuple[int, bool], int] = {}
     sized = {}
     for name, value in example.items():
-        for axis in free[name]:
+        for axis in axes[name]:
             if axis == 0:
                 size = BATCH_SIZE
             else:
-                key = (value.shape[axis], name == step)
-                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths) + SPACIOUS * least)
+                key = (value.shape[axis], name == step_input)
+                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths) + DRAWN_LENGTH_FACTOR * min_length)
             value = value.index_select(axis, torch.arange(size) % value.shape[axis])
         sized[name] = value.contiguous()
     return sized
 
 
-def vocabulary(captured: Captured, name: str) -> int | None:
-    """How many ids an input may take: the rows of the table that they are looked up in, if that can be seen."""
+def vocabulary_size(captured: CapturedGraph, name: str) -> int | None:
+    """Return the rows of the table in which the ids of an input are looked up; None if the graph has no such table."""
     todo, seen = [captured.inputs[name]], set()
     while todo:
         node = todo.pop(0)
@@ -310,17 +387,20 @@ def vocabulary(captured: Captured, name: str) -> int | None:
     return None
 
 
-def ids_of(captured: Captured, name: str) -> int:
-    """How many ids an input takes: as the graph shows it; else, of the step input, as many as there are logits; else,
-    as many as the example shows."""
-    known = vocabulary(captured, name)
-    if known is None and name == captured.step_name:
+def count_ids(captured: CapturedGraph, name: str) -> int:
+    """Return the number of ids of an input.
+
+    It is the size of the embedding table; else, for the step input, the number of logits; else one more than the
+    greatest id of the example.
+    """
+    size = vocabulary_size(captured, name)
+    if size is None and name == captured.step_name:
         width = meta(captured.output).shape[-1] if meta(captured.output).dim() == 3 else None
-        known = width if isinstance(width, int) else None
-    return known or int(captured.example[name].max()) + 1
+        size = width if isinstance(width, int) else None
+    return size or int(captured.example[name].max()) + 1
 
 
-def merge_equal(captured: Captured) -> None:
+def merge_equal_nodes(captured: CapturedGraph) -> None:
     """Merge equal computations, such as a mask that every layer makes again."""
     captured.graph.eliminate_dead_code()
     result = CSEPass()(torch.fx.GraphModule(torch.nn.Module(), captured.graph))
@@ -330,13 +410,13 @@ def merge_equal(captured: Captured) -> None:
     by_name = {node.name: node for node in graph.nodes}
     captured.graph = graph
     captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
-    captured.output = _returned(graph)[0]
+    captured.output = _output_values(graph)[0]
 
 
-def _end(graph: Graph) -> Node:
-    end: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return end
+def _output_node(graph: Graph) -> Node:
+    node: Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return node
 
 
-def _returned(graph: Graph) -> tuple[Node, ...]:
-    return tuple(_end(graph).args[0])  # type: ignore[arg-type]
+def _output_values(graph: Graph) -> tuple[Node, ...]:
+    return tuple(_output_node(graph).args[0])  # type: ignore[arg-type]

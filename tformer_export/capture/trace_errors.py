@@ -1,7 +1,8 @@
-"""Errors of the user's code and of torch.export, as a sentence that names the user's own line.
+"""Errors of the user's code and of torch.export, as sentences that name the user's own line.
 
-torch says what it could not do; the user needs to know which line of theirs asked for it. A line is found in the
-traceback of an error, in the stack of a traced operation, or, for a size that the code fixed, by watching when it did.
+torch names the operation that failed; the user needs the line of their code that called it. A line comes from the
+traceback of an error, from the stack of a traced operation, or, for a size that the code fixes, from the moment when
+it does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from tformer_export.common.source_lines import OUR_PACKAGE, line_of_error, place, said
+from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
@@ -32,63 +34,71 @@ Axis = tuple[str, int]  # an input's name and one of its axes
 
 @dataclass
 class SizeWatch:
-    """Which line gave a free axis one size (`fixed`, the first that did) or a greatest one (`bounded`, the last)."""
+    """The user's lines that restrict the sizes of free axes.
+
+    names: the names of the inputs, in the order of forward.
+    fixed: axis → the first line that gave it one size.
+    bounded: axis → the last line that gave it a greatest size.
+    """
 
     names: list[str]
     fixed: dict[Axis, str] = field(default_factory=dict)
     bounded: dict[Axis, str] = field(default_factory=dict)
 
     def axes(self, text: str) -> list[Axis]:
-        """The axes of inputs that a text of torch.export's speaks of."""
-        found = []
+        """Find the axes of inputs that a message of torch.export names."""
+        axes = []
         for name, number, axis in _AXIS.findall(text):
             name = self.names[int(number)] if number else name
-            if (name, int(axis)) not in found:
-                found.append((name, int(axis)))
-        return found
+            if (name, int(axis)) not in axes:
+                axes.append((name, int(axis)))
+        return axes
 
 
 @contextmanager
-def sizes_watched(names: Iterable[str]) -> Iterator[SizeWatch]:
-    """While a module is traced: note the user's line at which a symbolic size gets a value or a bound.
+def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
+    """Record the user's lines at which symbolic sizes get a value or a bound, while a module is traced.
 
-    torch.export reports that a size was fixed, but not where; it learns of each in these two methods.
+    torch.export reports that a size was fixed, but not where. It learns of each in two methods of `ShapeEnv`, which are
+    patched for the whole process: exports of other threads wait.
     """
     watch = SizeWatch(list(names))
-    replace, bound = ShapeEnv._set_replacement, ShapeEnv._update_var_to_range
 
     def line() -> str:
         walked = list(traceback.walk_stack(sys._getframe()))[::-1]
         files = [frame.f_code.co_filename for frame, _ in walked]
         here = files.index(__file__)
         caller = max((i for i, file in enumerate(files[:here]) if file.startswith(OUR_PACKAGE)), default=-1)
-        return place(walked[caller + 1 : here])  # beyond it is who called the export
+        return find_users_place(walked[caller + 1 : here])  # the frames before it belong to the caller of the export
 
     def axes(env: Any, symbol: Any) -> list[Axis]:
         return watch.axes(" ".join(str(getattr(s, "name", s)) for s in env.var_to_sources.get(symbol, [])))
 
-    def _replace(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
+    def set_replacement(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
         replace(env, symbol, *args, **kwargs)
         if symbol in env.replacements:
             for axis in axes(env, symbol):
                 watch.fixed.setdefault(axis, line())
 
-    def _bound(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
+    def update_range(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
         before = env.var_to_range.get(symbol)
         bound(env, symbol, *args, **kwargs)
         if before is not None and env.var_to_range[symbol].upper != before.upper:
             for axis in axes(env, symbol):
                 watch.bounded[axis] = line()
 
-    ShapeEnv._set_replacement = _replace  # type: ignore[method-assign,assignment]
-    ShapeEnv._update_var_to_range = _bound  # type: ignore[method-assign,assignment]
-    try:
-        yield watch
-    finally:
-        ShapeEnv._set_replacement, ShapeEnv._update_var_to_range = replace, bound  # type: ignore[method-assign]
+    with TORCH_PATCH_LOCK:
+        replace, bound = ShapeEnv._set_replacement, ShapeEnv._update_var_to_range
+        ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign,assignment]
+        ShapeEnv._update_var_to_range = update_range  # type: ignore[method-assign,assignment]
+        try:
+            yield watch
+        finally:
+            ShapeEnv._set_replacement, ShapeEnv._update_var_to_range = replace, bound  # type: ignore[method-assign]
 
 
-def axis_named(axis: Axis) -> str:
+def describe_axis(axis: Axis) -> str:
+    """Return the words for an axis of an input, such as "the length of 'ids'"."""
     name, number = axis
     return f"{ {0: 'the batch size', 1: 'the length'}.get(number, f'axis {number}') } of {name!r}"
 
@@ -97,14 +107,14 @@ def axis_named(axis: Axis) -> str:
 
 
 def is_branch(error: GuardOnDataDependentSymNode) -> bool:
-    """Whether code asked "is it so?" of data, and not "how many?"."""
+    """Return whether the code branches on data, and does not read a number from them."""
     return "Could not guard" in str(error)
 
 
 def explain_trace(
     error: Exception, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
-    """One or two sentences for what torch.export raised on a module whose forward runs by itself."""
+    """Explain in one or two sentences an error of torch.export on a module whose forward runs by itself."""
     text = str(error)
     if isinstance(error, GuardOnDataDependentSymNode):
         if is_branch(error):
@@ -124,7 +134,7 @@ def explain_trace(
             "write it with them"
         )
     return (
-        f"forward runs, but torch.export cannot trace it, at {line_of_error(error)}: {said(error)}. "
+        f"forward runs, but torch.export cannot trace it, at {line_of_error(error)}: {error_summary(error)}. "
         "Write that line with torch's operations on tensors"
     )
 
@@ -155,11 +165,11 @@ def _explain_fixed(
                     "number to the example's. Compute all positions at once with operations on tensors"
                 )
     parts = [
-        " and ".join(axis_named(a) for a in held) + (f", at {line}" if line else "") for line, held in lines.items()
+        " and ".join(map(describe_axis, fixed)) + (f", at {line}" if line else "") for line, fixed in lines.items()
     ]
-    what = "; and ".join(parts) or text.splitlines()[0]
+    places = "; and ".join(parts) or text.splitlines()[0]
     return (
-        f"forward fixes a size to the example's: {what}. The file has to run at any size: take sizes from x.shape, "
+        f"forward fixes a size to the example's: {places}. The file has to run at any size: take sizes from x.shape, "
         "slice tables to the length, and make no Python number or list of a size"
     )
 
@@ -167,8 +177,11 @@ def _explain_fixed(
 def _growth(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]] | None:
-    """(operations, longest chain of them, numbers read out of tensors), of traces at two lengths of the step input."""
-    found = []
+    """Trace the module at two lengths of the step input, and count the nodes of both graphs as `_extent` does.
+
+    None if it cannot be traced.
+    """
+    extents = []
     for length in (3, 6):
         value = example[step]
         sized = {**example, step: value.index_select(1, torch.arange(length) % value.shape[1])}
@@ -176,13 +189,14 @@ def _growth(
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 program = torch.export.export(module, tuple(sized.values()), strict=False).run_decompositions()
-        except Exception:  # then there is less to say
+        except Exception:  # the message is then less specific
             return None
-        found.append(_extent(program.graph))
-    return found[0], found[1]
+        extents.append(_extent(program.graph))
+    return extents[0], extents[1]
 
 
 def _extent(graph: Graph) -> tuple[int, int, int]:
+    """Count operations, the operations of the longest chain, and the numbers that are read from tensors."""
     depth: dict[Node, int] = {}
     for node in graph.nodes:
         depth[node] = 1 + max((depth[a] for a in node.all_input_nodes), default=0)

@@ -1,8 +1,8 @@
-"""Sizes that a model puts into a tensor and takes out again, such as `torch.tensor(min(x.shape[1], 512))`.
+"""Sizes that a model stores in a tensor and reads again, such as `torch.tensor(min(x.shape[1], 512))`.
 
-A trace does not know what number is taken out of a tensor, so that whatever is cut or made by it would have an unknown
-size. But what has been computed of sizes and numbers alone is known: it is followed here, beside the tensors, and given
-in the place of what would be taken out.
+A trace does not know the number that is read from a tensor, so a slice to that number would have an unknown size. A
+number that is computed from sizes and constants alone is known. It is tracked here next to its tensor, and replaces the
+number that would be read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 _MAKERS = (torch.tensor, torch.scalar_tensor, torch.as_tensor)
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -32,15 +34,18 @@ _ARITHMETIC: dict[Any, Callable[[Any, Any], Any]] = {
     for spelled in (name, f"__{name}__")
     if hasattr(holder, spelled)
 }
-_TAKES_NUMBERS = (torch.clamp, torch.Tensor.clamp)  # of its bounds, a tensor without axes is taken for a number
+_TAKES_NUMBERS = (torch.clamp, torch.Tensor.clamp)  # a tensor without axes may stand for a bound
 
 
-class SizesFollowed(TorchFunctionMode):
-    """While it is entered, tensors that hold a size are known for it. It holds them for that long."""
+class SizeFollowingMode(TorchFunctionMode):
+    """A mode that records the tensors that hold a size, and keeps them alive until it ends.
+
+    torch's function modes belong to the thread that enters them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._sizes: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,19 +58,19 @@ class SizesFollowed(TorchFunctionMode):
             kwargs = {name: self._size(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         if func in _MAKERS and args and isinstance(args[0], torch.SymInt):
-            self._held[id(result)] = (result, args[0])
+            self._sizes[id(result)] = (result, args[0])
         elif func in _ARITHMETIC and len(args) == 2 and not kwargs and any(map(self._knows, args)):
             sizes = [self._size(value) for value in args]
             if all(isinstance(size, (int, torch.SymInt)) for size in sizes) and isinstance(result, torch.Tensor):
-                self._held[id(result)] = (result, _ARITHMETIC[func](*sizes))
+                self._sizes[id(result)] = (result, _ARITHMETIC[func](*sizes))
         return result
 
     def _knows(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and id(value) in self._held
+        return isinstance(value, torch.Tensor) and id(value) in self._sizes
 
     def _size(self, value: Any) -> Any:
-        """The size that a tensor holds; any other value as it is."""
-        return self._held[id(value)][1] if self._knows(value) else value
+        """Return the size that a tensor holds; any other value unchanged."""
+        return self._sizes[id(value)][1] if self._knows(value) else value
 
     def _index(self, index: Any) -> Any:
         if isinstance(index, tuple):
@@ -76,17 +81,18 @@ class SizesFollowed(TorchFunctionMode):
 
 
 @contextmanager
-def sizes_followed(module: torch.nn.Module) -> Iterator[None]:
-    """For a while, sizes are followed wherever `module` is called."""
-    forward = module.forward
+def follow_sizes(module: torch.nn.Module) -> Iterator[None]:
+    """Follow sizes in calls of `module` for a while, by a patch of its forward. Captures of other threads wait."""
+    with TORCH_PATCH_LOCK:
+        forward = module.forward
 
-    @functools.wraps(forward)
-    def followed(*inputs: Any, **named: Any) -> Any:
-        with SizesFollowed():  # entered last, it sees a call before the trace's own modes
-            return forward(*inputs, **named)
+        @functools.wraps(forward)
+        def forward_in_mode(*args: Any, **kwargs: Any) -> Any:
+            with SizeFollowingMode():  # entered last, it gets a call before the modes of the trace
+                return forward(*args, **kwargs)
 
-    module.forward = followed
-    try:
-        yield
-    finally:
-        del module.forward  # what stands in the class is seen again
+        module.forward = forward_in_mode
+        try:
+            yield
+        finally:
+            del module.forward  # the method of the class is visible again

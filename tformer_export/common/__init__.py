@@ -1,10 +1,11 @@
-"""Used by every stage of the compiler.
+"""Modules that several folders of the compiler use.
 
-fx_nodes, source_lines     what a node of a traced graph does, and which line of the user's code made it
+fx_nodes, source_lines     the operation of a node of a traced graph, and the line of the user's code that made it
 onnx_operators, names      operators that a graph is lowered to, and names of values
-ir_edit, onnx_writer       change and write ONNX
-kernel_choices, quantization, degradation_budget   options that several stages read
+ir_edit, onnx_writer       edit and write ONNX models
+option_table, option_values, task, kernel_choices, degradation_budget   options that several folders read
 derived_inputs             masks and positions that follow from other inputs
 checkpoint                 `model.pt`: weights with the code that builds the model
-atomic_output, clock, paired_timing, log_silence
+torch_patch_lock, log_silence   regions that change something for the whole process
+atomic_output, clock, paired_timing
 """

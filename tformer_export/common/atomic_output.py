@@ -1,5 +1,7 @@
-"""Where a file goes: it is made in a folder beside its place and renamed when all is proven, so that nothing half-made
-ever stands there and what stood there before stays until then."""
+"""Atomic output: a file is made in a folder next to its place and renamed after verification.
+
+No incomplete file ever has the final name, and a previous file keeps it until the rename.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tformer_runtime.base.errors import OutputError
 
 
 def check_writable(out: Path, force: bool) -> None:
-    """OutputError if the file cannot be made, or is there already and may not be overwritten."""
+    """Raise OutputError if the file cannot be written, or if it exists and `force` is not set."""
     if out.exists() and not force:
         raise OutputError(f"{out} exists: give --force (force=True) to overwrite it, or another path")
     if data_file(out).exists() and not force:
@@ -28,10 +30,10 @@ def check_writable(out: Path, force: bool) -> None:
 
 
 @contextmanager
-def folder_beside(out: Path) -> Iterator[Path]:
-    """A folder in which the file is made, on the same disk as its place; gone afterwards, whatever happens.
+def folder_next_to(out: Path) -> Iterator[Path]:
+    """Make a folder for the unfinished file, on the same disk as its place, and delete it afterwards in any case.
 
-    In its folder `done` a file can have the name that it will have in its place.
+    Its subfolder `done` is for the finished file under its final name.
     """
     try:
         folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
@@ -43,12 +45,15 @@ def folder_beside(out: Path) -> Iterator[Path]:
 
 
 def publish(written: Path, out: Path) -> int:
-    """Rename a file that is whole to its place, weights first; returns its bytes. OutputError if that cannot be."""
+    """Rename a finished file to its place, weights first, and return its size in bytes.
+
+    Raises OutputError if the file cannot be renamed.
+    """
     files = [(f, place) for f, place in ((data_file(written), data_file(out)), (written, out)) if f.exists()]
     size = sum(f.stat().st_size for f, _ in files)
     try:
         if len(files) == 1:
-            data_file(out).unlink(missing_ok=True)  # of what stood here before
+            data_file(out).unlink(missing_ok=True)  # weights of the previous file
         for file, place in files:
             file.replace(place)
     except OSError as error:

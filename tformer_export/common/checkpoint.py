@@ -1,24 +1,24 @@
 """The open format of ``model.pt``: everything needed to build, export and run a model that someone trained.
 
-The file is what ``torch.save`` writes of one dictionary of plain values, so that ``torch.load(weights_only=True)``
-reads it without running any code that it might hold:
+The file is one dictionary of plain values, written by ``torch.save``. ``torch.load(weights_only=True)`` reads it
+without running any code that it might hold:
 
 ================= ====================================================================================================
 ``format``        always ``"tformer.checkpoint"``
-``version``       of this format: 1
+``version``       of this format: 2
 ``factory``       import path of a callable that returns the module: ``"package.module:callable"``
 ``arguments``     its keyword arguments, JSON-able
 ``state_dict``    name → tensor, as ``module.state_dict()`` gives it
 ``tokenizers``    input name → text in tokenizers' JSON format; ``"*"`` stands for every input; may be empty
-``task``          what the model does, such as ``"text2text-generation"``
-``step``          name of the autoregressive input of ``forward``; None for a model that is run once
-``special``       ``{"start": [ids], "end": [ids], "pad": id}`` of the step input's vocabulary
-``defaults``      generation defaults, JSON-able
+``task``          the name of the task, such as ``"text2text-generation"``
+``step_input``    name of the autoregressive input of ``forward``; None for a model that is run once
+``special_tokens`` ``bos_token_id``, ``eos_token_id`` (lists of ids) and ``pad_token_id`` of the step input's vocabulary
+``generation_defaults`` generation options, JSON-able
 ``series``        of a model that forecasts: its columns, normalisation and the rest (`analysis.series`);
                   None for any other
 ``labels``        of a classifier, in the order of its scores; empty for any other
 ``chat_template`` Jinja text that makes a prompt of a conversation, as transformers has it; None for no conversations
-``max_length``    longest sequence that the model takes, or None where it has to be told or found
+``max_length``    longest sequence that the model takes; None if the export has to set or find it
 ================= ====================================================================================================
 
 Loading a file runs nothing of it. *Building* imports the factory that it names and calls it, as an import would.
@@ -39,6 +39,7 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from tformer_export.common.task import Task
 from tformer_runtime.base.errors import (
     InputError,
     MissingExtraError,
@@ -58,6 +59,7 @@ __all__ = [
     "OptionError",
     "OutputError",
     "SourceError",
+    "Task",
     "TformerError",
     "import_callable",
     "load_checkpoint",
@@ -65,32 +67,32 @@ __all__ = [
 ]
 
 FORMAT = "tformer.checkpoint"
-VERSION = 1
+VERSION = 2
 EVERY_INPUT = "*"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded ``model.pt``; the fields are those of the module's docstring."""
+    """A loaded ``model.pt``. The module's docstring describes the fields."""
 
     factory: str
     arguments: Mapping[str, Any]
     state_dict: Mapping[str, Tensor]
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     task: str = "text2text-generation"
-    step: str | None = "tgt"
-    special: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    step_input: str | None = "tgt"
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     series: Mapping[str, Any] | None = None
     labels: Sequence[str] = ()
     chat_template: str | None = None
 
     def build(self) -> nn.Module:
-        """The module with its weights, in eval mode.
+        """Call the factory and return the module with its weights, in eval mode.
 
-        Raises SourceError where the factory cannot be imported or called, or its weights are not the file's; all
-        differences are listed at once.
+        Raises SourceError if the factory cannot be imported or called, or if its weights do not fit the file;
+        the message lists all differences.
         """
         make = import_callable(self.factory)
         try:
@@ -109,9 +111,9 @@ KINDS: dict[str, type | UnionType] = {
     "state_dict": dict,
     "tokenizers": dict,
     "task": str,
-    "step": str | None,
-    "special": dict,
-    "defaults": dict,
+    "step_input": str | None,
+    "special_tokens": dict,
+    "generation_defaults": dict,
     "max_length": int | None,
     "series": dict | None,
     "labels": list,
@@ -126,25 +128,28 @@ def save_checkpoint(
     factory: str,
     arguments: Mapping[str, Any],
     tokenizer: str | Mapping[str, str] | None = None,
-    task: str = "text2text-generation",
-    step: str | None = "tgt",
-    special: Mapping[str, Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    task: str | Task = "text2text-generation",
+    step_input: str | None = "tgt",
+    special_tokens: Mapping[str, Any] | None = None,
+    generation_defaults: Mapping[str, Any] | None = None,
     max_length: int | None = None,
     series: Mapping[str, Any] | None = None,
-    labels: Sequence[str] = (),
     chat_template: str | None = None,
 ) -> None:
-    """Write `model` to `path`, which is replaced in one go: a killed process leaves the old file or the new one.
+    """Write `model` to `path`. The file is replaced atomically: a killed process leaves the old file or the new one.
 
-    `factory(**arguments)` must make a module with the weights of `model`. `tokenizer` is a text in tokenizers' JSON
-    format for every input, or one text for each input by name. Raises OptionError for what cannot be stored in the
-    format, OutputError where the file cannot be written.
+    factory, arguments: `factory(**arguments)` makes a module with the weights of `model`.
+    tokenizer: a text in tokenizers' JSON format for every input, or one text for each input by name.
+    task: the name of the task, or a `Task` with labels.
+
+    The other arguments are fields of the format (see the module's docstring). Raises OptionError for values that the
+    format cannot store, OutputError if the file cannot be written.
     """
-    import torch
-
-    if isinstance(tokenizer, str):
-        tokenizer = {EVERY_INPUT: tokenizer}
+    task = task if isinstance(task, Task) else Task(task)
+    if task.problem_type or task.pooling:
+        raise OptionError(
+            "a checkpoint holds the name of a task and its labels: give problem_type and pooling to export"
+        )
     if not isinstance(chat_template, str | None):
         raise OptionError(f"chat_template of a checkpoint must be Jinja text, not {type(chat_template).__name__}")
     content = {
@@ -153,17 +158,24 @@ def save_checkpoint(
         "factory": factory,
         "arguments": _plain("arguments", arguments),
         "state_dict": {name: value.detach().cpu() for name, value in model.state_dict().items()},
-        "tokenizers": _plain("tokenizer", tokenizer or {}),
-        "task": task,
-        "step": step,
-        "special": _plain("special", special or {"start": [], "end": [], "pad": 0}),
-        "defaults": _plain("defaults", defaults or {}),
+        "tokenizers": _plain("tokenizer", {EVERY_INPUT: tokenizer} if isinstance(tokenizer, str) else tokenizer or {}),
+        "task": task.name,
+        "step_input": step_input,
+        "special_tokens": _plain(
+            "special_tokens", special_tokens or {"bos_token_id": [], "eos_token_id": [], "pad_token_id": 0}
+        ),
+        "generation_defaults": _plain("generation_defaults", generation_defaults or {}),
         "max_length": max_length,
         "series": None if series is None else _plain("series", series),
-        "labels": _plain("labels", list(labels)),
+        "labels": _plain("labels", list(task.labels or ())),
         "chat_template": chat_template,
     }
-    target = Path(path)
+    _write(content, Path(path))
+
+
+def _write(content: Mapping[str, Any], target: Path) -> None:
+    import torch
+
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         torch.save(content, temporary)
@@ -176,10 +188,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a ``model.pt`` without running anything that it holds.
+    """Read a ``model.pt`` without running code from it.
 
-    Raises SourceError for a file that is missing, truncated, foreign, newer than this version, or that holds pickled
-    objects rather than plain values and tensors.
+    Raises SourceError for a file that is missing, truncated, of another format, of a newer version, or that holds
+    pickled objects instead of plain values and tensors.
     """
     import torch
 
@@ -204,7 +216,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def import_callable(path: str) -> Callable[..., Any]:
-    """What ``"package.module:callable"`` names. Raises SourceError naming the part that does not exist."""
+    """Import the callable ``"package.module:callable"``. Raises SourceError that names the part that does not exist."""
     name, separator, attribute = path.partition(":")
     if not (name and separator and attribute):
         raise SourceError(f"{path!r} is not an import path; write it as package.module:callable")
@@ -216,21 +228,21 @@ def import_callable(path: str) -> Callable[..., Any]:
         raise SourceError(f"there is no module {missing}{where} to take {attribute} from") from error
     except Exception as error:  # user code again
         raise SourceError(f"importing the module {name} failed: {type(error).__name__}: {error}") from error
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise SourceError(f"the module {name} has no {attribute}")
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise SourceError(f"{path} is not callable")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], target)
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Tensor], whose: str, factory: str) -> None:
-    """Give the module these weights, or raise one SourceError that lists every missing, unexpected or misshapen one."""
+def load_weights(module: nn.Module, state: Mapping[str, Tensor], owner: str, factory: str) -> None:
+    """Load weights into the module. Raises one SourceError that lists every missing, unexpected or misshapen weight."""
     differences = _differences(module.state_dict(), state)
     if differences:
-        raise SourceError(f"{whose}'s weights do not fit the module that {factory} makes: {'; '.join(differences)}")
+        raise SourceError(f"{owner}'s weights do not fit the module that {factory} makes: {'; '.join(differences)}")
     module.load_state_dict(dict(state))
 
 
@@ -245,7 +257,8 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise SourceError(f"{source} has format version {version}; this release reads up to {VERSION}: upgrade tformer")
-    content = {"series": None, "labels": [], "chat_template": None, **content}  # which earlier releases did not write
+    if version < VERSION:
+        raise SourceError(f"{source} has format version {version}, an old one: save it again with save_checkpoint()")
     missing = [f.name for f in fields(Checkpoint) if f.name not in content]
     if missing:
         raise SourceError(f"{source} lacks {', '.join(missing)}, so it is damaged or was not written by tformer")
@@ -257,21 +270,21 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})
 
 
-def _differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """Every weight that is missing, unexpected or of another shape, in words."""
-    missing = [name for name in wanted if name not in given]
-    unexpected = [name for name in given if name not in wanted]
+def _differences(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    """Describe every weight that is missing, unexpected or of another shape."""
+    missing = [name for name in expected if name not in state]
+    unexpected = [name for name in state if name not in expected]
     misshapen = [
-        f"{name} is {tuple(given[name].shape)}, not {tuple(value.shape)}"
-        for name, value in wanted.items()
-        if name in given and given[name].shape != value.shape
+        f"{name} is {tuple(state[name].shape)}, not {tuple(value.shape)}"
+        for name, value in expected.items()
+        if name in state and state[name].shape != value.shape
     ]
     parts = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
     return [f"{label}: {', '.join(names)}" for label, names in parts if names]
 
 
 def _plain(label: str, value: Any) -> Any:
-    """`value` as JSON gives it back, so that a file holds nothing but plain values."""
+    """Return `value` after a round trip through JSON, so that a file holds nothing but plain values."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -279,8 +292,10 @@ def _plain(label: str, value: Any) -> Any:
 
 
 def _is_pickle(source: Path) -> bool:
-    """Whether the file holds a whole pickle (bare or in torch's zip) that names classes or functions, judged by its
-    opcodes, of which none is executed."""
+    """Return whether the file holds a complete pickle (bare or in torch's zip) that names classes or functions.
+
+    It reads the opcodes and executes none.
+    """
     try:
         if not zipfile.is_zipfile(source):
             with source.open("rb") as file:
@@ -294,7 +309,7 @@ def _is_pickle(source: Path) -> bool:
 
 
 def _names_globals(file: IO[bytes]) -> bool:
-    """Whether one of the pickles in the file does; torch's format before the zip has several in a row."""
+    """Return whether a pickle in the file names classes or functions; torch's format before the zip has several."""
     with contextlib.suppress(Exception):  # pickletools raises whatever the bytes lead it into
         while opcodes := {opcode.name for opcode, _, _ in pickletools.genops(file)}:
             if opcodes & {"GLOBAL", "STACK_GLOBAL", "INST"}:

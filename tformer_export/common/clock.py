@@ -1,4 +1,4 @@
-"""Time by stage, and the process's memory."""
+"""Wall time by phase of an export, and the process's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 def peak_memory() -> int:
-    """The most that this process has held resident since it began, bytes; 0 where the system does not say."""
+    """Return the peak resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -18,15 +18,19 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Clock:
-    """Seconds by stage, in the order in which they ran. progress: told of each as it begins."""
+class PhaseClock:
+    """Seconds of each phase, in the order in which the phases ran. A phase that runs twice is summed.
+
+    progress: called with the name of each phase as it begins.
+    """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
         self.progress = progress
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block to the phase `name`."""
         self.progress(name)
         begin = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""What quantisation may cost: `--max-degradation`."""
+"""The budget of quantisation: the loss of quality that `--max-degradation` allows."""
 
 from __future__ import annotations
 
@@ -9,58 +9,73 @@ from tformer_runtime.base.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What a share is of. verb: what quantisation does to it. whole: "2 % …". unit: what is counted."""
+class QualityUnit:
+    """The words for a share in messages: "quantisation changes 2 % of the tokens".
+
+    verb: the effect of quantisation, such as "changes".
+    whole: the quantity that the share refers to, such as "of the tokens".
+    unit: the things that are counted, such as "tokens".
+    """
 
     verb: str
     whole: str
     unit: str
 
 
-TOKENS = Meaning("changes", "of the tokens", "tokens")
-CLASSES = Meaning("changes", "of the classes", "rows")
-COSINE = Meaning("takes", "off the mean cosine", "vectors")
+TOKENS = QualityUnit("changes", "of the tokens", "tokens")
+CLASSES = QualityUnit("changes", "of the classes", "rows")
+COSINE = QualityUnit("takes", "off the mean cosine", "vectors")
 
 
 @dataclass(frozen=True)
-class Budget:
-    """tokens: the largest share of best tokens that may be others than the unquantised file's, or the share of what
-    `meaning` says. perplexity: how many times its perplexity may be that of the quantised one. None: any."""
+class DegradationBudget:
+    """The greatest allowed loss against the unquantised file. None allows any.
+
+    tokens: the share of positions where the top-1 token may differ, or the share of another quantity, by `measure`.
+    perplexity: the allowed ratio of the perplexity to that of the unquantised file.
+    measure: the quantity that `tokens` is a share of.
+    """
 
     tokens: float | None = None
     perplexity: float | None = None
-    meaning: Meaning = TOKENS
+    measure: QualityUnit = TOKENS
 
     @classmethod
-    def of(cls, given: float | str | Budget | None) -> Budget:
-        """0.01 or "1%": of the tokens; "1.02x": times the perplexity. OptionError for anything else."""
-        if given is None or isinstance(given, Budget):
-            return given or cls()
-        found = re.fullmatch(r"\s*(\d+\.?\d*(?:e-?\d+)?|\.\d+)\s*(%|x|)\s*", str(given))
-        number = float(found[1]) if found else 0.0
-        unit = found[2] if found else None
+    def of(cls, value: float | str | DegradationBudget | None) -> DegradationBudget:
+        """Parse 0.01 or "1%" as a share of tokens, "1.02x" as a ratio of perplexities. Raises OptionError otherwise."""
+        if value is None or isinstance(value, DegradationBudget):
+            return value or cls()
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e-?\d+)?|\.\d+)\s*(%|x|)\s*", str(value))
+        number = float(match[1]) if match else 0.0
+        unit = match[2] if match else None
         if unit == "x" and number >= 1:
             return cls(perplexity=number)
         share = number / 100 if unit == "%" else number
         if unit in ("", "%") and share <= 1:
             return cls(tokens=share)
         raise OptionError(
-            f"max_degradation is a share such as 1% or 0.01, or times the perplexity such as 1.02x, not {given!r}"
+            f"max_degradation is a share such as 1% or 0.01, or times the perplexity such as 1.02x, not {value!r}"
         )
 
-    def over(self, meaning: Meaning) -> Budget:
-        """The same for a model that is run once, whose share is of something else. OptionError for a perplexity."""
+    def with_unit(self, measure: QualityUnit) -> DegradationBudget:
+        """Return the budget as a share of another quantity, for a model that is run once.
+
+        Raises OptionError for a budget of perplexity, which such a model does not have.
+        """
         if self.perplexity is not None:
             raise OptionError(
                 f"a model that is run once has no perplexity to be multiplied by {self.perplexity:g}: let "
-                f"max_degradation be a share {meaning.whole}, such as 0.5%"
+                f"max_degradation be a share {measure.whole}, such as 0.5%"
             )
-        return replace(self, meaning=meaning)
+        return replace(self, measure=measure)
 
     def exceeded(self, changed: float, perplexity_ratio: float = 1.0) -> str | None:
-        """What is beyond the budget, as the middle of a sentence. changed: share of what `meaning` says."""
+        """Return the excess over the budget, as the middle of a sentence; None within the budget.
+
+        changed: the measured share, of the quantity `measure`. perplexity_ratio: the measured ratio.
+        """
         if self.tokens is not None and not changed <= self.tokens:
-            return f"{self.meaning.verb} {_share(changed)} {self.meaning.whole} and {_share(self.tokens)} is allowed"
+            return f"{self.measure.verb} {_share(changed)} {self.measure.whole} and {_share(self.tokens)} is allowed"
         if self.perplexity is not None and not perplexity_ratio <= self.perplexity:
             return f"multiplies the perplexity by {perplexity_ratio:.4f} and {self.perplexity:g} is allowed"
         return None
@@ -68,7 +83,7 @@ class Budget:
     def __str__(self) -> str:
         if self.perplexity is not None:
             return f"{self.perplexity:g} times the perplexity"
-        return f"{_share(self.tokens)} {self.meaning.whole}" if self.tokens is not None else "any degradation"
+        return f"{_share(self.tokens)} {self.measure.whole}" if self.tokens is not None else "any degradation"
 
 
 def _share(share: float) -> str:

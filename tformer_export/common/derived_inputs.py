@@ -1,7 +1,7 @@
-"""Arguments of forward that follow from an input's lengths: masks, lengths and positions. They are described, so that
-nobody has to pass them, and built inside the traced model from one (batch, time) keep-mask for each request input.
+"""Arguments of forward that follow from an input's lengths: masks, lengths and positions.
 
-Rows of the step input hold no padding: what is derived from it follows from sizes alone.
+The user describes them instead of passing them. They are built inside the traced model, from one (batch, time)
+keep-mask for each request input. Rows of the step input hold no padding, so its masks follow from sizes alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ BATCH, TIME = "batch", "time"
 
 @dataclass(frozen=True)
 class Mask:
-    """One derived argument. kind: "padding", "causal", "lengths" or "positions". of: the input that it speaks of.
+    """One derived argument.
 
-    keep: what a mask holds where a position may be read; "additive" means 0 where it may and −inf where it may not.
-    shape: its axes: "batch", "time" (of the input `of`), the name of another input for the length of that one, or 1.
+    kind: "padding", "causal", "lengths" or "positions".
+    of: the input whose lengths determine the argument.
+    keep: the value of a mask where a position may be read; "additive" means 0 there and −inf elsewhere.
+    dtype: the dtype of the argument.
+    shape: its axes: "batch", "time" (of the input `of`), the name of another input for the length of that input, or 1.
     start: the first position.
     """
 
@@ -35,29 +38,31 @@ class Mask:
 
     def __post_init__(self) -> None:
         times, batches = self.shape.count(TIME), self.shape.count(BATCH)
-        what = f"the shape of {self.kind}({self.of!r})"
+        subject = f"the shape of {self.kind}({self.of!r})"
         if self.keep not in (True, False, "additive"):
             raise OptionError(f"keep is True, False or 'additive', not {self.keep!r}")
         if self.keep == "additive" and not self.dtype.is_floating_point:
             raise OptionError(f"an additive mask is of a floating point dtype, not {self.dtype}")
         if batches > 1 or any(isinstance(axis, int) and axis != 1 for axis in self.shape):
-            raise OptionError(f"{what} has 'batch' once at most, and no size but 1: not {self.shape}")
+            raise OptionError(f"{subject} has 'batch' once at most, and no size but 1: not {self.shape}")
         if self.kind == "causal" and times != 2:
-            raise OptionError(f"{what} has 'time' twice, for queries and keys: not {self.shape}")
+            raise OptionError(f"{subject} has 'time' twice, for queries and keys: not {self.shape}")
         if self.kind == "padding" and not (times and batches):
-            raise OptionError(f"{what} has 'batch' and 'time': not {self.shape}")
+            raise OptionError(f"{subject} has 'batch' and 'time': not {self.shape}")
         if self.kind == "positions" and times != 1:
-            raise OptionError(f"{what} has 'time' once: not {self.shape}")
+            raise OptionError(f"{subject} has 'time' once: not {self.shape}")
 
     @property
-    def tells_padding(self) -> bool:
-        """Whether it differs from row to row of a padded batch."""
+    def depends_on_padding(self) -> bool:
+        """Whether the argument differs between the rows of a padded batch."""
         return self.kind in ("padding", "lengths") or (self.kind == "causal" and BATCH in self.shape)
 
     def build(self, keep: torch.Tensor, lengths: Mapping[Axis, int], padded: bool) -> torch.Tensor:
-        """The argument. keep: (batch, time) bool, which positions of `of` are valid; lengths: of each input, by name.
+        """Build the argument.
 
-        padded: whether any may be invalid; if not, a causal mask is the same for all rows.
+        keep: (batch, time) bool, true at the valid positions of `of`.
+        lengths: name of an input → its length.
+        padded: whether positions may be invalid; if not, a causal mask is the same for all rows.
         """
         if self.kind == "lengths":
             return keep.to(self.dtype).sum(1)
@@ -74,8 +79,8 @@ class Mask:
     def _arranged(
         self, value: torch.Tensor, axes: tuple[str, ...], keep: torch.Tensor, lengths: Mapping[Axis, int]
     ) -> torch.Tensor:
-        """A value with these axes in the order of `shape`, repeated along what it does not have."""
-        key = len(self.shape) - 1 - self.shape[::-1].index(TIME)  # the last "time" is what the mask speaks of
+        """Return a value with these axes in the order of `shape`, repeated along the axes that it lacks."""
+        key = len(self.shape) - 1 - self.shape[::-1].index(TIME)  # the last "time" is the axis of keys
         shape = ["query" if axis == TIME and at != key else axis for at, axis in enumerate(self.shape)]
         sizes: dict[Axis, int] = {BATCH: keep.shape[0], TIME: keep.shape[1], "query": keep.shape[1], 1: 1, **lengths}
         value = value.permute([axes.index(str(axis)) for axis in shape if axis in axes])
@@ -95,10 +100,11 @@ def padding(
     dtype: torch.dtype | None = None,
     shape: tuple[Axis, ...] = (BATCH, TIME),
 ) -> Mask:
-    """Which positions of the input `of` are valid: (batch, time), or as `shape` says, such as ("batch", 1, 1, "time").
+    """Describe a padding mask: it marks the valid positions of the input `of`.
 
-    keep: what the mask holds at valid positions, True or False (1 or 0 in other dtypes), or "additive": 0 there and
-    −inf elsewhere. dtype: bool, or float32 if additive.
+    keep: the value at valid positions, True or False (1 or 0 in other dtypes), or "additive": 0 there, −inf elsewhere.
+    dtype: by default bool, or float32 if additive.
+    shape: ("batch", "time"), or another order or number of axes, such as ("batch", 1, 1, "time").
     """
     return Mask("padding", of, keep, dtype or _dtype(keep), tuple(shape))
 
@@ -109,22 +115,23 @@ def causal(
     dtype: torch.dtype | None = None,
     shape: tuple[Axis, ...] = (TIME, TIME),
 ) -> Mask:
-    """Which positions each position of the input `of` may attend to: itself and those before it, (time, time).
+    """Describe a causal mask: each position of the input `of` may attend to itself and to earlier positions.
 
-    With "batch" in its shape, such as ("batch", 1, "time", "time"), it hides padding too. keep, dtype: see `padding`.
+    keep, dtype: see `padding`.
+    shape: ("time", "time"). With "batch", such as ("batch", 1, "time", "time"), the mask hides padding as well.
     """
     return Mask("causal", of, keep, dtype or _dtype(keep), tuple(shape))
 
 
 def lengths(of: str, dtype: torch.dtype = torch.int64) -> Mask:
-    """How many positions of the input `of` are valid, (batch,)."""
+    """Describe the number of valid positions of the input `of`, (batch,)."""
     return Mask("lengths", of, dtype=dtype, shape=(BATCH,))
 
 
 def positions(
     of: str, dtype: torch.dtype = torch.int64, shape: tuple[Axis, ...] = (BATCH, TIME), start: int = 0
 ) -> Mask:
-    """The positions of the input `of`, counted from `start`: (batch, time), or ("time",), or (1, "time")."""
+    """Describe the positions of the input `of`, counted from `start`: (batch, time), or ("time",), or (1, "time")."""
     return Mask("positions", of, dtype=dtype, shape=tuple(shape), start=start)
 
 

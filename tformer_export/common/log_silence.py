@@ -1,4 +1,4 @@
-"""Silence for a while: torch.onnx and torch.export report their progress and doubts on loggers."""
+"""Silence of loggers for a while: torch.onnx and torch.export report their progress and doubts on loggers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
+
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Loggers with these names say nothing below an error."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    """Let loggers with these names report errors alone. Levels are process-wide, so exports of other threads wait."""
+    with TORCH_PATCH_LOCK:
+        loggers = [logging.getLogger(name) for name in names]
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

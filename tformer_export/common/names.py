@@ -1,4 +1,4 @@
-"""How values of a compiled graph are called that several stages of the compiler look for."""
+"""Names of values in a compiled graph that several folders of the compiler look up."""
 
-CONTEXT = "context."  # how the decode inputs for the context begin
-ENCODED = ".encoded"  # an encode output is called as the decode input that it becomes, with this behind it
+CONTEXT = "context."  # prefix of the decode inputs for the context
+ENCODED = ".encoded"  # suffix of an encode output; its stem is the name of the decode input that it becomes

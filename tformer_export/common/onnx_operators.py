@@ -1,4 +1,4 @@
-"""The operations that staged programs use beyond ATen, each traceable by torch.onnx.
+"""Operations that staged programs use in addition to ATen. torch.onnx can trace each of them.
 
 Shapes: B batch, H heads, G key-value heads, N new positions, S slots or source positions, D head size.
 """
@@ -18,29 +18,32 @@ HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of 
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """The attention node in standard operators: (B, H, N, D), (B, G, S, D), (B, G, S, Dv) → (B, H, N, Dv).
+    """Compute attention in standard operators: (B, H, N, D), (B, G, S, D), (B, G, S, Dv) → (B, H, N, Dv).
 
-    Cost grows with N · S; grouped heads are multiplied as groups, so that keys and values are not repeated.
+    Cost grows with N · S. Grouped heads are multiplied as groups, so that keys and values are not repeated.
     """
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
-        query = shaped(query, query.shape[0], groups, heads // groups, *query.shape[2:])
+        query = view_as_shape(query, query.shape[0], groups, heads // groups, *query.shape[2:])
         key, value = key.unsqueeze(2), value.unsqueeze(2)
         if bias is not None:
             bias = bias[(None,) * (4 - bias.dim())]
             by_head = (bias.shape[0], groups, heads // groups, *bias.shape[2:])
-            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else shaped(bias, *by_head)
+            bias = bias.unsqueeze(2) if bias.shape[1] == 1 else view_as_shape(bias, *by_head)
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     if bias is not None:
         scores = scores + _additive(bias)
     out = torch.matmul(torch.softmax(scores, -1), value)
-    return merged(out, 1) if heads != groups else out
+    return merge_axes(out, 1) if heads != groups else out
 
 
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
 ) -> torch.Tensor:
-    """What each of the heads gives to each slot, summed: (B, H, N, D), (B, G, S, D) → (B, 1, N, S); or not summed."""
+    """Compute the weights of attention: (B, H, N, D), (B, G, S, D) → (B, 1, N, S), the sum over `heads`.
+
+    each: return the weights of each head instead, (B, heads, N, S).
+    """
     every, groups = query.shape[1], key.shape[1]
     if groups == every == len(heads):
         query, key = query * scale, key.transpose(-2, -1)
@@ -68,12 +71,17 @@ def grouped_query_attention(
     sines: torch.Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """onnxruntime's GroupQueryAttention: causal attention over a cache that is extended in place.
+    """Call onnxruntime's GroupQueryAttention: causal attention over a cache that is extended in place.
 
-    query (B, H, N, D), key and value (B, G, N, D) of the new positions, caches (B, G, slots, D); last (B,) and
-    total () as in the manifest; bias, added, broadcasts to (B, H, N, total). Its cost follows the valid length, not the
-    buffer's. With cosines and sines (length, D / 2) it turns query and key by their positions first (rotary embedding;
-    the cache holds turned keys): entries i and i + D / 2 together, or 2i and 2i + 1 if interleaved.
+    query: (B, H, N, D). key, value: (B, G, N, D), of the new positions.
+    past_key, past_value: caches (B, G, slots, D).
+    last: (B,) and total: (), as in the manifest.
+    bias: added to the scores; broadcasts to (B, H, N, total).
+    cosines, sines: (length, D / 2). If they are set, query and key are first rotated by their positions (rotary
+        embedding), and the cache holds rotated keys.
+    interleaved: rotate the entries 2i and 2i + 1 together, instead of i and i + D / 2.
+
+    The cost grows with the valid length and not with the size of the buffer.
     """
     heads, groups = query.shape[1], key.shape[1]
     inputs: list[Any] = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
@@ -98,12 +106,12 @@ def grouped_query_attention(
 def multi_head_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """onnxruntime's MultiHeadAttention over keys and values that are all given: (B, H, N, D), (B, H, S, D) twice.
+    """Call onnxruntime's MultiHeadAttention over complete keys and values: (B, H, N, D), (B, H, S, D) twice.
 
-    bias broadcasts to (B, H, N, S); the operator wants its last two axes whole.
+    bias: broadcasts to (B, H, N, S); the operator needs its last two axes in full size.
     """
     heads = query.shape[1]
-    if key.shape[1] != heads or key.shape[3] != value.shape[3]:  # which the operator does not have
+    if key.shape[1] != heads or key.shape[3] != value.shape[3]:  # the operator supports neither
         return plain_attention(query, key, value, bias, scale)
     inputs: list[Any] = [_rows(query), key, value]
     if bias is not None:
@@ -126,16 +134,18 @@ def multi_head_attention(
 def whole_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """The same; by GroupQueryAttention without a past where positions look at their own sequence, which takes queries,
-    keys and values packed as they are projected: 46 against 78 µs for 16 positions of 12 heads of 32, 2.0 against 2.6
-    ms for 32 rows of these, and 14 against 16 ms for 8 rows of 128."""
+    """Attend over whole sequences: as `multi_head_attention`, or faster where positions attend to their own sequence.
+
+    There GroupQueryAttention without a past takes queries, keys and values packed as they are projected
+    (docs/design/kernels.md#attention-of-whole-sequences).
+    """
     if _looks_at_itself(query, key, value):
         return _of_itself(query, key, value, bias, scale)
     return multi_head_attention(query, key, value, bias, scale)
 
 
 def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether there is a key and a value for each query, of sizes that GroupQueryAttention takes."""
+    """Return whether each query has a key and a value, of sizes that GroupQueryAttention supports."""
     same = key.shape[1] == query.shape[1] and query.shape[3] == key.shape[3] == value.shape[3]
     sized = same and query.shape[3] % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
     return sized and all(statically_known_true(query.shape[axis] == key.shape[axis]) for axis in (0, 2))
@@ -144,7 +154,7 @@ def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 def _of_itself(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """GroupQueryAttention of N positions over all of themselves, (B, H, N, D) each: nothing is cached."""
+    """Call GroupQueryAttention of N positions over all of them, (B, H, N, D) each, without a cache."""
     batch, heads, length = query.shape[:3]
     last = torch.arange(length, dtype=torch.int32)[-1:]
     total = (last + 1).squeeze(0)
@@ -166,7 +176,7 @@ def _of_itself(
 
 
 def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis: int) -> torch.Tensor:
-    """TensorScatter (opset 24): `new` (B, …, N, …) written into `past` (B, …, slots, …) from slot start[b] on."""
+    """Call TensorScatter (opset 24): write `new` (B, …, N, …) into `past` (B, …, slots, …) from slot start[b] on."""
     return onnx_ops.symbolic(
         "TensorScatter",
         [past, new, start],
@@ -177,37 +187,37 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
     )
 
 
-def shaped(value: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """torch.reshape, as a view: of that torch.onnx writes the shape that was traced, by which reshapes that undo each
-    other are found (`passes.reshapes`)."""
+def view_as_shape(value: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Reshape as a view. For a view torch.onnx writes the traced shape, which `passes.drop_reshapes` needs."""
     viewed: torch.Tensor = torch.ops.aten.view.default(value.contiguous(), list(sizes))
     return viewed
 
 
-def merged(value: torch.Tensor, axis: int) -> torch.Tensor:
-    """An axis and the next as one."""
+def merge_axes(value: torch.Tensor, axis: int) -> torch.Tensor:
+    """Merge an axis with the next one."""
     before, (one, other), after = value.shape[:axis], value.shape[axis : axis + 2], value.shape[axis + 2 :]
-    return shaped(value, *before, one * other, *after)
+    return view_as_shape(value, *before, one * other, *after)
 
 
-def parted(value: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:
-    """An axis as two, one of which may be -1: as many as there are."""
-    return shaped(value, *value.shape[:axis], outer, inner, *value.shape[axis + 1 :])
+def split_axis(value: torch.Tensor, axis: int, outer: int, inner: int) -> torch.Tensor:
+    """Split an axis into two, one of which may be -1 (inferred)."""
+    return view_as_shape(value, *value.shape[:axis], outer, inner, *value.shape[axis + 1 :])
 
 
-def moved(value: torch.Tensor, source: Axes, destination: Axes) -> torch.Tensor:
-    """torch.movedim, as the permutation that it is: torch.onnx has a form of that alone."""
+def move_axes(value: torch.Tensor, source: Axes, destination: Axes) -> torch.Tensor:
+    """Compute torch.movedim as a permutation, the only one of the two that torch.onnx supports."""
     count = value.dim()
-    came, went = (
+    sources, destinations = (
         [axis % count for axis in ((axes,) if isinstance(axes, int) else axes)] for axes in (source, destination)
     )
-    others = (axis for axis in range(count) if axis not in came)
-    return value.permute([came[went.index(axis)] if axis in went else next(others) for axis in range(count)])
+    others = (axis for axis in range(count) if axis not in sources)
+    order = [sources[destinations.index(axis)] if axis in destinations else next(others) for axis in range(count)]
+    return value.permute(order)
 
 
 def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: int) -> torch.Tensor:
-    """Of each row, the new positions `select` (B, M): (…B…N…) → (…B…M…)."""
-    rows = moved(value, (batch, time), (0, 1))
+    """Take the new positions `select` (B, M) of each row: (…B…N…) → (…B…M…)."""
+    rows = move_axes(value, (batch, time), (0, 1))
     taken = onnx_ops.symbolic(
         "GatherND",
         [rows, select.unsqueeze(2)],
@@ -216,46 +226,49 @@ def take_positions(value: torch.Tensor, select: torch.Tensor, batch: int, time: 
         shape=(*select.shape, *rows.shape[2:]),
         version=13,
     )
-    return moved(taken, (0, 1), (batch, time))
+    return move_axes(taken, (0, 1), (batch, time))
 
 
 def table_rows(rows: torch.Tensor, positions: torch.Tensor, batch: int, new: int) -> torch.Tensor:
-    """A table (length, …) at positions (B, N): B becomes axis `batch` and N axis `new` among the others."""
+    """Look up a table (length, …) at positions (B, N): B becomes axis `batch` and N axis `new` of the result."""
     if rows.is_complex():  # ONNX has no gather of complex numbers
         pairs = table_rows(torch.view_as_real(rows), positions, 0, 1)
-        return moved(torch.view_as_complex(pairs), (0, 1), (batch, new))
-    flat = torch.nn.functional.embedding(positions, shaped(rows, rows.shape[0], -1))
-    return moved(shaped(flat, *positions.shape, *rows.shape[1:]), (0, 1), (batch, new))
+        return move_axes(torch.view_as_complex(pairs), (0, 1), (batch, new))
+    flat = torch.nn.functional.embedding(positions, view_as_shape(rows, rows.shape[0], -1))
+    return move_axes(view_as_shape(flat, *positions.shape, *rows.shape[1:]), (0, 1), (batch, new))
 
 
 def repeat_rows(value: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
-    """An axis of size 1 repeated to the size of the batch."""
+    """Repeat an axis of size 1 to the size of the batch."""
     return value.expand(*value.shape[:axis], batch, *value.shape[axis + 1 :])
 
 
 def table_diagonals(
     diagonals: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, batch: int, new: int, every: int
 ) -> torch.Tensor:
-    """A table of slot − position, (2 · length − 1, …), at positions (B, N) and slots (S,).
+    """Look up a table of slot − position, (2 · length − 1, …), at positions (B, N) and slots (S,).
 
-    B becomes axis `batch`, N axis `new` and S axis `every` among the others.
+    B becomes axis `batch`, N axis `new` and S axis `every` of the result.
     """
     offsets = slots - positions.unsqueeze(2) + diagonals.shape[0] // 2
-    flat = torch.nn.functional.embedding(offsets, shaped(diagonals, diagonals.shape[0], -1))
-    return moved(shaped(flat, *offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
+    flat = torch.nn.functional.embedding(offsets, view_as_shape(diagonals, diagonals.shape[0], -1))
+    return move_axes(view_as_shape(flat, *offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
 
 
 def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Tensor:
-    """The slots that attention may read, of a cache: narrowed on `axis` to the length of `slots`."""
+    """Narrow a cache on `axis` to the slots that attention may read: to the length of `slots`."""
     return present.narrow(axis, 0, slots.shape[0])
 
 
 def grouped_product(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """Each group of rows times its own matrix: rows (S, I) in the order of their groups, ends (E,) the row at which
-    each group ends, E weights (I, O) → (S, O).
+    """Multiply each group of rows with its own matrix.
 
-    A group without rows costs its operators' calls and reads no weights. torch.onnx is told that each group has S rows,
-    for it wants a number; the shapes of intermediate values are not written.
+    rows: (S, I), in the order of their groups.
+    ends: (E,), the row at which each group ends.
+    weights: E matrices (I, O).
+
+    Returns (S, O). A group without rows costs the calls of its operators and reads no weights. The traced shape of each
+    group has S rows, because torch.onnx needs a number; the shapes of intermediate values are not written.
     """
     ends = torch.ops.aten._to_copy(ends, dtype=torch.int64)  # `to` is one of torch's composites
     sizes = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -273,6 +286,7 @@ def grouped_product(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tens
 
 
 def _additive(bias: torch.Tensor) -> torch.Tensor:
+    """Return a boolean mask as a bias of 0 and the least float32; a bias unchanged."""
     if bias.dtype != torch.bool:
         return bias
     low = torch.finfo(torch.float32).min
@@ -280,10 +294,10 @@ def _additive(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(B, N, H·D) → (B, H, N, D)."""
-    return shaped(x, *x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+    """Split (B, N, H·D) into heads, (B, H, N, D)."""
+    return view_as_shape(x, *x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(B, H, N, D) → (B, N, H·D)."""
-    return merged(x.transpose(1, 2), 2)
+    """Join the heads of (B, H, N, D), (B, N, H·D)."""
+    return merge_axes(x.transpose(1, 2), 2)

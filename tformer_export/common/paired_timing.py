@@ -1,7 +1,7 @@
-"""Which of several is how much faster, measured by turns: whatever else the machine does meets all of them alike.
+"""Compare several implementations by interleaved timing, so that background load affects all of them equally.
 
-Of a round only the ratio to the first counts, so a slow minute, which timing one after the other takes for a slow
-candidate, counts for nothing.
+Each round times every implementation, and only the ratio to the first one counts. A slow minute of the machine
+therefore does not make a candidate look slow.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-MARGIN = 0.03  # by which one must be faster to win, beyond its spread
-ROUNDS, FEWEST = 7, 3
-QUIET = 0.05  # seconds before each turn of a file that is measured once, in which the last one's threads stop spinning
+MIN_GAIN = 0.03  # by which an implementation must be faster to win, in addition to its spread
+ROUNDS, MIN_ROUNDS = 7, 3
+PAUSE_SECONDS = 0.05  # seconds before each turn, in which the threads of the previous one stop spinning
 
 Request = Callable[[int], float]  # rows → seconds
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One form in a race. seconds: rows → median of a request. ratio: of its time to that of the form held so far, the
-    median of all rounds, over all batch sizes. spread: half the distance between the ratios' quartiles."""
+    """The measurement of one implementation.
+
+    form: its name.
+    seconds: batch size → median time of a request.
+    ratio: its time over that of the first implementation, the median over the rounds of the mean over the batch sizes.
+    spread: half the distance between the quartiles of the ratios.
+    """
 
     form: str
     seconds: dict[int, float]
@@ -30,18 +35,27 @@ class Trial:
 
     @property
     def wins(self) -> bool:
-        return self.ratio + self.spread < 1 - MARGIN
+        """Whether the implementation is faster than the first one by more than MIN_GAIN and its spread."""
+        return self.ratio + self.spread < 1 - MIN_GAIN
 
 
 def times_as_fast(before: Callable[[], float], after: Callable[[], float]) -> float:
-    """How many times as fast one is as the other, by the median of the rounds. Each gives seconds, of a thing of its
-    own. Cost: at most eight of each."""
-    _, trial = race({"before": lambda _: before(), "after": lambda _: after()}, (1,), lambda: time.sleep(QUIET))
+    """Return the speed of `after` over that of `before`, by the median of the rounds.
+
+    Each callable runs one implementation and returns its seconds. Cost: at most eight runs of each.
+    """
+    _, trial = time_in_turns(
+        {"before": lambda _: before(), "after": lambda _: after()}, (1,), lambda: time.sleep(PAUSE_SECONDS)
+    )
     return 1 / trial.ratio
 
 
-def race(candidates: Mapping[str, Request], rows: Sequence[int], pause: Callable[[], None]) -> list[Trial]:
-    """Name → trial, in their order, against the first. Those that lose every one of the first rounds drop out."""
+def time_in_turns(candidates: Mapping[str, Request], rows: Sequence[int], pause: Callable[[], None]) -> list[Trial]:
+    """Time each candidate against the first one and return their trials, in their order.
+
+    candidates: name → request. rows: the batch sizes. pause: called before each turn.
+    A candidate that loses in each of the first MIN_ROUNDS rounds drops out.
+    """
     (first, *others) = candidates
     seconds: dict[str, list[dict[int, float]]] = {name: [] for name in candidates}
     ratios: dict[str, list[float]] = {name: [] for name in others}
@@ -51,14 +65,14 @@ def race(candidates: Mapping[str, Request], rows: Sequence[int], pause: Callable
         for name in running if turn % 2 else running[::-1]:
             pause()
             taken[name] = {n: candidates[name](n) for n in rows}
-        if turn == 0:  # which wakes everything
+        if turn == 0:  # the first round warms up
             continue
         for name in running:
             seconds[name].append(taken[name])
             if name != first:
                 ratios[name].append(statistics.geometric_mean(taken[name][n] / taken[first][n] for n in rows))
-        if turn >= FEWEST:
-            running = [first, *(name for name in running[1:] if min(ratios[name]) < 1 - MARGIN)]
+        if turn >= MIN_ROUNDS:
+            running = [first, *(name for name in running[1:] if min(ratios[name]) < 1 - MIN_GAIN)]
             if running == [first]:
                 break
     times = {name: {n: statistics.median(one[n] for one in every) for n in rows} for name, every in seconds.items()}

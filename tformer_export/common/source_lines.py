@@ -1,4 +1,4 @@
-"""Where in the user's own code something happened: a line, or a module that was running."""
+"""Places in the user's own code: a line, or the module that was running."""
 
 from __future__ import annotations
 
@@ -19,52 +19,54 @@ _NOT_THE_USERS = (
     str(Path(os.__file__).parent / "functools.py"),
     "<",
 )
-LONGEST_QUOTE = 200  # characters of another's error that are repeated
+MAX_QUOTED_CHARS = 200  # of the text of another library's error
 
 
-def is_users(file: str) -> bool:
-    """Whether a file is neither PyTorch's, numpy's nor ours."""
+def is_users_file(file: str) -> bool:
+    """Return whether a file belongs to the user and not to PyTorch, numpy, einops or this package."""
     return not file.startswith(_NOT_THE_USERS) and f"{os.sep}einops{os.sep}" not in file
 
 
 def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """`file:line: code` of the innermost frame of the user's, or, if there is none, of the innermost."""
+    """Return `file:line: code` of the innermost frame of the user's code, else of the innermost frame."""
     frames = list(frames)
-    own = [f for f in frames if is_users(f.filename)] or frames
-    if not own:
+    users = [f for f in frames if is_users_file(f.filename)] or frames
+    if not users:
         return "(no source line in the trace)"
-    return f"{own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '').strip()}"
+    return f"{users[-1].filename}:{users[-1].lineno}: {(users[-1].line or '').strip()}"
 
 
-def place(walked: Iterable[tuple[FrameType, int]]) -> str:
-    """The user's innermost line among frames that are given outermost first; for a model that has no line of theirs,
-    the innermost module that was running."""
+def find_users_place(walked: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the user's innermost line among frames, which come outermost first.
+
+    For a model without a line of the user's code, return the innermost module that was running.
+    """
     walked = list(walked)
     summary = traceback.StackSummary.extract(iter(walked))
-    if any(is_users(f.filename) for f in summary):
+    if any(is_users_file(f.filename) for f in summary):
         return users_line(summary)
     running = [m for frame, _ in walked if isinstance(m := frame.f_locals.get("self"), torch.nn.Module)]
     if not running:
         return users_line(summary)
     path = {part: name for name, part in running[0].named_modules()}.get(running[-1], "")
-    path = own_name(path.removeprefix("_export_root."))
+    path = users_name(path.removeprefix("_export_root."))
     return f"`{path}` ({type(running[-1]).__name__})" if path else type(running[-1]).__name__
 
 
-def own_name(name: str) -> str:
-    """A weight's or module's name without the names of what we wrapped the model in."""
+def users_name(name: str) -> str:
+    """Return the user's name of a weight or module: without the prefixes of the modules that wrap the user's model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def line_of_error(error: BaseException) -> str:
-    """Where the user's code was when the error arose."""
-    return place(traceback.walk_tb(error.__traceback__))
+    """Return the place in the user's code that raised the error."""
+    return find_users_place(traceback.walk_tb(error.__traceback__))
 
 
-def said(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
+def error_summary(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
     text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    text = text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + " …"
+    text = text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + " …"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,13 +1,12 @@
-"""Which operator computes an attention, on cpu, on cuda, and where only standard operators may be used.
+"""The operators of attention on cpu and cuda, and in portable files, which have standard operators only.
 
-cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over sequences
-that are read whole, MultiHeadAttention over other keys and values that are given. Which kernels these operators have is
-told by `passes/fold_attention_scale.py`, `passes/full_score_attention.py` and, of caches in fewer bits,
-`quantize/kv_cache_int8.py`.
+cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over whole
+    sequences, and MultiHeadAttention over other keys and values. For the kernels of these operators see
+    `passes/fold_attention_scale.py`, `passes/full_score_attention.py` and `quantize/kv_cache_int8.py`.
 
-cuda: GroupQueryAttention too, in half precision alone, for on CUDA it has no float32 kernel, and where it is causal and
-nothing else, for with a bias it leaves its fast kernels. Else what portable takes: TensorScatter into the cache and
-plain matrix products.
+cuda: GroupQueryAttention in half precision, because it has no float32 kernel on CUDA, and where attention is causal and
+    nothing else, because it leaves its fast kernels when it has a bias. Otherwise as in portable files: TensorScatter
+    into the cache, and plain matrix products.
 """
 
 from __future__ import annotations
@@ -24,30 +23,40 @@ from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.attention_weights import WEIGHTS
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import meta
-from tformer_export.common.kernel_choices import ROTARY, WHOLE, Forms
+from tformer_export.common.kernel_choices import ROTARY, WHOLE_ATTENTION, KernelForms
+from tformer_export.common.option_values import TARGET_NAMES
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.base.errors import UnsupportedModelError
 
-LARGEST_HEAD = 256  # beyond, CUDA's flash attention has no kernel
-TURNED_MULTIPLE = 16  # of head sizes, for GroupQueryAttention to turn queries and keys, of this
+MAX_HEAD_SIZE = 256  # of CUDA's flash attention
+ROTARY_HEAD_MULTIPLE = 16  # GroupQueryAttention rotates queries and keys whose head size is a multiple of this
 
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the user asks for. half: whether the file will compute in half precision. rotary: whether operators
-    may turn queries and keys themselves. whole: whether sequences that are read whole have an operator of their own."""
+    """The target of a file.
+
+    name: as in the option `target`.
+    half: whether the file will compute in half precision.
+    rotary: whether operators may rotate queries and keys themselves.
+    whole: whether attention over whole sequences has an operator of its own.
+    """
 
     name: str
     half: bool = False
     rotary: bool = True
     whole: bool = True
 
-    def in_forms(self, forms: Forms) -> Target:
-        """The same with those of the forms that are of its operators."""
-        return replace(self, rotary=ROTARY.of(forms) == ROTARY.default, whole=WHOLE.of(forms) == WHOLE.default)
+    def in_forms(self, forms: KernelForms) -> Target:
+        """Return the target with the operators of these kernel forms."""
+        return replace(
+            self,
+            rotary=ROTARY.form_in(forms) == ROTARY.default,
+            whole=WHOLE_ATTENTION.form_in(forms) == WHOLE_ATTENTION.default,
+        )
 
     def fuses(self, attention: CachedAttention) -> bool:
-        """Whether a fused operator keeps this attention's cache."""
+        """Return whether a fused operator updates this attention's caches."""
         if self.name != "cpu" and not (self.name == "cuda" and self.half):
             return False
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
@@ -55,21 +64,23 @@ class Target:
         if len(sizes) > 1 or query.dtype != torch.float32:
             return False
         size = int(sizes.pop())
-        return size % onnx_operators.HEAD_MULTIPLE == 0 and (self.name == "cpu" or size <= LARGEST_HEAD)
+        return size % onnx_operators.HEAD_MULTIPLE == 0 and (self.name == "cpu" or size <= MAX_HEAD_SIZE)
 
     @property
     def takes_bias(self) -> bool:
-        """Whether that operator is fast with a bias beside its own causal mask."""
+        """Return whether the fused operator is fast with a bias in addition to its own causal mask."""
         return self.name == "cpu"
 
-    def turns(self, attention: CachedAttention) -> bool:
-        """Whether that operator can turn queries and keys by their positions."""
-        return self.rotary and int(meta(attention.key).shape[3]) % TURNED_MULTIPLE == 0
+    def rotates(self, attention: CachedAttention) -> bool:
+        """Return whether the fused operator can rotate queries and keys by their positions."""
+        return self.rotary and int(meta(attention.key).shape[3]) % ROTARY_HEAD_MULTIPLE == 0
 
     def lower(self, module: GraphModule) -> int:
-        """Replace the attention nodes that are left, and products by group, in place, by this target's operators;
-        returns how many products by group there were."""
-        operator, grouped = self._given_attention(), 0
+        """Replace the remaining attention nodes and products by group with this target's operators, in place.
+
+        Return the number of products by group.
+        """
+        operator, grouped = self._attention_operator(), 0
         for node in module.graph.nodes:
             if node.target is ATTENTION:
                 node.target = operator
@@ -83,7 +94,10 @@ class Target:
         return grouped
 
     def check(self, model: ir.Model) -> None:
-        """For a portable file: that onnx's own checker accepts it and that every operator is a standard one."""
+        """Check a portable file with onnx's own checker, and that every operator is a standard one.
+
+        Raises UnsupportedModelError for other operators.
+        """
         if self.name != "portable":
             return
         foreign = {node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")}
@@ -91,26 +105,27 @@ class Target:
             raise UnsupportedModelError(f"the model needs operators of {', '.join(foreign)}, which are not portable")
         onnx.checker.check_model(ir.to_proto(model), full_check=False)
 
-    def _given_attention(self) -> Callable[..., torch.Tensor]:
+    def _attention_operator(self) -> Callable[..., torch.Tensor]:
+        """Return the operator of attention over given keys and values."""
         if self.name != "cpu":
             return onnx_operators.plain_attention
         return onnx_operators.whole_attention if self.whole else onnx_operators.multi_head_attention
 
 
 def is_grouped_product(node: Node) -> bool:
-    """Whether a node multiplies groups of rows with a matrix each: aten's operation, or a library's stand-in for it."""
+    """Return whether a node multiplies groups of rows with a matrix each, by aten's operation or a library's own."""
     return isinstance(node.target, torch._ops.OpOverload) and "grouped_mm" in str(node.target)
 
 
 def _split_groups(module: GraphModule, node: Node) -> None:
-    """Give each group a weight of its own, so that a step reads those of the groups that have rows."""
+    """Give each group its own weight, so that a step reads only the weights of groups with rows."""
     rows, weights, ends = (*node.args, *node.kwargs.values())[:3]
     if not isinstance(weights, Node) or weights.op != "get_attr":
         raise UnsupportedModelError(f"`{node.target}` multiplies groups of rows with matrices that are not weights")
-    held = module.get_buffer(str(weights.target))
+    stacked = module.get_buffer(str(weights.target))
     parts = []
     with module.graph.inserting_before(node):
-        for i, weight in enumerate(held):
+        for i, weight in enumerate(stacked):
             name = f"{weights.target}_{i}"
             if not hasattr(module, name):
                 module.register_buffer(name, weight)
@@ -119,4 +134,4 @@ def _split_groups(module: GraphModule, node: Node) -> None:
     node.target = onnx_operators.grouped_product
 
 
-TARGETS = {name: Target(name) for name in ("cpu", "cuda", "portable")}
+TARGETS = {name: Target(name) for name in TARGET_NAMES}

@@ -1,4 +1,4 @@
-"""Programs → ONNX models: each stage through torch.onnx, with the names, types and free axes of its ports."""
+"""Translate programs to ONNX models by torch.onnx, with the names, types and free axes of their ports."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.capture.trace import SPACIOUS
+from tformer_export.capture.trace import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
-SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct, for tracing only
+TRACED_SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
 IR_VERSION = 10
 OPSET = 24  # the first with TensorScatter
 
 
-def to_onnx(program: Program, limit: int | None = None, least: int = 0) -> ir.Model:
-    """Trace the program and translate it. Cost: dominated by torch.onnx, seconds. The weights stay the program's own.
+def to_onnx(program: Program, limit: int | None = None, min_length: int = 0) -> ir.Model:
+    """Trace the program and translate it. The weights stay the program's own.
 
-    limit: no request input may be longer than this. least: as of `Source`. Raises UnsupportedModelError for what
-    torch.onnx cannot translate.
+    limit: the maximum length of the request inputs.
+    min_length: as `min_drawn_length` of `Source`.
+    Cost: that of torch.onnx, some seconds.
+
+    Raises UnsupportedModelError for operations that torch.onnx cannot translate.
     """
-    sizes = dict(SIZES)
-    free = (n + SPACIOUS * least for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2)) if limit is None or n <= limit)
+    sizes = dict(TRACED_SIZES)
+    free = (
+        n + DRAWN_LENGTH_FACTOR * min_length
+        for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2))
+        if limit is None or n <= limit
+    )
     for port in program.inputs:
         for axis in port.shape:
             if isinstance(axis, str) and axis not in sizes:
@@ -41,30 +48,30 @@ def to_onnx(program: Program, limit: int | None = None, least: int = 0) -> ir.Mo
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    model = _translated(program, example, dynamic)
-    for ports, held in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
-        for port, value in zip(ports, held, strict=True):
+    model = _translate(program, example, dynamic)
+    for ports, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
+        for port, value in zip(ports, values, strict=True):
             _describe(value, port)
     for weight in model.graph.initializers.values():
         content = weight.const_value
         if content is not None and not (array := content.numpy()).flags.c_contiguous:
-            weight.const_value = _in_order(content, array)
+            weight.const_value = _contiguous(content, array)
     return model
 
 
-def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tuple[dict[int, Any], ...]) -> ir.Model:
-    """The program as torch.onnx writes it.
+def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tuple[dict[int, Any], ...]) -> ir.Model:
+    """Return the program as torch.onnx writes it.
 
-    torch.onnx decomposes what it is given into operations that it knows, for which it traces all of it twice more: a
-    quarter of an export. What was captured is decomposed already, so that is left out, unless it cannot do without.
+    torch.onnx decomposes the program into operations that it knows, and traces all of it twice for that: a quarter of
+    an export. A captured program is decomposed already, so this is skipped, unless torch.onnx fails without it.
     """
 
-    def traced() -> torch.export.ExportedProgram:
+    def trace() -> torch.export.ExportedProgram:
         return torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
 
-    def translated(traced: torch.export.ExportedProgram) -> ir.Model:
+    def export(trace: torch.export.ExportedProgram) -> ir.Model:
         exported = torch.onnx.export(
-            traced,
+            trace,
             dynamo=True,
             opset_version=OPSET,
             input_names=[p.name for p in program.inputs],
@@ -74,32 +81,40 @@ def _translated(program: Program, example: tuple[torch.Tensor, ...], dynamic: tu
         )
         return exported.model  # type: ignore[union-attr]
 
-    with warnings.catch_warnings(), torch.no_grad(), quiet("torch.onnx", "onnxscript", "onnx_ir"), _translated_errors():
+    with (
+        warnings.catch_warnings(),
+        torch.no_grad(),
+        quiet("torch.onnx", "onnxscript", "onnx_ir"),
+        _one_sentence_errors(),
+    ):
         warnings.simplefilter("ignore")
-        undivided = traced()
-        undivided.run_decompositions = lambda *_, **__: undivided
+        program_trace = trace()
+        program_trace.run_decompositions = lambda *_, **__: program_trace
         try:
-            return translated(undivided)
-        except Exception:  # they have no common base
-            return translated(traced())
+            return export(program_trace)
+        except Exception:  # torch.onnx's errors have no common base
+            return export(trace())
 
 
-def _in_order(held: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:
-    """What was folded may be a view, such as a weight turned round: ordered, a copy, only while it is read."""
+def _contiguous(tensor: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:
+    """Return a folded constant that is a view, such as a transposed weight, as a contiguous tensor.
+
+    The copy is made whenever it is read.
+    """
     return ir.LazyTensor(
-        lambda: ir.tensor(np.ascontiguousarray(array), dtype=held.dtype),
-        held.dtype,
+        lambda: ir.tensor(np.ascontiguousarray(array), dtype=tensor.dtype),
+        tensor.dtype,
         ir.Shape(array.shape),
-        name=held.name,
+        name=tensor.name,
     )
 
 
 @contextmanager
-def _translated_errors() -> Iterator[None]:
-    """torch.onnx's errors, of many types and pages, as one sentence."""
+def _one_sentence_errors() -> Iterator[None]:
+    """Raise torch.onnx's errors, which have many types and pages, as one sentence."""
     try:
         yield
-    except Exception as error:  # they have no common base
+    except Exception as error:  # torch.onnx's errors have no common base
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)  # type: ignore[arg-type]
@@ -114,12 +129,15 @@ def _translated_errors() -> Iterator[None]:
 
 
 def _users_line(causes: list[Exception]) -> str | None:
-    """The user's line of the operation that torch.onnx was at, whose node stands in the frames of its errors."""
+    """Return the user's line of the operation at which torch.onnx failed.
+
+    Its node is among the local variables in the frames of the errors.
+    """
     for error in reversed(causes):
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-            for held in frame.f_locals.values():
-                if isinstance(held, torch.fx.Node) and held.op == "call_function" and "stack_trace" in held.meta:
-                    return source_line(held)
+            for value in frame.f_locals.values():
+                if isinstance(value, torch.fx.Node) and value.op == "call_function" and "stack_trace" in value.meta:
+                    return source_line(value)
     return None
 
 

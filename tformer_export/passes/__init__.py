@@ -1,14 +1,25 @@
-"""Rewrites of the ONNX model, one per file; `run` of each returns how many places it changed.
+"""Rewrites of the ONNX model, one module each.
 
-`run_passes` runs them in order. `half_precision` and `emulate_half_on_cpu` are for files in half precision, which
-`build.py` makes.
+`PASSES` lists the passes in their order, and `run_passes` runs them. `half_precision` and `emulate_half_on_cpu` are for
+files in half precision only; `build.py` runs them after the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import onnx_ir as ir
 
-from tformer_export.common.kernel_choices import DEFAULTS, GIVEN, NORMS, PROJECTIONS, Forms
+from tformer_export.common.kernel_choices import (
+    DEFAULT_FORMS,
+    GIVEN_KEYS_ATTENTION,
+    NORMS,
+    PROJECTIONS,
+    KernelChoice,
+    KernelForms,
+)
 from tformer_export.passes import (
     decompose_attention,
     drop_reshapes,
@@ -23,40 +34,91 @@ from tformer_export.passes import (
     transposed_matmul,
 )
 
-STANDARD = (drop_reshapes, rms_norm, remove_unused, tie_embeddings, merge_projections, remove_unused, strip_debug_info)
+
+@dataclass(frozen=True)
+class PassSettings:
+    """The properties of a file on which its passes depend.
+
+    max_length: the maximum length of the step input, in tokens.
+    forms: the kernel form of each choice.
+    target: "cpu", "cuda" or "portable".
+    """
+
+    max_length: int
+    forms: KernelForms
+    target: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite of a model.
+
+    name: the key of its count in the result of `run_passes`.
+    rewrite: rewrites a model in place and returns the number of places that it changed. Its docstring defines a place.
+    applies: whether a file with these settings gets the pass.
+    portable: whether a portable file gets it, because it writes standard operators only.
+    """
+
+    name: str
+    rewrite: Callable[[ir.Model, PassSettings], int]
+    applies: Callable[[PassSettings], bool] = lambda settings: True
+    portable: bool = False
+
+    def run(self, model: ir.Model, settings: PassSettings) -> int:
+        """Rewrite the model in place if the pass applies, and return the number of changed places."""
+        is_possible = self.portable or settings.target != "portable"
+        return self.rewrite(model, settings) if is_possible and self.applies(settings) else 0
+
+
+def _without_settings(rewrite: Callable[[ir.Model], int]) -> Callable[[ir.Model, PassSettings], int]:
+    return lambda model, settings: rewrite(model)
+
+
+def _has_default(choice: KernelChoice, settings: PassSettings) -> bool:
+    """Return whether a file has the default form of a choice."""
+    return choice.form_in(settings.forms) == choice.default
+
+
+def _can_hold_all_scores(settings: PassSettings) -> bool:
+    """Return whether `full_score_attention` changes a file of this maximum length. It chooses between CPU kernels."""
+    return settings.target == "cpu" and settings.max_length > full_score_attention.MAX_SHORT_TOKENS
+
+
 PASSES = (
-    drop_reshapes,
-    rms_norm,
-    remove_unused,
-    fold_attention_scale,
-    shared_encoder_context,
-    tie_embeddings,
-    transposed_matmul,
-    merge_projections,
-    remove_unused,
-    strip_debug_info,
+    Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
+    Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True),
+    Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    Pass("fold_attention_scale", _without_settings(fold_attention_scale.run), _can_hold_all_scores),
+    Pass("shared_encoder_context", _without_settings(shared_encoder_context.run)),
+    Pass(  # after the pass before it, which recognises attention by its operator
+        "decompose_attention",
+        lambda model, settings: decompose_attention.run(model, "decode/"),
+        lambda settings: not _has_default(GIVEN_KEYS_ATTENTION, settings),
+    ),
+    Pass("tie_embeddings", _without_settings(tie_embeddings.run), portable=True),
+    Pass("transposed_matmul", _without_settings(transposed_matmul.run)),
+    Pass(
+        "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
+    ),
+    Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    Pass("strip_debug_info", _without_settings(strip_debug_info.run), portable=True),
+    Pass(
+        "full_score_attention",
+        lambda model, settings: full_score_attention.run(model, settings.max_length),
+        _can_hold_all_scores,
+    ),
 )
 
 
-def run_passes(model: ir.Model, longest: int, forms: Forms = DEFAULTS, target: str = "cpu") -> dict[str, int]:
-    """Run the passes in order, for a portable file those that make standard operators; returns what each changed, by
-    name.
+def run_passes(
+    model: ir.Model, max_length: int, forms: KernelForms = DEFAULT_FORMS, target: str = "cpu"
+) -> dict[str, int]:
+    """Run the passes of a file in their order, and return how many places each of them changed, by its name.
 
-    longest: the maximum length. forms: those that are not the default leave a pass out, or take an operator apart
-    again. What chooses among the CPU's kernels is for the CPU, and no CUDA graph holds the branches that it makes.
+    A pass that does not apply has 0. For the arguments see `PassSettings`.
     """
-    left_out = [
-        p for choice, p in ((NORMS, rms_norm), (PROJECTIONS, merge_projections)) if choice.of(forms) != choice.default
-    ]
-    if longest <= full_score_attention.SHORT or target != "cpu":
-        left_out.append(fold_attention_scale)
-    changed: dict[str, int] = {}
-    for p in STANDARD if target == "portable" else PASSES:
-        name = p.__name__.rsplit(".", 1)[1]
-        changed[name] = changed.get(name, 0) + (p.run(model) if p not in left_out else 0)
-        # Not before that pass, which knows the attention by its operator.
-        if p is shared_encoder_context and GIVEN.of(forms) != GIVEN.default:
-            decompose_attention.run(model, "decode/")
-    if target == "cpu":
-        changed["full_score_attention"] = full_score_attention.run(model, longest)
-    return changed
+    settings = PassSettings(max_length, forms, target)
+    counts: dict[str, int] = {}
+    for one_pass in PASSES:
+        counts[one_pass.name] = counts.get(one_pass.name, 0) + one_pass.run(model, settings)
+    return counts

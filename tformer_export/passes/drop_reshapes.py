@@ -1,6 +1,6 @@
-"""Reshapes that do nothing: one after another, or to the shape that the value has already.
+"""Remove reshapes that do nothing: one after another, or to the shape that the value already has.
 
-The head splits around an attention operator that takes merged heads cancel out this way.
+The head splits around an attention operator that takes merged heads cancel out in this way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 
 def run(model: ir.Model) -> int:
+    """Remove the reshapes in place, and return how many there were. Linear in the number of nodes."""
     removed = 0
     for node in list(model.graph.all_nodes()):
         if node.op_type != "Reshape":
@@ -26,14 +27,14 @@ def run(model: ir.Model) -> int:
 
 
 def _same_meaning(node: ir.Node) -> bool:
-    """Whether the target shape does not refer to the shape of what is reshaped (a 0 would copy a size from it)."""
+    """Return whether the target shape is independent of the reshaped value. A 0 in it would copy a size."""
     zero = node.attributes.get("allowzero")
     shape = node.inputs[1].const_value if node.inputs[1] is not None else None
     return (zero is not None and zero.as_int() == 1) or (shape is not None and 0 not in shape.numpy())
 
 
 def _same_shape(one: ir.Value, other: ir.Value) -> bool:
-    """Whether both are known to have equal sizes, by number or by the name of a traced symbol."""
+    """Return whether both shapes are known to have equal sizes, by number or by the name of a traced symbol."""
     if one.shape is None or other.shape is None or len(one.shape) != len(other.shape):
         return False
     return all(_known(a) and a == b for a, b in zip(one.shape, other.shape, strict=True))

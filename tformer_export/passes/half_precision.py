@@ -1,13 +1,15 @@
-"""float32 → half precision, as autocast chooses it: products and caches in half, sums and ranges in float32.
+"""Convert a float32 model to half precision by the rules of autocast: products and caches in half, sums in float32.
 
-What a value is computed in follows from the graph alone. Products, attention and caches take half. Exponentials,
-powers and sums over an axis take float32, for half overflows at 65504, which is the square of 256; operators that
-sum in float32 themselves, such as norms, take what they are given. Everything else is as wide as the widest of its
-operands, so that what is made of sums stays float32 until the next product. Numbers made of integers, such as
-positions, and constants that half cannot hold, such as the lowest float32 of a mask, stay float32 wherever they go.
+The precision of a value follows from the graph alone. Products, attention and caches are computed in half.
+Exponentials, powers and sums over an axis are computed in float32, because half overflows at 65504, near the square of
+256. Operators that sum in float32 internally, such as norms, take their operands as they are. Every other operator is
+as wide as its widest operand, so that values computed from sums stay float32 until the next product. Positions and
+other numbers that were computed from integers stay float32, and so do constants that half cannot represent, such as the
+lowest float32 of a mask.
 
-float16 has 11 bits and ends at 65504, bfloat16 has 8 and float32's range: it is for models that were trained in it,
-whose values are beyond float16. An operator that has no kernel for it on CUDA takes float32, as sums do.
+float16 has 11 bits and ends at 65504. bfloat16 has 8 bits and the range of float32; it is for models that were trained
+in it and whose values exceed float16. An operator without a bfloat16 kernel on CUDA is computed in float32, as sums
+are.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from tformer_export.common.ir_edit import derived_tensor
 from tformer_export.common.names import CONTEXT, ENCODED
 from tformer_export.passes import remove_unused
 from tformer_runtime.base.errors import UnsupportedModelError
 
-PAST, PRESENT = "past.", "present."  # how inputs and outputs for the caches begin
-# In half whatever comes in: these have no other kernels on CUDA, or write into what is kept in half.
+PAST, PRESENT = "past.", "present."  # prefixes of the names of cache inputs and outputs
+# In half for any operands: these have no other kernels on CUDA, or write into caches, which are in half.
 _ALWAYS = {"GroupQueryAttention", "TensorScatter"}
 _PRODUCTS = {"MatMul", "FusedMatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "MultiHeadAttention"}
 _SUMS = {
@@ -34,9 +37,9 @@ _SUMS = {
 _FLOAT, _BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 
 
-# What onnxruntime's CUDA provider has a kernel of in bfloat16 at opset 24: 1.31 was asked for each, by
-# `tests/benchmarks/stand_in/kernels.py`. Of what it has in float16 it lacks comparisons, Clip, Einsum, Pad, ReduceMax,
-# Round, LeakyRelu, PRelu, Log, Reciprocal, CumSum, ConvTranspose, BatchNormalization and some more.
+# Operators for which onnxruntime 1.31's CUDA provider has a bfloat16 kernel at opset 24, found by
+# `tests/benchmarks/stand_in/kernels.py`. It has float16 kernels but no bfloat16 kernels for comparisons, Clip, Einsum,
+# Pad, ReduceMax, Round, LeakyRelu, PRelu, Log, Reciprocal, CumSum, ConvTranspose, BatchNormalization and some more.
 _BFLOAT16 = frozenset({
     "Abs", "Add", "Attention", "AveragePool", "BiasGelu", "Concat", "Conv", "Cos", "Div", "Erf", "Exp", "Expand",
     "FastGelu", "Flatten", "FusedMatMul", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "GroupQueryAttention",
@@ -51,35 +54,42 @@ _BFLOAT16 = frozenset({
 
 @dataclass(frozen=True)
 class Precision:
-    """A half precision, in onnx and in torch. largest: the greatest finite number. least: the smallest normal one.
+    """A half precision in onnx and in torch.
 
-    roundoff: a number is rounded by so much of itself at most. operators: that have kernels; None if all have."""
+    dtype, torch_dtype: its types.
+    largest: the largest finite number.
+    smallest_normal: the smallest positive normal number.
+    roundoff: the largest relative rounding error.
+    operators: the operators that have CUDA kernels; None if all have.
+    """
 
     dtype: ir.DataType
-    rounding: torch.dtype
+    torch_dtype: torch.dtype
     largest: float
-    least: float
+    smallest_normal: float
     roundoff: float
     operators: frozenset[str] | None = None
 
-    def holds(self, array: np.ndarray) -> bool:
-        """Whether all finite numbers are in its range, and one that stands alone is not lost to it."""
+    def can_represent(self, array: np.ndarray) -> bool:
+        """Return whether the finite numbers are in range and a single number does not underflow."""
         sizes = np.abs(array, where=np.isfinite(array), out=np.zeros_like(array))
-        scalar = array.size == 1 and 0 < float(sizes.max()) < self.least
+        scalar = array.size == 1 and 0 < float(sizes.max()) < self.smallest_normal
         return bool(sizes.max(initial=0) <= self.largest) and not scalar
 
-    def has(self, node: ir.Node) -> bool:
-        """Whether CUDA has a kernel of an operator."""
+    def has_kernel(self, node: ir.Node) -> bool:
+        """Return whether CUDA has a kernel for an operator."""
         return self.operators is None or node.op_type in self.operators
 
-    def rounded(self, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-        """Numbers off by as much as rounding puts any off, by what it does to numbers next to them: those of a model
-        that was trained in this precision are exact in it, and what is computed with them is not."""
+    def add_rounding_error(self, value: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+        """Return the numbers with a random rounding error as large as the rounding of any number can be.
+
+        The error is that of rounding a number next to each of them. Rounding the numbers themselves would change
+        nothing in a model that was trained in this precision, because its weights are exact in it.
+        """
         noise = torch.rand(value.shape, generator=random, dtype=value.dtype) - 0.5
-        near = value + torch.ldexp(
-            self.roundoff * noise, torch.frexp(value).exponent
-        )  # from a half step below to above
-        return value + (near.to(self.rounding).to(value.dtype) - near)
+        # At most half a step below or above the number.
+        near = value + torch.ldexp(self.roundoff * noise, torch.frexp(value).exponent)
+        return value + (near.to(self.torch_dtype).to(value.dtype) - near)
 
 
 HALVES = {
@@ -89,7 +99,12 @@ HALVES = {
 
 
 class Kind(IntEnum):
-    """What a value is computed in; where two meet, the greater. SUM: float32, until a product. EXACT: float32."""
+    """The precision of a value. Where several meet, the greatest applies.
+
+    HALF: half precision.
+    SUM: float32 up to the next product.
+    EXACT: float32 throughout.
+    """
 
     HALF = 0
     SUM = 1
@@ -97,106 +112,111 @@ class Kind(IntEnum):
 
 
 def run(model: ir.Model, precision: Precision) -> int:
-    """Rewrite a float32 model in place; returns how many nodes compute in half. Of its outputs, caches and context
-    become half where they are computed so; all others stay float32.
+    """Convert a float32 model in place, and return the number of nodes that compute in half.
 
+    Caches and contexts among its inputs and outputs become half where they are computed in half. All others stay
+    float32.
     Cost: one pass over the nodes, and one over the weights, which are rounded when they are written.
-    UnsupportedModelError for a weight of a product that half cannot hold.
+
+    Raises UnsupportedModelError for a weight of a product that half cannot represent.
     """
     halving = _Halving(model, precision)
     graph = model.graph
     choice = next((node for node in graph if node.op_type == "If"), None)
-    halving.inputs([v for v in graph.inputs if not str(v.name).startswith(CONTEXT)])
+    halving.mark_inputs([v for v in graph.inputs if not str(v.name).startswith(CONTEXT)])
     if choice is None:
-        halving.nodes(graph)
-        halving.outputs(graph, [v.name for v in graph.outputs])
+        halving.convert_nodes(graph)
+        halving.convert_outputs(graph, [v.name for v in graph.outputs])
     else:
         decode, encode = choice.attributes["then_branch"].as_graph(), choice.attributes["else_branch"].as_graph()
         names = [v.name for v in graph.outputs]
-        halving.nodes(encode)
+        halving.convert_nodes(encode)
         for name, value in zip(names, encode.outputs, strict=True):
             if str(name).endswith(ENCODED) and halving.kinds.get(value) == Kind.HALF:
-                halving.kept.add(str(name))
-                halving.kept.add(str(name).removesuffix(ENCODED))
-        halving.inputs([v for v in graph.inputs if str(v.name).startswith(CONTEXT)])
-        halving.nodes(decode)
+                halving.half_contexts.add(str(name))
+                halving.half_contexts.add(str(name).removesuffix(ENCODED))
+        halving.mark_inputs([v for v in graph.inputs if str(v.name).startswith(CONTEXT)])
+        halving.convert_nodes(decode)
         for branch in (decode, encode):
-            halving.outputs(branch, names)
-        for value, made in zip(graph.outputs, decode.outputs, strict=True):
-            value.type = made.type
+            halving.convert_outputs(branch, names)
+        for value, branch_output in zip(graph.outputs, decode.outputs, strict=True):
+            value.type = branch_output.type
     remove_unused.run(model)
     return halving.count
 
 
 class _Halving:
-    """kinds: of what is computed. kept: names of the contexts that are half."""
+    """Converts the nodes of a model. kinds: value → its kind; constants have none. half_contexts: their names."""
 
     def __init__(self, model: ir.Model, precision: Precision) -> None:
         self.model, self.precision = model, precision
         self.kinds: dict[ir.Value, Kind] = {}
-        self.kept: set[str] = set()
-        self._holds: dict[ir.Value, bool] = {}
-        self._cast: dict[tuple[ir.Value, bool, ir.Graph], ir.Value] = {}
+        self.half_contexts: set[str] = set()
+        self._is_representable: dict[ir.Value, bool] = {}
+        self._casts: dict[tuple[ir.Value, bool, ir.Graph], ir.Value] = {}
         self.count = 0
 
-    def inputs(self, values: list[ir.Value]) -> None:
+    def mark_inputs(self, values: list[ir.Value]) -> None:
+        """Set the kind of float inputs: half for caches and half contexts, else SUM."""
         for value in values:
             if value.dtype == _FLOAT:
-                half = str(value.name).startswith(PAST) or str(value.name) in self.kept
-                self._give(value, Kind.HALF if half else Kind.SUM)
+                half = str(value.name).startswith(PAST) or str(value.name) in self.half_contexts
+                self._set_kind(value, Kind.HALF if half else Kind.SUM)
 
-    def nodes(self, graph: ir.Graph) -> None:
+    def convert_nodes(self, graph: ir.Graph) -> None:
         for node in list(graph):
-            self._node(graph, node)
+            self._convert_node(graph, node)
 
-    def outputs(self, graph: ir.Graph, names: list[str | None]) -> None:
-        """Make each output what its name says."""
+    def convert_outputs(self, graph: ir.Graph, names: list[str | None]) -> None:
+        """Give each output the precision that its name requires."""
         for i, (value, name) in enumerate(zip(list(graph.outputs), map(str, names), strict=True)):
-            if not self._floating(value):
+            if not self._is_float(value):
                 continue
-            half = name.startswith(PRESENT) or name in self.kept
-            if _nothing(value):  # of the other stage
-                self._empty(value, half)
+            half = name.startswith(PRESENT) or name in self.half_contexts
+            if _is_empty_constant(value):  # an output of the other stage
+                self._convert_empty(value, half)
                 continue
-            made = self._as(graph, value, half)
-            if made is not value:
-                made.shape = value.shape
-                value.name, made.name = f"{value.name}.wide" if half else f"{value.name}.half", value.name
-                graph.outputs[i] = made
+            converted = self._in_precision(graph, value, half)
+            if converted is not value:
+                converted.shape = value.shape
+                value.name, converted.name = f"{value.name}.wide" if half else f"{value.name}.half", value.name
+                graph.outputs[i] = converted
 
-    def _empty(self, value: ir.Value, half: bool) -> None:
+    def _convert_empty(self, value: ir.Value, half: bool) -> None:
         node, dtype = value.producer(), self.precision.dtype if half else _FLOAT
         assert node is not None
-        held = node.attributes["value"].as_tensor().numpy().astype(dtype.numpy())
-        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(held, dtype=dtype))
-        self._give(value, Kind.HALF if half else Kind.SUM)
+        empty = node.attributes["value"].as_tensor().numpy().astype(dtype.numpy())
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(empty, dtype=dtype))
+        self._set_kind(value, Kind.HALF if half else Kind.SUM)
 
-    def _node(self, graph: ir.Graph, node: ir.Node) -> None:
+    def _convert_node(self, graph: ir.Graph, node: ir.Node) -> None:
+        """Convert the operands of a node to its precision, and set the kind of its results."""
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
             raise UnsupportedModelError(f"a model with {node.op_type} cannot be computed in half: choose fp32")
         if node.op_type == "Cast" and not node.domain:
-            self._cast_node(node)
+            self._convert_cast(node)
             return
-        given = [(i, v) for i, v in enumerate(node.inputs) if v is not None and self._floating(v)]
-        made = [v for v in node.outputs if self._is_made(v, node, bool(given))]
-        if not given:
-            for value in made:  # a constant's, or one that is filled with a number
-                self._filled(node, value)
+        operands = [(i, v) for i, v in enumerate(node.inputs) if v is not None and self._is_float(v)]
+        results = [v for v in node.outputs if self._is_float_output(v, node, bool(operands))]
+        if not operands:
+            for value in results:  # a constant, or a tensor filled with one number
+                self._convert_fill(node, value)
             return
-        kind = self._kind(node, [v for _, v in given])
-        for i, value in given:
-            node.replace_input_with(i, self._as(graph, value, kind == Kind.HALF))
-        for value in made:
-            self._give(value, kind)
+        kind = self._kind(node, [v for _, v in operands])
+        for i, value in operands:
+            node.replace_input_with(i, self._in_precision(graph, value, kind == Kind.HALF))
+        for value in results:
+            self._set_kind(value, kind)
         self.count += kind == Kind.HALF
 
-    def _kind(self, node: ir.Node, given: list[ir.Value]) -> Kind:
-        computed = [self.kinds[v] for v in given if v in self.kinds]
-        widest = max((*computed, *(Kind.EXACT for v in given if v not in self.kinds and not self._fits(v))), default=0)
+    def _kind(self, node: ir.Node, values: list[ir.Value]) -> Kind:
+        """Return the precision in which a node computes. values: its float operands."""
+        computed = [self.kinds[v] for v in values if v in self.kinds]
+        widest = max((*computed, *(Kind.EXACT for v in values if v not in self.kinds and not self._fits(v))), default=0)
         if node.op_type in _ALWAYS:
             return Kind.HALF
-        if node.op_type in _PRODUCTS and self.precision.has(node):
-            for value in given:
+        if node.op_type in _PRODUCTS and self.precision.has_kernel(node):
+            for value in values:
                 if value not in self.kinds and not self._fits(value):
                     raise UnsupportedModelError(
                         f"the weight {value.name} holds numbers beyond {self.precision.largest:g}, the greatest that "
@@ -205,92 +225,95 @@ class _Halving:
             return Kind.EXACT if Kind.EXACT in computed else Kind.HALF
         if node.op_type in _SUMS:
             return Kind.SUM
-        return Kind(widest) if self.precision.has(node) else Kind(max(widest, Kind.SUM))
+        return Kind(widest) if self.precision.has_kernel(node) else Kind(max(widest, Kind.SUM))
 
-    def _cast_node(self, node: ir.Node) -> None:
-        """A cast to float32 changes nothing that is a float already; what it makes of integers is exact."""
-        source, made = node.inputs[0], node.outputs[0]
+    def _convert_cast(self, node: ir.Node) -> None:
+        """Convert a cast to float32. It keeps the kind of a float; cast integers are exact, and cast bools are half."""
+        source, result = node.inputs[0], node.outputs[0]
         assert source is not None
         if ir.DataType(node.attributes["to"].as_int()) != _FLOAT:
             return
-        if self._floating(source):
+        if self._is_float(source):
             fits = Kind.HALF if source in self.kinds or self._fits(source) else Kind.EXACT
-            self._give(made, self.kinds.get(source, fits))
+            self._set_kind(result, self.kinds.get(source, fits))
         else:
-            self._give(made, Kind.HALF if source.dtype == _BOOL else Kind.EXACT)
-        assert made.dtype is not None
-        node.attributes["to"] = ir.AttrInt64("to", made.dtype)
+            self._set_kind(result, Kind.HALF if source.dtype == _BOOL else Kind.EXACT)
+        assert result.dtype is not None
+        node.attributes["to"] = ir.AttrInt64("to", result.dtype)
 
-    def _filled(self, node: ir.Node, value: ir.Value) -> None:
-        held = node.attributes.get("value")
-        if held is None or held.type != ir.AttributeType.TENSOR:
-            self._give(value, Kind.EXACT)
+    def _convert_fill(self, node: ir.Node, value: ir.Value) -> None:
+        attribute = node.attributes.get("value")
+        if attribute is None or attribute.type != ir.AttributeType.TENSOR:
+            self._set_kind(value, Kind.EXACT)
             return
-        number = held.as_tensor()
-        fits = self.precision.holds(number.numpy())
+        number = attribute.as_tensor()
+        fits = self.precision.can_represent(number.numpy())
         if fits:
             node.attributes["value"] = ir.AttrTensor("value", self._rounded(number))
-        self._give(value, Kind.HALF if fits else Kind.EXACT)
+        self._set_kind(value, Kind.HALF if fits else Kind.EXACT)
 
-    def _as(self, graph: ir.Graph, value: ir.Value, half: bool) -> ir.Value:
-        """A value in half or in float32, rounded or cast once in each graph."""
-        if half == (self.kinds.get(value) == Kind.HALF):  # constants are float32
+    def _in_precision(self, graph: ir.Graph, value: ir.Value, half: bool) -> ir.Value:
+        """Return a value in half or in float32, rounded or cast once in each graph."""
+        if half == (self.kinds.get(value) == Kind.HALF):  # constants have no kind
             return value
         key = value, half, self.model.graph if value.const_value is not None else graph
-        if key not in self._cast:
-            self._cast[key] = self._constant(value) if value.const_value is not None else self._casted(graph, value)
-        return self._cast[key]
+        if key not in self._casts:
+            self._casts[key] = (
+                self._constant(value) if value.const_value is not None else self._insert_cast(graph, value)
+            )
+        return self._casts[key]
 
     def _constant(self, value: ir.Value) -> ir.Value:
         assert value.const_value is not None
-        made = ir.Value(name=f"{value.name}.half", shape=value.shape, const_value=self._rounded(value.const_value))
-        made.dtype = self.precision.dtype
-        self.model.graph.initializers[str(made.name)] = made
-        return made
+        constant = ir.Value(name=f"{value.name}.half", shape=value.shape, const_value=self._rounded(value.const_value))
+        constant.dtype = self.precision.dtype
+        self.model.graph.initializers[str(constant.name)] = constant
+        return constant
 
-    def _casted(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
-        wanted = _FLOAT if value.dtype == self.precision.dtype else self.precision.dtype
-        node = ir.node("Cast", [value], {"to": wanted}, name=f"{graph.name}/{value.name}.cast")
-        made = node.outputs[0]
-        made.name, made.dtype = f"{graph.name}/{value.name}.cast", wanted
+    def _insert_cast(self, graph: ir.Graph, value: ir.Value) -> ir.Value:
+        dtype = _FLOAT if value.dtype == self.precision.dtype else self.precision.dtype
+        node = ir.node("Cast", [value], {"to": dtype}, name=f"{graph.name}/{value.name}.cast")
+        result = node.outputs[0]
+        result.name, result.dtype = f"{graph.name}/{value.name}.cast", dtype
         producer = value.producer()
         if producer is not None and producer.graph is graph:
             graph.insert_after(producer, node)
         else:
             graph.insert_before(graph[0], node)
-        self.kinds[made] = Kind.HALF if wanted != _FLOAT else self.kinds[value]
-        return made
+        self.kinds[result] = Kind.HALF if dtype != _FLOAT else self.kinds[value]
+        return result
 
-    def _rounded(self, held: ir.TensorProtocol) -> ir.LazyTensor:
-        """The numbers in half, a copy only while they are read."""
+    def _rounded(self, tensor: ir.TensorProtocol) -> ir.LazyTensor:
+        """Return the numbers in half, rounded whenever they are read."""
         dtype = self.precision.dtype
-        shape = ir.Shape([size for size in held.shape if isinstance(size, int)])  # all of them are
-        return ir.LazyTensor(lambda: ir.tensor(held.numpy().astype(dtype.numpy()), dtype=dtype), dtype, shape)
+        return derived_tensor(tensor, lambda array: array.astype(dtype.numpy()), dtype)
 
     def _fits(self, value: ir.Value) -> bool:
         assert value.const_value is not None
-        if value not in self._holds:
-            self._holds[value] = self.precision.holds(value.const_value.numpy())
-        return self._holds[value]
+        if value not in self._is_representable:
+            self._is_representable[value] = self.precision.can_represent(value.const_value.numpy())
+        return self._is_representable[value]
 
-    def _floating(self, value: ir.Value) -> bool:
+    def _is_float(self, value: ir.Value) -> bool:
         return value in self.kinds or (value.const_value is not None and value.const_value.dtype == _FLOAT)
 
-    def _is_made(self, value: ir.Value, node: ir.Node, floats: bool) -> bool:
-        """Whether a node's output is a float: by its type, or, where a rewrite gave it none, by what comes in."""
-        held = node.attributes.get("value")
-        if held is not None and held.type == ir.AttributeType.TENSOR:
-            return held.as_tensor().dtype == _FLOAT
+    def _is_float_output(self, value: ir.Value, node: ir.Node, has_float_operands: bool) -> bool:
+        """Return whether an output of a node is a float: by its type, or by the operands if it has no type."""
+        attribute = node.attributes.get("value")
+        if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
+            return attribute.as_tensor().dtype == _FLOAT
         if value.dtype is not None:
             return value.dtype == _FLOAT
-        return floats and node.op_type not in ("Shape", "Size", "ArgMax", "IsNaN", "IsInf")
+        return has_float_operands and node.op_type not in ("Shape", "Size", "ArgMax", "IsNaN", "IsInf")
 
-    def _give(self, value: ir.Value, kind: Kind) -> None:
+    def _set_kind(self, value: ir.Value, kind: Kind) -> None:
         self.kinds[value] = kind
-        value.type = ir.TensorType(self.precision.dtype if kind == Kind.HALF else _FLOAT)  # which others may share
+        value.type = ir.TensorType(
+            self.precision.dtype if kind == Kind.HALF else _FLOAT
+        )  # a new object, because values may share a type
 
 
-def _nothing(value: ir.Value) -> bool:
+def _is_empty_constant(value: ir.Value) -> bool:
     node = value.producer()
-    held = node.attributes.get("value") if node is not None and node.op_type == "Constant" else None
-    return held is not None and held.as_tensor().size == 0
+    attribute = node.attributes.get("value") if node is not None and node.op_type == "Constant" else None
+    return attribute is not None and attribute.as_tensor().size == 0

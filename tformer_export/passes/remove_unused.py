@@ -1,4 +1,4 @@
-"""Drop initializers and nodes that nothing reads any more."""
+"""Remove initializers and nodes that nothing reads."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 
 def run(model: ir.Model) -> int:
+    """Remove them in place; return 1 if there were any, else 0."""
     return int(RemoveUnusedNodesPass()(model).modified)

@@ -1,4 +1,4 @@
-"""The compiled model in fewer bits, within its budget: calibrate → plan → rewrite → measure, or refuse."""
+"""Quantise a compiled model within its budget: calibrate → plan → rewrite → measure, or refuse."""
 
 from __future__ import annotations
 
@@ -6,164 +6,180 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tformer_export.calibration.samples import draw_long, draw_samples, read_samples
+from tformer_export.calibration.samples import draw_long_sample, draw_samples, read_samples
 from tformer_export.calibration.series_windows import read_windows
-from tformer_export.common.clock import Clock
-from tformer_export.common.degradation_budget import Budget
-from tformer_export.common.kernel_choices import Forms, few_rows
+from tformer_export.common.clock import PhaseClock
+from tformer_export.common.degradation_budget import DegradationBudget
+from tformer_export.common.kernel_choices import KernelForms, few_rows_limits
 from tformer_export.common.onnx_writer import save
-from tformer_export.common.quantization import FIXED
-from tformer_export.compile import Compiled
-from tformer_export.options import Asked
+from tformer_export.common.option_values import STATIC
+from tformer_export.compile import CompiledModel
+from tformer_export.options import ExportOptions
 from tformer_export.quantize import (
+    BitPlan,
+    BitPlanner,
     Degradation,
     Mixture,
     OutputDegradation,
-    OutputYardstick,
-    Plan,
-    Planner,
     Product,
-    hold_in_int8,
+    ReferenceOutputs,
     measure,
     measure_outputs,
     measure_series,
     quantize,
+    quantize_caches,
 )
-from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_ONCE
-from tformer_export.quantize.token_quality import Yardstick
-from tformer_export.shortlist import set_apart, with_columns
-from tformer_export.verify.parity import Gate
+from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_RUN_ONCE_BUDGET
+from tformer_export.quantize.token_quality import ReferenceDistribution
+from tformer_export.shortlist import separate_projection, with_columns
+from tformer_export.verify.parity import ParityGate
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class FewerBits:
-    """manifest: of the model, quantised or not. What that cost, and the rest, as `ExportReport` has it."""
+class QuantisedResult:
+    """A quantised model. The other fields are as in `ExportReport`."""
 
-    manifest: Manifest
+    compiled: CompiledModel
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     products: dict[str, Product] = field(default_factory=dict)
 
 
-def in_fewer_bits(
-    compiled: Compiled,
-    manifest: Manifest,
-    gate: Gate,
+def quantise(
+    compiled: CompiledModel,
+    gate: ParityGate,
     before: Engine,
-    asked: Asked,
+    options: ExportOptions,
     folder: Path,
-    clock: Clock,
-    forms: Forms,
-) -> FewerBits:
-    """Quantise the compiled model, in place; a mixture with more bits for as long as it is beyond the budget.
+    clock: PhaseClock,
+    forms: KernelForms,
+) -> QuantisedResult:
+    """Quantise a copy of the compiled model. A mixture gets more bits until it is within the budget.
 
-    manifest, before: of the model as it is. folder: where files to be measured are written. forms: the model's.
-    ParityError if what quantisation changes is beyond the budget, or the file is slower than it may be.
+    before: an engine of the compiled model.
+    folder: where files are written for measurements.
+    forms: the kernel forms of the model.
+
+    Raises ParityError if quantisation changes more than the budget allows.
     """
-    with clock.stage("calibrate"):
-        planner, manifest = _calibrated(compiled, manifest, gate, before, asked, folder)
-    with clock.stage("search"):
-        yardstick = planner.yardstick if gate.source.step is None or gate.series is not None else None
-        budget = _budget(asked, yardstick)
-        plans = _plans(planner, asked, budget)
-    mixed = asked.quantize == "mixed"
-    measured_on = planner.samples.measured if mixed or asked.calibration is not None else ()
+    with clock.phase("calibrate"):
+        planner, manifest = _calibrate(compiled, gate, before, options, folder)
+    with clock.phase("search"):
+        reference = planner.reference if gate.source.step_input is None or gate.series is not None else None
+        budget = _budget(options, reference)
+        plans = _plans(planner, options, budget)
+    mixed = options.quantization.weights == "mixed"
+    measured_on = planner.samples.measured if mixed or options.quantization.calibration is not None else ()
     for plan in plans:
-        with clock.stage("quantise"):
-            manifest, products = _rewritten(compiled, manifest, planner, plan, asked, gate.source.step, forms)
-            written = save(compiled.model, manifest, folder / "quantised.onnx")
-        with clock.stage("measure"):
-            after = Engine(written, device="cpu")
+        with clock.phase("quantise"):
+            rewritten, products = _rewrite(
+                replace(compiled, manifest=manifest), planner, plan, options, gate.source.step_input, forms
+            )
+            path = save(rewritten.model, rewritten.manifest, folder / "quantised.onnx")
+        with clock.phase("measure"):
+            after = Engine(path, device="cpu")
             degradation: Degradation | OutputDegradation
-            if isinstance(yardstick, OutputYardstick) and gate.source.step is not None:
-                degradation = measure_series(gate, before, after, yardstick, exact=asked.exact)
-            elif isinstance(yardstick, OutputYardstick):
-                degradation = measure_outputs(gate, before, after, yardstick)
+            if isinstance(reference, ReferenceOutputs) and gate.source.step_input is not None:
+                degradation = measure_series(gate, before, after, reference, exact=options.exact)
+            elif isinstance(reference, ReferenceOutputs):
+                degradation = measure_outputs(gate, before, after, reference)
             else:
-                degradation = measure(gate, before, after, measured_on, exact=asked.exact)
-        beyond = degradation.beyond(budget)
-        if beyond is None:
+                degradation = measure(gate, before, after, measured_on, exact=options.exact)
+        excess = degradation.beyond(budget)
+        if excess is None:
             break
     else:
-        with clock.stage("search"):
-            weights = asked.quantize != "none"
-            advice = planner.what_would_fit(budget) if weights else "leave the caches in float, or allow more"
-        raise ParityError(f"quantisation {beyond}; no file was written: {advice}")
-    if asked.min_speed is not None and degradation.speed < asked.min_speed:
-        raise ParityError(
-            f"the quantised file is {degradation.speed:.2f} times as fast as the unquantised one, for one row, and "
-            f"{asked.min_speed:g} is asked for; no file was written: small models gain size by quantisation, not speed"
-        )
-    return FewerBits(manifest, degradation, plan.mixture, products)
+        with clock.phase("search"):
+            weights = options.quantization.weights != "none"
+            advice = planner.suggest_mixture(budget) if weights else "leave the caches in float, or allow more"
+        raise ParityError(f"quantisation {excess}; no file was written: {advice}")
+    return QuantisedResult(rewritten, degradation, plan.mixture, products)
 
 
-def _calibrated(
-    compiled: Compiled, manifest: Manifest, gate: Gate, before: Engine, asked: Asked, folder: Path
-) -> tuple[Planner, Manifest]:
-    """Caches in what they are to be held in, integers for weights where there are data to fit them to; and the manifest
-    as which the runtime opens what is measured."""
-    read = read_samples if gate.series is None else read_windows
-    samples = read(asked.calibration, before) if asked.calibration is not None else None
-    if asked.cache == "int8":
-        seen = (samples or draw_samples(gate, before)).seen
-        manifest = hold_in_int8(compiled.model, manifest, before, [*seen, draw_long(gate, before)])
-    planner = Planner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
-    if asked.quantize == "none":
+def _calibrate(
+    compiled: CompiledModel, gate: ParityGate, before: Engine, options: ExportOptions, folder: Path
+) -> tuple[BitPlanner, Manifest]:
+    """Quantise caches, fit integers and learn static scales, as far as the options request it.
+
+    Return the planner, and the manifest with which the runtime opens the files to be measured.
+    """
+    read, manifest = read_samples if gate.series is None else read_windows, compiled.manifest
+    calibration = options.quantization.calibration
+    samples = read(Path(calibration), before) if calibration is not None else None
+    if options.quantization.kv_cache == "int8":
+        fit_samples = (samples or draw_samples(gate, before)).fit_data
+        manifest = quantize_caches(compiled.model, manifest, before, [*fit_samples, draw_long_sample(gate, before)])
+    planner = BitPlanner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
+    if options.quantization.weights == "none":
         return planner, manifest
-    if asked.activations == FIXED:
-        seen = planner.samples.seen
-        random = samples is None and gate.source.step is not None
-        planner.fix([*seen, draw_long(gate, before)] if random else seen)
+    if options.quantization.activation_scales == STATIC:
+        fit_samples = planner.samples.fit_data
+        is_random = samples is None and gate.source.step_input is not None
+        planner.learn_static_scales([*fit_samples, draw_long_sample(gate, before)] if is_random else fit_samples)
     if samples is not None:
-        planner.fit({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[asked.quantize])
-    return planner, replace(manifest, quantization=asked.quantize, optimized_for=asked.optimize_for)
+        planner.fit_integers({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[options.quantization.weights])
+    return planner, replace(manifest, quantization=options.quantization.weights, optimized_for=options.optimize_for)
 
 
-def _budget(asked: Asked, yardstick: Yardstick | OutputYardstick | None) -> Budget:
-    """yardstick: of a model that is run once or stepped over numbers, which tells what its outputs mean."""
-    budget = asked.budget
-    if asked.quantize == "mixed" and budget.tokens is None and budget.perplexity is None:
-        budget = MIXED_BUDGET if yardstick is None else MIXED_ONCE
-    return budget if yardstick is None else budget.over(yardstick.meaning)
+def _budget(options: ExportOptions, reference: ReferenceDistribution | ReferenceOutputs | None) -> DegradationBudget:
+    """Return the budget of the options, with the unit of the model's outputs.
+
+    reference: for a model that is run once or stepped over numbers; its outputs determine the unit.
+    """
+    budget = options.budget
+    if options.quantization.weights == "mixed" and budget.tokens is None and budget.perplexity is None:
+        budget = MIXED_BUDGET if reference is None else MIXED_RUN_ONCE_BUDGET
+    return budget if reference is None else budget.with_unit(reference.meaning)
 
 
-def _plans(planner: Planner, asked: Asked, budget: Budget) -> Sequence[Plan]:
-    """To be tried one after the other."""
-    if asked.quantize == "mixed":
+def _plans(planner: BitPlanner, options: ExportOptions, budget: DegradationBudget) -> Sequence[BitPlan]:
+    """Return the plans in the order in which they are tried."""
+    if options.quantization.weights == "mixed":
         return planner.mixed(budget)
-    if asked.quantize == "none" or (asked.quantize == "int8" and asked.calibration is None):
-        return [Plan()]
-    return [planner.uniform(int(asked.quantize[3:]))]
+    if options.quantization.weights == "none" or (
+        options.quantization.weights == "int8" and options.quantization.calibration is None
+    ):
+        return [BitPlan()]
+    return [planner.uniform(int(options.quantization.weights[3:]))]
 
 
-def _rewritten(
-    compiled: Compiled, manifest: Manifest, planner: Planner, plan: Plan, asked: Asked, step: str | None, forms: Forms
-) -> tuple[Manifest, dict[str, Product]]:
-    """The compiled model becomes a copy of the planner's in the plan's bits, with its output projection apart if a
-    shortlist is to come. Returns its manifest, and what is quantised by name."""
-    columns = asked.shortlist is not None and asked.quantize != "none"  # else it has been done
+def _rewrite(
+    compiled: CompiledModel,
+    planner: BitPlanner,
+    plan: BitPlan,
+    options: ExportOptions,
+    step: str | None,
+    forms: KernelForms,
+) -> tuple[CompiledModel, dict[str, Product]]:
+    """Return a copy of the planner's model in the plan's bits, and the quantised products by name.
+
+    If a shortlist will be added, the output projection is separated from the stages.
+    """
+    adds_shortlist = (
+        options.shortlist is not None and options.quantization.weights != "none"
+    )  # a file without quantised weights has its shortlist already
     products: dict[str, Product] = {}
-    compiled.model = planner.model.clone()
-    if columns:
-        set_apart(compiled.model)
-    if asked.quantize != "none":
-        made = quantize(
-            compiled.model,
+    model, manifest, counts = planner.model.clone(), compiled.manifest, {}
+    if adds_shortlist:
+        separate_projection(model)
+    if options.quantization.weights != "none":
+        parts = quantize(
+            model,
             plan.bits,
-            asked.optimize_for,
+            options.optimize_for,
             step,
-            plan.ready,
-            few_rows=few_rows(forms),
-            on_cpu=asked.target == "cpu",
-            fixed=planner.fixed,
+            plan.integers,
+            few_rows=few_rows_limits(forms),
+            on_cpu=options.target == "cpu",
+            static_scales=planner.static_scales,
         )
-        compiled.found |= {"fixed": made.fixed, "by_row": made.by_row}
-        compiled.found["quantised"], products = made.count, made.products
-        decode = manifest.decode and replace(manifest.decode, few_tokens=made.few_tokens)
+        counts = {"fixed": parts.fixed, "by_row": parts.by_row, "quantised": parts.count}
+        products = parts.products
+        decode = manifest.decode and replace(manifest.decode, small_batch_limit=parts.small_batch_limit)
         manifest = replace(manifest, decode=decode)
-    if columns:
-        manifest = with_columns(compiled.model, manifest)
-    return manifest, products
+    if adds_shortlist:
+        manifest = with_columns(model, manifest)
+    return replace(compiled, model=model, manifest=manifest, found={**compiled.found, **counts}), products

@@ -1,4 +1,4 @@
-"""What quantisation costs and gains: the quantised file beside the unquantised one, on the same sequences."""
+"""The loss and the gain of quantisation: the quantised file compared with the unquantised one on the same sequences."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from functools import partial
 import numpy as np
 
 from tformer_export.calibration.samples import Sample
-from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.paired_timing import times_as_fast
-from tformer_export.quantize.output_quality import OutputDegradation, OutputYardstick
-from tformer_export.quantize.token_quality import Yardstick
+from tformer_export.quantize.output_quality import OutputDegradation, ReferenceOutputs
+from tformer_export.quantize.token_quality import ReferenceDistribution
 from tformer_export.verify.forecasts import forecast_difference
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.teacher_forcing import decode_greedily, run_case
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 
-ROWS, LENGTH = 6, 24
-STEPS = 9  # of a turn
+COMPARED_ROWS, COMPARED_TOKENS = 6, 24
+TIMED_STEPS = 9  # steps of each file in a turn
 
 
 @dataclass
 class Degradation:
-    """token_agreement: share of positions with the same best token. perplexity: exp of the mean negative
-    log-likelihood of the tokens of the data, before and after. speed: how many times faster a single-row step is.
-    positions: how many tokens were predicted."""
+    """The loss and the gain of quantisation, for a generative model.
+
+    token_agreement: share of positions with the same best token.
+    perplexity, perplexity_before: exp of the mean negative log-likelihood of the tokens of the data.
+    speed: how many times as fast a step of one row is.
+    row_difference: the largest difference of a row alone from the same row in a batch, over the range of the logits.
+    positions: the number of predicted tokens.
+    """
 
     token_agreement: float
     perplexity: float
@@ -38,8 +43,8 @@ class Degradation:
     row_difference: float
     positions: int = 0
 
-    def beyond(self, budget: Budget) -> str | None:
-        """What is beyond the budget, as the middle of a sentence."""
+    def beyond(self, budget: DegradationBudget) -> str | None:
+        """Return how a budget is exceeded, as the middle of a sentence; None if it is not."""
         return budget.exceeded(1 - self.token_agreement, self.perplexity / self.perplexity_before)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -56,27 +61,26 @@ class Degradation:
 
 
 def measure(
-    gate: Gate, before: Engine, after: Engine, samples: Sequence[Sample] = (), exact: bool = True
+    gate: ParityGate, before: Engine, after: Engine, samples: Sequence[Sample] = (), exact: bool = True
 ) -> Degradation:
-    """Teacher-forced over samples; without any, over what the unquantised file decodes greedily from random requests.
+    """Compare a quantised file with the unquantised one, teacher-forced over samples.
 
-    exact: a row's result is the same alone and in any batch. Else its activations are rounded in another way, to steps
-    that are at most twice as large (those of a block, no larger than those of its row; in 1/127 instead of 1/255 of a
-    maximum behind a Relu, or to those of a fixed range that is all on one side). So, with t, a and u the logits
-    together, alone and unquantised, and r the effect of rounding activations, rms(a - t) ≤ rms(r_a) + rms(r_t)
-    ≤ 3 · rms(r_t) ≤ 3 · rms(t - u), and anything beyond is a defect.
+    samples: if there are none, sequences that the unquantised file decodes greedily from random requests.
+    exact: whether a row's result is the same alone and in any batch. Otherwise the kernel for few rows rounds
+        activations in other steps, which are at most twice as large. The allowed difference is three times the error of
+        quantisation: docs/design/quantization.md#measures-of-quality.
 
     Raises ParityError if a row's result depends on its neighbours by more.
     """
-    lengths = [3 + 2 * i for i in range(ROWS)]
+    lengths = [3 + 2 * i for i in range(COMPARED_ROWS)]
     starts = [gate.start(before.manifest.max_length) for _ in lengths]
     requests = [gate.draw_request(n) for n in lengths]
-    steps = min(LENGTH, before.manifest.max_length - len(starts[0]))
+    steps = min(COMPARED_TOKENS, before.manifest.max_length - len(starts[0]))
     decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
     sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
     prompts = tuple(len(s) for s in starts)
     drawn = [Sample(request, tokens, n) for request, tokens, n in zip(requests, sequences, prompts, strict=True)]
-    quality = Yardstick(before, samples or drawn).quality(after)
+    quality = ReferenceDistribution(before, samples or drawn).quality(after)
     return Degradation(
         token_agreement=quality.token_agreement,
         perplexity=quality.perplexity,
@@ -88,15 +92,18 @@ def measure(
 
 
 def measure_series(
-    gate: Gate, before: Engine, after: Engine, yardstick: OutputYardstick, exact: bool = True
+    gate: ParityGate, before: Engine, after: Engine, reference: ReferenceOutputs, exact: bool = True
 ) -> OutputDegradation:
-    """Of a model that is stepped over numbers: teacher-forced over the yardstick's samples, and whole forecasts."""
-    lengths = tuple(3 + 2 * i for i in range(ROWS))
+    """Compare quantised files that are stepped over numbers.
+
+    They are compared teacher-forced over the samples of `reference`, and by whole forecasts.
+    """
+    lengths = tuple(3 + 2 * i for i in range(COMPARED_ROWS))
     requests = gate.draw_requests(lengths)
-    sequences = [gate.draw_sequence(min(LENGTH, before.manifest.max_length)) for _ in lengths]
-    prompts = (1,) * ROWS
+    sequences = [gate.draw_sequence(min(COMPARED_TOKENS, before.manifest.max_length)) for _ in lengths]
+    prompts = (1,) * COMPARED_ROWS
     return OutputDegradation(
-        quality=yardstick.quality(after),
+        quality=reference.quality(after),
         speed=_speed(gate, before, after),
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
         forecast=forecast_difference(gate, before, after),
@@ -111,7 +118,7 @@ def _row_difference(
     prompts: tuple[int, ...],
     exact: bool,
 ) -> float:
-    """How far a row's logits alone are from the same row's in a batch, over their range."""
+    """Return the largest difference of a row's logits alone from the same row's in a batch, over their range."""
     together, *_ = run_case(after, requests, sequences, prompts)
     unquantised = together if exact else run_case(before, requests, sequences, prompts)[0]
     worst = 0.0
@@ -137,15 +144,15 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
-def _speed(gate: Gate, before: Engine, after: Engine) -> float:
-    """How many times as fast a single-row step is."""
-    given, start = gate.draw_request(8), gate.start(before.manifest.max_length)
+def _speed(gate: ParityGate, before: Engine, after: Engine) -> float:
+    """Return how many times as fast as before a step of one row is."""
+    request, start = gate.draw_request(8), gate.start(before.manifest.max_length)
 
     def seconds(engine: Engine) -> float:
-        """The median time of a step, the first, which reads the start, not counted."""
-        state = engine.start({name: [value] for name, value in given.items()} or None, 1)
+        """Return the median time of a step without the first, which reads the start."""
+        state = engine.start({name: [value] for name, value in request.items()} or None, 1)
         tokens, times = start[None], []
-        for _ in range(max(1, min(STEPS, engine.manifest.max_length - len(start)))):
+        for _ in range(max(1, min(TIMED_STEPS, engine.manifest.max_length - len(start)))):
             begin = time.perf_counter()
             logits = engine.step(state, tokens)
             tokens = tokens[:, -1:] if gate.series is not None else logits.argmax(-1)[:, None]

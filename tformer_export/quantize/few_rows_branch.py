@@ -1,13 +1,12 @@
-"""A branch of its own for a step of few rows, which wants other kernels than many rows do.
+"""A branch of the decode stage for steps of few rows, which need other kernels than steps of many rows.
 
-The whole decode stage is there twice, as the branches of one `If` on the number of new tokens, with all weights outside
-it: one `If` costs about 5 µs, one around each product would cost as much as it gains. A copy costs its operators' names
-in the file; onnxruntime prepacks a weight that both branches read once (measured: 71 MB resident for four int8 matrices
-of 512 × 32000, 72 MB with two readers each), and caches are updated in place through both `If`s.
+The whole decode stage is in the file twice, as the branches of one `If` on the number of new tokens, with all weights
+outside it. One `If` is cheap; an `If` around each product would cost as much as it gains. A copy of the stage costs
+only its operators' names in the file. onnxruntime packs a weight once for both branches, and caches are updated in
+place through both `If`s.
 
-Inside another `If`, that of the stages, weights have to become the stage's own (`weight_storage.py`), and those
-onnxruntime does not give up when it has packed them: 139 MB instead of 66 for a second form of a fourth of the weights,
-182 for all.
+Inside the `If` of the stages, weights have to belong to the stage itself (`weight_storage.py`), and onnxruntime does
+not release those after packing them. Figures: docs/design/kernels.md#a-branch-for-few-rows.
 """
 
 from __future__ import annotations
@@ -17,64 +16,75 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.common.ir_edit import constant
+from tformer_export.common.ir_edit import constant, copy_description
 
 
 @dataclass(frozen=True)
 class Branches:
-    """few: what runs for few new tokens. rows: what runs otherwise. around: the graph of their `If`."""
+    """The two branches of a decode stage.
+
+    few: the graph for few new tokens.
+    rows: the graph for all other steps.
+    around: the graph that contains their `If`.
+    """
 
     few: ir.Graph
     rows: ir.Graph
     around: ir.Graph
 
     def home(self, graph: ir.Graph, model: ir.Model) -> ir.Graph:
-        """Where what a graph's nodes read is made of weights."""
+        """Return the graph in which values that are derived from weights are computed for the nodes of `graph`."""
         return self.around if graph in (self.few, self.rows) else model.graph
 
 
-def graph_of(model: ir.Model, step: str) -> ir.Graph | None:
-    """The decode stage: the graph that reads the input `step`. None if none does."""
+def find_decode_graph(model: ir.Model, step: str) -> ir.Graph | None:
+    """Return the decode stage, which is the graph that reads the input `step`; None if no graph reads it."""
     tokens = next((value for value in model.graph.inputs if value.name == step), None)
     graphs = [use.node.graph for use in tokens.uses()] if tokens is not None else []
     return graphs[0] if graphs and isinstance(graphs[0], ir.Graph) else None
 
 
-def branch(model: ir.Model, graph: ir.Graph, step: str, most: int) -> Branches:
-    """Put the nodes of the decode stage into the branches of an `If` on whether the input `step`, (batch, new tokens,
-    …), holds at most so many tokens, whatever number of features each of them has."""
+def branch(model: ir.Model, graph: ir.Graph, step: str, max_tokens: int) -> Branches:
+    """Put the nodes of the decode stage into the branches of an `If`, in place.
+
+    step: the graph input (batch, new tokens, …). The branch `few` runs for at most `max_tokens` new tokens in the
+        batch, whatever the number of features of each.
+    """
     tokens = next(value for value in model.graph.inputs if value.name == step)
     outputs = list(graph.outputs)
-    many = _move(graph, outputs)
-    few = many.clone(allow_outer_scope_values=True)
-    few.name = f"{many.name}/few"
+    many_rows = _move_nodes(graph, outputs)
+    few_rows = many_rows.clone(allow_outer_scope_values=True)
+    few_rows.name = f"{many_rows.name}/few"
     sizes = ir.node("Shape", [tokens], {"start": 0, "end": 2}, name="few.sizes")
     size = ir.node("ReduceProd", [sizes.outputs[0]], {"keepdims": 0}, name="few.tokens")
-    limit = constant(model, "few.most", np.array(most, np.int64))
+    limit = constant(model, "few.most", np.array(max_tokens, np.int64))
     flag = ir.node("LessOrEqual", [size.outputs[0], limit], name="few.rows")
-    for made in (sizes, size, flag):
-        made.outputs[0].name = made.name
-    branches = {"then_branch": few, "else_branch": many}
+    for node in (sizes, size, flag):
+        node.outputs[0].name = node.name
+    branches = {"then_branch": few_rows, "else_branch": many_rows}
     choice = ir.node("If", [flag.outputs[0]], branches, num_outputs=len(outputs), name="few")
     for result, described in zip(choice.outputs, outputs, strict=True):
-        result.name, result.shape, result.type = described.name, described.shape, described.type
+        copy_description(described, result)
     graph.extend([sizes, size, flag, choice])
     graph.outputs.extend(choice.outputs)
-    for held, prefix in ((few, "few/"), (many, "rows/")):
-        values = {value for node in held.all_nodes() for value in node.outputs} if held is few else set(held.outputs)
+    copies = {value for node in few_rows.all_nodes() for value in node.outputs}
+    for prefix, values in (("few/", copies), ("rows/", set(many_rows.outputs))):
         for value in values:
             value.name = prefix + str(value.name)
-    return Branches(few, many, graph)
+    return Branches(few_rows, many_rows, graph)
 
 
-def _move(graph: ir.Graph, outputs: list[ir.Value]) -> ir.Graph:
-    """A graph of all nodes but those that are made of weights alone, which stay where onnxruntime folds them."""
-    stay: set[ir.Value] = set()
+def _move_nodes(graph: ir.Graph, outputs: list[ir.Value]) -> ir.Graph:
+    """Move the nodes of a graph into a new graph.
+
+    Nodes that are computed from weights alone stay, where onnxruntime folds them.
+    """
+    constants: set[ir.Value] = set()
     moved = []
     for node in graph:
         inputs = [value for value in node.inputs if value is not None]
-        if inputs and all(value in stay or value.is_initializer() for value in inputs):
-            stay.update(node.outputs)
+        if inputs and all(value in constants or value.is_initializer() for value in inputs):
+            constants.update(node.outputs)
         else:
             moved.append(node)
     graph.outputs.clear()

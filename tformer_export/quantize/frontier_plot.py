@@ -1,4 +1,4 @@
-"""The frontier as a picture, with matplotlib: the size of each mixture that was measured, and what it costs."""
+"""Plot of the frontier with matplotlib: the size and the loss of each measured mixture."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from tformer_runtime.base.errors import MissingExtraError, OutputError
 
 
 def check_drawable() -> None:
-    """MissingExtraError where matplotlib is not installed."""
+    """Raise MissingExtraError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("drawing the frontier needs matplotlib; pip install 'tformer[plot]'")
+        raise MissingExtraError("drawing the frontier needs matplotlib: pip install 'tformer[plot]'")
 
 
 def draw(mixture: Mixture, path: Path) -> None:
-    """Write a PNG, beside its place and renamed."""
+    """Write a PNG; it replaces the old file only when it is complete."""
     check_drawable()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     sizes = [point.size / 1e6 for point in mixture.frontier]
-    of_tokens = mixture.frontier[0].quality.meaning == TOKENS
+    has_tokens = mixture.frontier[0].quality.meaning == TOKENS
     axes.plot(sizes, [100 * point.quality.changed for point in mixture.frontier], "o-", color="tab:blue")
     axes.set_xlabel("matrices of products, MB")
     axes.set_ylabel(f"% {mixture.frontier[0].quality.meaning.whole}", color="tab:blue")
     axes.set_ylim(bottom=0)
     for i, (size, point) in enumerate(zip(sizes, mixture.frontier, strict=True)):
-        place = size, 100 * point.quality.changed
-        axes.annotate(f"{point.bits:.1f} bits", place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        point_place = size, 100 * point.quality.changed
+        axes.annotate(f"{point.bits:.1f} bits", point_place, xytext=(4, 4), textcoords="offset points", fontsize=7)
         if i == mixture.chosen:
-            axes.plot(*place, "*", color="tab:red", markersize=14, label="this file")
+            axes.plot(*point_place, "*", color="tab:red", markersize=14, label="this file")
             axes.legend(loc="upper right")
-    beside = axes.twinx()
-    beside.plot(sizes, [point.quality.divergence for point in mixture.frontier], ".--", color="tab:gray", linewidth=0.8)
-    beside.set_ylabel("KL divergence, nats" if of_tokens else "relative squared error", color="tab:gray")
-    beside.set_ylim(bottom=0)
+    divergence_axes = axes.twinx()
+    divergence_axes.plot(
+        sizes, [point.quality.divergence for point in mixture.frontier], ".--", color="tab:gray", linewidth=0.8
+    )
+    divergence_axes.set_ylabel("KL divergence, nats" if has_tokens else "relative squared error", color="tab:gray")
+    divergence_axes.set_ylim(bottom=0)
     axes.set_title(
         f"{mixture.positions} {mixture.frontier[0].quality.meaning.unit}, {mixture.budget} allowed", fontsize=9
     )

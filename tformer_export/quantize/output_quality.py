@@ -1,17 +1,18 @@
-"""What a quantised model that is run once gives, beside the unquantised one: how far its vectors are, and its classes.
+"""Results of a quantised model that is run once, compared with the unquantised results: vectors and classes.
 
-There is no next token, so distances are those of the outputs themselves: for each vector the cosine with that of the
-unquantised file. A vector is what an output has for one position of an input (a token's state, a label's scores), or
-for an input as a whole where it has no positions, or one number at each (a pooled sentence, the scores of its classes,
-a forecast). Where there is one number for an input, all inputs' numbers are one vector.
+A model that is run once predicts no next token, so its outputs are compared: each vector with the unquantised file's,
+by the cosine. A vector is the part of an output for one position of an input (the state of a token, the scores of a
+label). An output without positions, or with one number for each position, is one vector for each input (a pooled
+sentence, the scores of its classes, a forecast). If an output is one number for each input, the numbers of all inputs
+are one vector.
 
-An output is of classes if the task says so (`…-classification`), if it is as wide as the vocabulary that the model
-reads (a masked language model), or if every vector holds probabilities or their logarithms. So are the scores of where
-an answer begins and ends, of which a vector has one for each position, compared as softmax has them, less the greatest.
-Quantisation is then told by the classes that change, for that is what the model is asked for; else by what is missing
-to a mean cosine of 1. Of several outputs all vectors count.
+An output has classes if the task says so (`…-classification`), if it is as wide as the vocabulary that the model reads
+(a masked language model), or if every vector holds probabilities or their logarithms. Scores of where an answer begins
+and ends are classes too, one for each position; they are compared after subtraction of the maximum, as softmax does.
+The loss is the share of classes that change, or without classes 1 minus the mean cosine. The vectors of all outputs
+count.
 
-Samples are read a few of one length at a time, so that nothing is padded and every position counts.
+Samples are read in batches of one length, so that nothing is padded and every position counts.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from tformer_export.calibration.samples import Sample, of_one_length
-from tformer_export.common.degradation_budget import CLASSES, COSINE, Budget, Meaning
+from tformer_export.calibration.samples import Sample, group_by_length
+from tformer_export.common.degradation_budget import CLASSES, COSINE, DegradationBudget, QualityUnit
 from tformer_export.common.paired_timing import times_as_fast
 from tformer_export.quantize.token_quality import predictions
 from tformer_export.sources.task_names import ANSWERS
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import TOLERANCE
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest, TensorSpec
 from tformer_runtime.preprocess.audio import TASK as RECOGNITION
-from tformer_runtime.preprocess.series import Series
+from tformer_runtime.preprocess.series import SeriesPreprocessor
 
-LENGTHS = (8, 3, 13, 5, 8, 8)  # of rows that are run together and alone
-REPEATS = 3  # of the run that is timed, in a turn
-SUM = 1e-3  # by which a sum of probabilities may miss 1
+COMPARED_LENGTHS = (8, 3, 13, 5, 8, 8)  # lengths of the rows that are run together and alone
+TIMED_RUNS = 3  # runs of each file in a turn
+MAX_PROBABILITY_SUM_ERROR = 1e-3  # largest difference of a sum of probabilities from 1
 
 
 @dataclass(frozen=True)
 class OutputQuality:
-    """cosine, least_cosine: of a file's vectors with the unquantised file's, the mean and the least. relative_error:
-    the root mean square of what numbers differ by, over their standard deviation. agreement: share of vectors whose
-    largest number is at the same place; None for single numbers. divergence: the mean of |y − x|² / |x|² over the
-    vectors x of the unquantised file and y. of_classes: what `changed` tells. positions: how many vectors there
-    were."""
+    """The quality of a file's outputs, compared with the unquantised file's.
+
+    cosine, least_cosine: the mean and the least cosine of a vector with the unquantised file's.
+    relative_error: root mean square of the differences, over the standard deviation of the outputs.
+    agreement: share of vectors whose largest number is at the same place; None for single numbers.
+    divergence: the mean of |y − x|² / |x|² over the vectors x of the unquantised file and y.
+    of_classes: whether the outputs have classes.
+    positions: the number of vectors.
+    """
 
     cosine: float
     least_cosine: float
@@ -59,16 +64,16 @@ class OutputQuality:
     positions: int
 
     @property
-    def meaning(self) -> Meaning:
+    def meaning(self) -> QualityUnit:
         return CLASSES if self.of_classes else COSINE
 
     @property
     def changed(self) -> float:
-        """Share of classes that changed, or what is missing to a mean cosine of 1."""
+        """Return the share of classes that changed, or without classes 1 minus the mean cosine."""
         missing = 1 - (self.agreement if self.of_classes and self.agreement is not None else self.cosine)
-        return 0.0 if missing < 0 else missing  # which is NaN where the outputs are
+        return 0.0 if missing < 0 else missing  # NaN if the outputs are
 
-    def beyond(self, budget: Budget) -> str | None:
+    def beyond(self, budget: DegradationBudget) -> str | None:
         return budget.exceeded(self.changed)
 
     def __str__(self) -> str:
@@ -76,20 +81,20 @@ class OutputQuality:
         return f"{classes}cosine {self.cosine:.5f}, at least {self.least_cosine:.4f}"
 
 
-class OutputYardstick:
-    """The unquantised file's outputs on samples, which others are held against. Memory: these outputs."""
+class ReferenceOutputs:
+    """The unquantised file's outputs on samples, with which other files are compared. Memory: these outputs."""
 
     def __init__(self, engine: Engine, samples: Sequence[Sample]) -> None:
         self.samples = samples
-        self.expected = vectors_of(engine, samples)
+        self.expected = read_vectors(engine, samples)
         self.of_classes = (
             self.expected.shape[1] > 1
-            and Series.of(engine.manifest) is None
+            and SeriesPreprocessor.of(engine.manifest) is None
             and (_reads_as_classes(engine.manifest) or _are_probabilities(self.expected))
         )
 
     @property
-    def meaning(self) -> Meaning:
+    def meaning(self) -> QualityUnit:
         return CLASSES if self.of_classes else COSINE
 
     @cached_property
@@ -97,9 +102,9 @@ class OutputYardstick:
         return float(self.expected.std(dtype=np.float64)) or 1.0
 
     def quality(self, engine: Engine) -> OutputQuality:
-        """One pass over the samples."""
-        before, after = self.expected, vectors_of(engine, self.samples)
-        cosines = cosine_of(before, after)
+        """Return the quality of a file, by one pass over the samples."""
+        before, after = self.expected, read_vectors(engine, self.samples)
+        cosines = cosine_similarity(before, after)
         squares = np.square(after - before, dtype=np.float64)
         size = np.square(before, dtype=np.float64).sum(1)
         return OutputQuality(
@@ -113,8 +118,8 @@ class OutputYardstick:
         )
 
 
-def cosine_of(before: Array, after: Array) -> Array:
-    """(N,) of vectors (N, D); 1 for two of length zero, 0 if one is."""
+def cosine_similarity(before: Array, after: Array) -> Array:
+    """Return the cosines of vectors (N, D) with others, (N,): 1 for two vectors of length zero, 0 if one is zero."""
     before, after = before.astype(np.float64), after.astype(np.float64)
     size, other = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
     both = size * other
@@ -122,30 +127,32 @@ def cosine_of(before: Array, after: Array) -> Array:
     return np.where(both > 0, products / np.where(both > 0, both, 1), ((size == 0) & (other == 0)).astype(float))
 
 
-def vectors_of(engine: Engine, samples: Sequence[Sample]) -> Array:
-    """(N, D) float32: all vectors that the file gives on samples, in the same order for any file. What is infinite, as
-    scores of what is impossible are, is taken for zero."""
-    specs = outputs_of(engine.manifest)
-    found = []
+def read_vectors(engine: Engine, samples: Sequence[Sample]) -> Array:
+    """Return all vectors of a file's outputs on samples, float32 (N, D), in the same order for any file.
+
+    Infinite numbers, such as the scores of impossible results, become zero.
+    """
+    specs = find_measured_outputs(engine.manifest)
+    parts = []
     if engine.manifest.decode is not None:
-        found = [rows for _, rows in sorted(predictions(engine, samples), key=lambda pair: pair[0])]
-    for batch in of_one_length(samples) if not found else ():
-        given = _run(engine, [sample.request for sample in batch])
-        vectors = [_vectors(rows, spec.shape) for rows, spec in zip(given, specs, strict=True)]
-        if engine.manifest.task == ANSWERS:  # zeros behind them are then never before the greatest
+        parts = [rows for _, rows in sorted(predictions(engine, samples), key=lambda pair: pair[0])]
+    for batch in group_by_length(samples) if not parts else ():
+        outputs = _run(engine, [sample.request for sample in batch])
+        vectors = [_vectors(rows, spec.shape) for rows, spec in zip(outputs, specs, strict=True)]
+        if engine.manifest.task == ANSWERS:  # then the zeros that pad them are no maximum
             vectors = [rows - rows.max(1, keepdims=True) for rows in vectors]
-        found += vectors
-    widths = {part.shape[1] for part in found}
-    if len(widths) > 1:  # one number for each position: as long as the input
-        longest = max(widths)
-        found = [np.pad(part, ((0, 0), (0, longest - part.shape[1]))) for part in found]
-    every: Array = np.concatenate(found).astype(np.float32)
-    every[np.isinf(every)] = 0
-    return every.reshape(1, -1) if every.shape[1] == 1 else every
+        parts += vectors
+    widths = {part.shape[1] for part in parts}
+    if len(widths) > 1:  # with one number for each position, vectors are as long as their inputs
+        max_width = max(widths)
+        parts = [np.pad(part, ((0, 0), (0, max_width - part.shape[1]))) for part in parts]
+    all_vectors: Array = np.concatenate(parts).astype(np.float32)
+    all_vectors[np.isinf(all_vectors)] = 0
+    return all_vectors.reshape(1, -1) if all_vectors.shape[1] == 1 else all_vectors
 
 
-def outputs_of(manifest: Manifest) -> Sequence[TensorSpec]:
-    """The outputs that are measured. OptionError if one holds no numbers that can be near to others."""
+def find_measured_outputs(manifest: Manifest) -> Sequence[TensorSpec]:
+    """Return the outputs that are compared. Raises OptionError if one holds no floats."""
     if manifest.decode is not None:
         return [manifest.decode.logits]
     for spec in manifest.encoded:
@@ -158,7 +165,10 @@ def outputs_of(manifest: Manifest) -> Sequence[TensorSpec]:
 
 
 def _vectors(rows: Array, shape: Sequence[int | str]) -> Array:
-    """(…) of a batch → (N, D): free axes beside the batch are positions, unless one number is left for each."""
+    """Return an output of a batch as vectors (N, D).
+
+    Free axes other than the batch are positions, unless one number would be left for each.
+    """
     free = [axis for axis, size in enumerate(shape) if axis and isinstance(size, str)]
     width = int(np.prod([size for axis, size in enumerate(rows.shape) if axis and axis not in free]))
     if width < 2:
@@ -167,41 +177,45 @@ def _vectors(rows: Array, shape: Sequence[int | str]) -> Array:
 
 
 def _reads_as_classes(manifest: Manifest) -> bool:
-    """Whether an output's numbers are scores of things to choose from, by the task or by how many there are."""
+    """Return whether an output holds scores of classes, by the task or by its width."""
     assert manifest.encode is not None
     last = manifest.encode.outputs[0].shape[-1]
     vocabularies = {spec.vocabulary for spec in manifest.encode.inputs if spec.role == "ids"}
-    told = manifest.task.endswith("classification") or manifest.task in (ANSWERS, RECOGNITION)
-    return told or (isinstance(last, int) and last in vocabularies)
+    has_class_task = manifest.task.endswith("classification") or manifest.task in (ANSWERS, RECOGNITION)
+    return has_class_task or (isinstance(last, int) and last in vocabularies)
 
 
 def _are_probabilities(vectors: Array) -> bool:
     with np.errstate(over="ignore"):
         return any(
-            bool((values >= 0).all() and (np.abs(values.sum(1) - 1) < SUM).all())
+            bool((values >= 0).all() and (np.abs(values.sum(1) - 1) < MAX_PROBABILITY_SUM_ERROR).all())
             for values in (vectors, np.exp(vectors))
         )
 
 
 def _run(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> list[Array]:
-    """The outputs for rows that are run together."""
+    """Return the outputs of rows that are run together."""
     named = {name: [request[name] for request in requests] for name in requests[0]}
-    given = engine.encode(named, len(requests))
-    return [given[spec.name].numpy() for spec in outputs_of(engine.manifest)]
+    outputs = engine.encode(named, len(requests))
+    return [outputs[spec.name].numpy() for spec in find_measured_outputs(engine.manifest)]
 
 
 @dataclass
 class OutputDegradation:
-    """quality: on the samples, as `OutputQuality`. speed: how many times faster one row is. row_difference: how far a
-    row alone is from the same in a batch, over the outputs' range. forecast: of a series, the root mean square of what
-    whole forecasts differ by, over their deviation."""
+    """The loss and the gain of quantisation, for a model that is run once or a forecaster.
+
+    quality: on the samples.
+    speed: how many times as fast one row is.
+    row_difference: the largest difference of a row alone from the same row in a batch, over the range of the outputs.
+    forecast: for a series, the root mean square difference of whole forecasts, over their deviation.
+    """
 
     quality: OutputQuality
     speed: float
     row_difference: float
     forecast: float | None = None
 
-    def beyond(self, budget: Budget) -> str | None:
+    def beyond(self, budget: DegradationBudget) -> str | None:
         return self.quality.beyond(budget)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -221,39 +235,44 @@ class OutputDegradation:
         return rows
 
 
-def measure_outputs(gate: Gate, before: Engine, after: Engine, yardstick: OutputYardstick) -> OutputDegradation:
-    """ParityError if a row's result depends on its neighbours by more than the rounding of float32 explains."""
-    request = _middle(yardstick.samples)
+def measure_outputs(gate: ParityGate, before: Engine, after: Engine, reference: ReferenceOutputs) -> OutputDegradation:
+    """Compare a quantised file with the unquantised one, on the samples of `reference`.
+
+    Raises ParityError if a row's result depends on its neighbours by more than the rounding of float32 explains.
+    """
+    request = _middle(reference.samples)
     return OutputDegradation(
-        quality=yardstick.quality(after),
+        quality=reference.quality(after),
         speed=_speed(before, after, request),
         row_difference=_row_difference(gate, before, after),
     )
 
 
-def _row_difference(gate: Gate, before: Engine, after: Engine) -> float:
-    """How far rows alone are from the same rows in a batch, over their range; of other lengths too, where the model
-    hides padding.
+def _row_difference(gate: ParityGate, before: Engine, after: Engine) -> float:
+    """Return the largest difference of rows alone from the same rows in a batch, over their range.
 
-    Sums over positions that are hidden are made in another order: the last digits move, and an activation that stands
-    on an edge is rounded the other way. So a row may move by as much as in the unquantised file, and by half of what
-    quantisation changes at all: with one scale for all rows, all their activations would be rounded anew, which moves
-    them by more.
+    Rows of several lengths run together where the model hides padding. Sums over hidden positions are computed in
+    another order, so the last digits differ, and an activation between two integers may be rounded to the other one. So
+    a row may move by as much as in the unquantised file, and by half of the change by quantisation. One scale for all
+    rows would move rows by more, because all their activations would be rounded differently.
     """
-    ragged = [gate.draw_request(n) for n in LENGTHS]
-    masked = all(gate.inputs[name].masked for name in ragged[0])
+    ragged = [gate.draw_request(n) for n in COMPARED_LENGTHS]
+    hides_padding = all(gate.inputs[name].masked for name in ragged[0])
     worst = 0.0
-    for requests in ([request for request, n in zip(ragged, LENGTHS, strict=True) if n == LENGTHS[0]], ragged):
-        if requests is ragged and not masked:
+    for requests in (
+        [request for request, n in zip(ragged, COMPARED_LENGTHS, strict=True) if n == COMPARED_LENGTHS[0]],
+        ragged,
+    ):
+        if requests is ragged and not hides_padding:
             continue
-        (own, _), (moved, together) = (_moves(engine, requests) for engine in (before, after))
+        (unquantised_moves, _), (moves, together) = (_moves(engine, requests) for engine in (before, after))
         unquantised = _run(before, requests)
-        for (row, output), difference in moved.items():
-            held = together[row, output]
-            span = float(np.ptp(held)) or 1.0
+        for (row, output), difference in moves.items():
+            expected = together[row, output]
+            span = float(np.ptp(expected)) or 1.0
             worst = max(worst, float(np.abs(difference).max()) / span)
-            changed = _rms(held - _like(unquantised[output][row], held))
-            allowed = _rms(own[row, output]) + max(TOLERANCE * span, changed / 2)
+            changed = _rms(expected - _like(unquantised[output][row], expected))
+            allowed = _rms(unquantised_moves[row, output]) + max(TOLERANCE * span, changed / 2)
             if not _rms(difference) <= allowed:
                 raise ParityError(
                     f"a row's result changes with its neighbours by {_rms(difference) / span:.3g} of the outputs' "
@@ -262,21 +281,24 @@ def _row_difference(gate: Gate, before: Engine, after: Engine) -> float:
     return worst
 
 
-Rows = dict[tuple[int, int], Array]  # (row, output) → its numbers
+OutputRows = dict[tuple[int, int], Array]  # (row, output) → its numbers
 
 
-def _moves(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> tuple[Rows, Rows]:
-    """Of each row and output, what it differs by alone, and its result among the others without its padding."""
+def _moves(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> tuple[OutputRows, OutputRows]:
+    """Return two values for each row and output: its difference alone from a batch, and its result in the batch.
+
+    The results of the batch are without padding.
+    """
     batch, differences, together = _run(engine, requests), {}, {}
     for row, request in enumerate(requests):
-        for output, (among, (alone,)) in enumerate(zip(batch, _run(engine, [request]), strict=True)):
-            held = together[row, output] = _like(among[row], alone)
-            differences[row, output] = np.where(held == alone, 0, held - alone)  # both may be infinite
+        for output, (batch_rows, (alone,)) in enumerate(zip(batch, _run(engine, [request]), strict=True)):
+            in_batch = together[row, output] = _like(batch_rows[row], alone)
+            differences[row, output] = np.where(in_batch == alone, 0, in_batch - alone)  # both may be infinite
     return differences, together
 
 
 def _like(value: Array, other: Array) -> Array:
-    """The first entries along each axis, as many as the other has."""
+    """Return the first entries along each axis, as many as `other` has."""
     return value[tuple(slice(0, size) for size in other.shape)]
 
 
@@ -285,16 +307,16 @@ def _rms(values: Array) -> float:
 
 
 def _middle(samples: Sequence[Sample]) -> Mapping[str, Array]:
-    """A request of the median length."""
+    """Return a request of the median length."""
     return sorted(samples, key=lambda sample: sample.positions)[len(samples) // 2].request
 
 
 def _speed(before: Engine, after: Engine, request: Mapping[str, Array]) -> float:
-    """How many times as fast one row is."""
+    """Return how many times as fast as before one row is."""
 
     def seconds(engine: Engine) -> float:
         times = []
-        for _ in range(REPEATS):
+        for _ in range(TIMED_RUNS):
             begin = time.perf_counter()
             _run(engine, [request])
             times.append(time.perf_counter() - begin)

@@ -1,14 +1,13 @@
-"""Quantisation without its kernels: the unquantised model, with weights that can be exchanged while it is loaded.
+"""Simulated quantisation: the unquantised model, with weights that can be exchanged while it is loaded.
 
-Every matrix is a graph input besides being an initializer, which ONNX takes for a default value: the session is made
-once, and a plan is tried by binding other arrays, the matrices as their integers make them, at no more cost than making
-those. Before each product stands what rounds its activations as the integer kernels do, row by row or in fixed steps,
-to be switched on with the matrix. So logits differ from those of a file with these integers by float32's rounding
-alone.
+Every matrix is an initializer and a graph input; ONNX takes the initializer for the default value. So the session is
+made once, and a plan is tried by binding other arrays. Before each product stands a rounding of its activations, with a
+scale for each row or a static scale, like that of the integer kernels. It is switched on with the matrix. So logits
+differ from a file with these integers by float32's rounding alone.
 
-Time: a pass takes two to three times as long as the unquantised file's, for onnxruntime packs no matrix beforehand that
-may change, and activations are rounded for all products, whether switched on or not.
-Memory: the float32 weights, and again those that are exchanged.
+Time: a pass takes two to three times as long as in the unquantised file, because onnxruntime cannot pack a matrix that
+    may change, and activations are rounded for all products, whether it is used or not. Memory: the float32 weights,
+    and a second copy of the exchanged ones.
 """
 
 from __future__ import annotations
@@ -24,87 +23,101 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant
 from tformer_export.common.onnx_writer import save
-from tformer_export.quantize.activations_int8 import GELU, LEVELS, POSITIVE, Fixed, is_gelu, is_positive
-from tformer_export.quantize.matrices import FLOAT, Matrix, find_matrices, find_tables
+from tformer_export.quantize.activations_int8 import (
+    MAX_NEGATIVE_GELU,
+    POSITIVE_STEPS,
+    SIGNED_STEPS,
+    StaticScale,
+    is_gelu,
+    is_positive,
+)
+from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices, find_tables
 from tformer_export.quantize.rounding import round_nearest
-from tformer_runtime.backend.session import Part, Session
+from tformer_runtime.backend.session import Session, SessionName
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
-Dequantised = Callable[[Matrix, int], np.ndarray]  # (K, N) float32 of a matrix in so many bits
+Dequantize = Callable[[Matrix, int], np.ndarray]  # matrix, bits → float32 (K, N)
 Bits = Mapping[str, int]  # name of a matrix → bits
 
 
 class Simulation:
-    """An engine whose weights are as a plan has them. One at a time: it is for one thread.
+    """An engine whose weights are in the bits of a plan. It is not thread-safe.
 
-    matrices: what can be exchanged. tables: the initializers that are embeddings.
+    matrices: the matrices that can be exchanged.
+    tables: the initializers that are embeddings.
     """
 
     def __init__(
         self,
         model: ir.Model,
         manifest: Manifest,
-        dequantised: Dequantised,
+        dequantize: Dequantize,
         path: Path,
-        fixed: Mapping[str, Fixed] = MappingProxyType({}),
+        static_scales: Mapping[str, StaticScale] = MappingProxyType({}),
     ) -> None:
-        """Writes an instrumented copy of the model to `path`, once the float32 weights' size; the model stays.
+        """Write an instrumented copy of the model to `path`, as large as the float32 weights, and open it.
 
-        fixed: of products, as `quantize` takes it."""
+        static_scales: as in `quantize`.
+        """
         copy = model.clone()
         self.matrices, self.tables = find_matrices(copy), find_tables(copy)
-        self._dequantised = dequantised
-        _instrument(copy, self.matrices, self.tables, fixed)
-        self._session = _Exchanging(save(copy, replace(manifest, quantization="simulated"), path))
+        self._dequantised = dequantize
+        _instrument(copy, self.matrices, self.tables, static_scales)
+        self._session = _ExchangeableSession(save(copy, replace(manifest, quantization="simulated"), path))
         self.engine = Engine(self._session)
-        self._on = self._session.tensor(np.ones((), np.bool_))
-        self._made: dict[str, tuple[int, dict[str, Any]]] = {}  # matrix → its bits, and its initializers' values
+        self._true = self._session.device_tensor(np.ones((), np.bool_))
+        self._current: dict[
+            str, tuple[int, dict[str, Any]]
+        ] = {}  # matrix → its bits, and the values of its initializers
         self._embeddings = {name: _table(copy.graph.initializers[name]) for name in self.tables}
 
-    def use(self, bits: Bits, tables: bool = True) -> None:
-        """Have the matrices in these bits, those that are not named in float. tables: embeddings are in int8."""
+    def set_bits(self, bits: Bits, tables: bool = True) -> None:
+        """Set the bits of matrices by name; others are float.
+
+        tables: whether embeddings are in int8.
+        """
         exchanged: dict[str, Any] = {}
         if tables:
-            exchanged |= {name: self._session.tensor(array) for name, array in self._embeddings.items()}
+            exchanged |= {name: self._session.device_tensor(array) for name, array in self._embeddings.items()}
         for matrix in self.matrices:
-            wanted = bits.get(matrix.name, FLOAT)
-            made = self._made.pop(matrix.name, None)
-            if wanted == FLOAT:
+            matrix_bits = bits.get(matrix.name, FLOAT_BITS)
+            current = self._current.pop(matrix.name, None)
+            if matrix_bits == FLOAT_BITS:
                 continue
-            if made is None or made[0] != wanted:
-                made = wanted, self._values(matrix, wanted)
-            self._made[matrix.name] = made
-            exchanged |= made[1]
+            if current is None or current[0] != matrix_bits:
+                current = matrix_bits, self._values(matrix, matrix_bits)
+            self._current[matrix.name] = current
+            exchanged |= current[1]
         self._session.exchanged = exchanged
 
     def _values(self, matrix: Matrix, bits: int) -> dict[str, Any]:
         array, session = self._dequantised(matrix, bits), self._session
         values = {
-            name: session.tensor(np.ascontiguousarray(array.T if turned else array))
-            for name, turned in matrix.held.items()
+            name: session.device_tensor(np.ascontiguousarray(array.T if is_transposed else array))
+            for name, is_transposed in matrix.initializers.items()
         }
-        return values | {_switch(product): self._on for product in matrix.products}
+        return values | {_switch(product): self._true for product in matrix.products}
 
 
-class _Exchanging(Session):
-    """A session that binds, instead of some initializers, what is `exchanged`: name → value."""
+class _ExchangeableSession(Session):
+    """A session that binds the values in `exchanged` (name → value) in the place of initializers."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "cpu")
         self.exchanged: dict[str, Any] = {}
 
-    def binding(self, stage: Part) -> Any:
-        io = super().binding(stage)
+    def new_binding(self, stage: SessionName) -> Any:
+        io = super().new_binding(stage)
         for name, value in self.exchanged.items():
             io.bind_ortvalue_input(name, value)
         return io
 
 
-def _table(held: ir.Value) -> Array:
-    assert held.const_value is not None
-    quantised, scale = round_nearest.per_column(held.const_value.numpy().T)
+def _table(initializer: ir.Value) -> Array:
+    assert initializer.const_value is not None
+    quantised, scale = round_nearest.per_column(initializer.const_value.numpy().T)
     return np.ascontiguousarray((quantised * scale).T)
 
 
@@ -112,10 +125,12 @@ def _switch(product: str) -> str:
     return f"{product}.rounds"
 
 
-def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str], fixed: Mapping[str, Fixed]) -> None:
-    """Make matrices and tables inputs, and put the rounding of activations before products, switched off."""
+def _instrument(
+    model: ir.Model, matrices: list[Matrix], tables: list[str], static_scales: Mapping[str, StaticScale]
+) -> None:
+    """Make matrices and tables graph inputs, and round activations before products, switched off by default."""
     products = {product for matrix in matrices for product in matrix.products}
-    exchanged = dict.fromkeys([*(name for matrix in matrices for name in matrix.held), *tables])
+    exchanged = dict.fromkeys([*(name for matrix in matrices for name in matrix.initializers), *tables])
     rounded: dict[tuple[int, ir.Value], ir.Value] = {}
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in list(graph):
@@ -126,10 +141,10 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str], fixe
             constant(model, name, np.zeros((), np.bool_))
             exchanged[name] = None
             if (id(graph), value) not in rounded:
-                steps = fixed.get(node.name)
-                made = _rounding(model, value) if steps is None else _fixed(model, value, steps)
-                graph.insert_before(node, made)
-                rounded[id(graph), value] = made[-1].outputs[0]
+                scale = static_scales.get(node.name)
+                new_nodes = _round_rows(model, value) if scale is None else _round_static(model, value, scale)
+                graph.insert_before(node, new_nodes)
+                rounded[id(graph), value] = new_nodes[-1].outputs[0]
             switch = model.graph.initializers[name]
             choice = ir.node("Where", [switch, rounded[id(graph), value], value], name=f"{name}.choice")
             choice.outputs[0].name = f"{name}.input"
@@ -138,35 +153,35 @@ def _instrument(model: ir.Model, matrices: list[Matrix], tables: list[str], fixe
     model.graph.inputs.extend(model.graph.initializers[name] for name in exchanged)
 
 
-def _rounding(model: ir.Model, value: ir.Value) -> list[ir.Node]:
-    """Each row to 127 steps of its largest number, or 255 behind a Relu, as `rewrite` rounds it."""
-    steps = POSITIVE if is_positive(value) else LEVELS
+def _round_rows(model: ir.Model, value: ir.Value) -> list[ir.Node]:
+    """Return the nodes that round each row as `rewrite` does."""
+    steps = POSITIVE_STEPS if is_positive(value) else SIGNED_STEPS
     axis = constant(model, "simulate.axis", np.array([-1], np.int64))
-    least = constant(model, "simulate.least", np.float32(1e-12))
+    lowest_maximum = constant(model, "simulate.least", np.float32(1e-12))
     step = constant(model, f"simulate.step.{steps}", np.float32(1 / steps))
-    made: list[ir.Node] = []
+    new_nodes: list[ir.Node] = []
 
     def add(operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(operator, inputs, attributes, name=f"{value.name}.simulated.{len(made)}")
+        node = ir.node(operator, inputs, attributes, name=f"{value.name}.simulated.{len(new_nodes)}")
         node.outputs[0].name = node.name
-        made.append(node)
+        new_nodes.append(node)
         return node.outputs[0]
 
     if is_gelu(value):
-        least = constant(model, "simulate.gelu", np.float32(GELU))
-    most = add("ReduceMax", value if is_gelu(value) else add("Abs", value), axis, keepdims=1)
-    scale = add("Mul", add("Max", most, least), step)
+        lowest_maximum = constant(model, "simulate.gelu", np.float32(MAX_NEGATIVE_GELU))
+    maximum = add("ReduceMax", value if is_gelu(value) else add("Abs", value), axis, keepdims=1)
+    scale = add("Mul", add("Max", maximum, lowest_maximum), step)
     add("Mul", add("Round", add("Div", value, scale)), scale)
-    return made
+    return new_nodes
 
 
-def _fixed(model: ir.Model, value: ir.Value, steps: Fixed) -> list[ir.Node]:
-    """All rows to the same steps."""
+def _round_static(model: ir.Model, value: ir.Value, static_scale: StaticScale) -> list[ir.Node]:
+    """Return the nodes that round all rows with a static scale."""
     name = f"{value.name}.simulated"
-    scale = constant(model, f"{name}.scale", np.float32(steps.scale))
-    zero = constant(model, f"{name}.zero", np.uint8(steps.zero))
+    scale = constant(model, f"{name}.scale", np.float32(static_scale.scale))
+    zero = constant(model, f"{name}.zero", np.uint8(static_scale.zero))
     rounded = ir.node("QuantizeLinear", [value, scale, zero], name=f"{name}.uint8")
-    number = ir.node("DequantizeLinear", [rounded.outputs[0], scale, zero], name=f"{name}.float")
-    for node in (rounded, number):
+    dequantized = ir.node("DequantizeLinear", [rounded.outputs[0], scale, zero], name=f"{name}.float")
+    for node in (rounded, dequantized):
         node.outputs[0].name = node.name
-    return [rounded, number]
+    return [rounded, dequantized]

@@ -1,14 +1,14 @@
-"""A vocabulary shortlist: the ids that may come for a request, learned from data, and what is computed for them alone.
+"""A vocabulary shortlist: the ids that may follow for a request, learned from data, so that logits are of these only.
 
-learn    pairs of source and target ids → which go together
-make     … → the shortlist of a model, as large as the data ask for, measured
-columns  the output projection apart from the decode stage, of all ids or of gathered columns
-check    what the file computes with candidates against what it computes without
-add      all of it, for a file
+learn    pairs of source and target ids → associations between them
+make     associations → the shortlist of a model, as large as the data require, and its measurement
+columns  the output projection outside of the decode stage, for all ids or for gathered columns
+check    comparison of logits with candidates and without
+add      all of these, for a file
 """
 
 from tformer_export.shortlist.add import add_shortlist, with_columns
-from tformer_export.shortlist.columns import set_apart
-from tformer_export.shortlist.make import SHARE, Measured
+from tformer_export.shortlist.columns import separate_projection
+from tformer_export.shortlist.make import MIN_EQUAL_SHARE, ShortlistMeasurement
 
-__all__ = ["SHARE", "Measured", "add_shortlist", "set_apart", "with_columns"]
+__all__ = ["MIN_EQUAL_SHARE", "ShortlistMeasurement", "add_shortlist", "separate_projection", "with_columns"]

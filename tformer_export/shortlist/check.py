@@ -1,34 +1,37 @@
-"""The file with candidates against the file without: the same logits where a row has candidates, and none elsewhere."""
+"""Comparison of a file with candidates and without: equal logits for the candidates of a row, and no others."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.verify.parity import Gate, cases
+from tformer_export.verify.parity import ParityGate, cases
 from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.teacher_forcing import run_case
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 
-FEW = 20  # a row has a candidate of so many ids, few enough for their columns to be gathered
+VOCABULARY_DIVISOR = 20  # ids for each candidate of a row; so few candidates have their columns gathered
 
 
-def check_columns(gate: Gate, engine: Engine) -> float:
-    """The largest difference of a logit over the logits' range, of rows in a batch and alone, with columns gathered or
-    not. ParityError if it is beyond what the gate allows."""
+def check_columns(gate: ParityGate, engine: Engine) -> float:
+    """Return the greatest difference of a logit over the range of the logits.
+
+    Rows are run in a batch and alone, with gathered columns and with all. Raises ParityError if the difference exceeds
+    the tolerance.
+    """
     vocabulary = int(engine.decode.logits.shape[-1])
     case = next(case for case in cases(engine.manifest.max_length) if len(case.prompts) > 1)
     requests = [gate.draw_request(length) for length in case.sources]
     sequences = [gate.draw_sequence(length + case.steps) for length in case.prompts]
     every, *_ = run_case(engine, requests, sequences, case.prompts)
-    (lone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1])  # which may have kernels of its own
+    (lone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1])  # one row may have separate kernels
     worst = 0.0
-    for few in (FEW * len(requests), 2):  # of the second all columns are computed
-        count = max(1, vocabulary // few)
-        own = [np.sort(gate.random.choice(vocabulary, count, replace=False)) for _ in requests]
-        found, *_ = run_case(engine, requests, sequences, case.prompts, own)
-        (alone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1], own[:1])
-        for logits, whole, ids in ((alone, lone, own[0]), *zip(found, every, own, strict=True)):
+    for divisor in (VOCABULARY_DIVISOR * len(requests), 2):  # with the second, all columns are computed
+        count = max(1, vocabulary // divisor)
+        candidates = [np.sort(gate.random.choice(vocabulary, count, replace=False)) for _ in requests]
+        gathered, *_ = run_case(engine, requests, sequences, case.prompts, candidates)
+        (alone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1], candidates[:1])
+        for logits, whole, ids in ((alone, lone, candidates[0]), *zip(gathered, every, candidates, strict=True)):
             expected = np.full_like(whole, -np.inf)
             expected[:, ids] = whole[:, ids]
             finite = np.isfinite(expected)

@@ -1,32 +1,18 @@
-"""The output projection apart from the decode stage, for all ids or for columns that were gathered.
+"""The output projection outside of the decode stage, for all ids or for gathered columns.
 
-The file is then, of standard operators,
+The file then consists of standard operators:
 
     hidden, …  = If(stage) { decode } else { encode }
     gathered   = Transpose(Gather(rows of the projection, gather))
     logits     = If(columns) { hidden × weight } else { hidden × the whole projection }
 
-where `gather`, `columns` and `weight` are inputs, and what was gathered in one call is the weight of later ones. It is
-outside of the stages for onnxruntime's sake, which packs a weight that is read in the branch of one `If`, but not of
-one within another (`quantize/few_rows_branch.py`). What is added to the product, or scales it, is small, and is picked
-by column in the step itself.
+`gather`, `columns` and `weight` are inputs, and the columns that one call gathers are the weight of later calls. The
+projection is outside of the stages because onnxruntime packs a weight that is read in a branch of one `If`, but not of
+an `If` within another (`quantize/few_rows_branch.py`). A bias or scale of the product is small, and each step picks its
+columns.
 
-Measured, in µs on one thread of a busy machine, of d = 512 and 32,000 ids; gathered columns are packed again at each
-call by onnxruntime, which is in these figures:
-
-===================  ========  ====  ====  =====  =====
-columns              all       1000  2000  4000   8000
-===================  ========  ====  ====  =====  =====
-1 row, int8          730       48    158   414    1209
-32 rows, int8        2550      102   97    675    1871
-1 row, float32       14600     99    215   425    1963
-32 rows, float32     32000     568   1148  11900  24000
-gathering, int8                128   556   2240   12800
-===================  ========  ====  ====  =====  =====
-
-So they are gathered once and not in each step, and up to an eighth of all (`tformer_runtime/engine/shortlist.py`):
-whole steps of the model (6+6 layers, int8) took 0.82 of the time with 4,000 columns for one row, and 1.07 with 8,000,
-for 32 too.
+Columns are gathered once for a request and not in each step, and only up to an eighth of the vocabulary, where this is
+faster (`tformer_runtime/engine/shortlist.py`, docs/design/kernels.md#columns-of-the-projection).
 """
 
 from __future__ import annotations
@@ -37,11 +23,11 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_runtime.base.errors import UnsupportedModelError
-from tformer_runtime.format.manifest import COLUMNS, GATHER, GATHERED, WEIGHT, Shortlist
+from tformer_runtime.format.manifest import COLUMN_IDS, COLUMN_WEIGHT, GATHER_IDS, GATHERED_COLUMNS, ShortlistSpec
 
 PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "Gemm")
-# What may stand between the product and the logits: each id's logit is made of that id's alone.
-BY_ID = {
+# Operators that may follow the product: they compute each id's logit from that id's value alone.
+ELEMENTWISE = {
     "Add",
     "Sub",
     "Mul",
@@ -61,31 +47,37 @@ HIDDEN = "shortlist.hidden"
 
 
 @dataclass
-class _Projection:
-    """product: of a constant matrix as wide as the vocabulary. behind: the nodes from there to the logits, in order."""
+class _OutputProjection:
+    """The output projection of a graph.
+
+    product: the product with a constant matrix as wide as the vocabulary.
+    followers: the nodes from the product to the logits, in their order.
+    """
 
     product: ir.Node
-    behind: list[ir.Node]
+    followers: list[ir.Node]
     vocabulary: int
 
     @property
     def nodes(self) -> list[ir.Node]:
-        return [self.product, *self.behind]
+        return [self.product, *self.followers]
 
 
-def set_apart(model: ir.Model) -> None:
-    """Move the output projection of a staged model out of its decode stage. UnsupportedModelError if there is none
-    that can be."""
+def separate_projection(model: ir.Model) -> None:
+    """Move the output projection of a staged model out of its decode stage, in place.
+
+    Raises UnsupportedModelError if the model has no projection that can be moved.
+    """
     graph = model.graph
     choice = next(node for node in graph if node.op_type == "If")
     decode, encode = (choice.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
-    found = _find(decode)
-    hidden = found.product.inputs[0]
+    projection = _find_projection(decode)
+    hidden = projection.product.inputs[0]
     assert hidden is not None
-    inside = {value for node in found.nodes for value in node.outputs}
-    read = {value for node in found.nodes for value in node.inputs if value is not None} - inside - {hidden}
+    inside = {value for node in projection.nodes for value in node.outputs}
+    read = {value for node in projection.nodes for value in node.inputs if value is not None} - inside - {hidden}
     constants = [node for value in read if (node := value.producer()) is not None and node.graph is decode]
-    other = [use.node for value in inside for use in value.uses() if use.node not in found.nodes]
+    other = [use.node for value in inside for use in value.uses() if use.node not in projection.nodes]
     if other or any(node.op_type != "Constant" for node in constants):
         raise _refused("reads more than the last hidden state, or is read by more than the logits")
     logits, result = decode.outputs[0], graph.outputs[0]
@@ -93,64 +85,71 @@ def set_apart(model: ir.Model) -> None:
         same = ir.node("Identity", [hidden], name=HIDDEN)
         decode.append(same)
         hidden, same.outputs[0].type = same.outputs[0], hidden.type
-        found.product.replace_input_with(0, hidden)
+        projection.product.replace_input_with(0, hidden)
     decode.outputs[0] = hidden
-    moved = [node for node in decode if node in found.nodes or node in constants]
-    encoded, inner = encode.outputs[0], _inner(found.product)
+    moved = [node for node in decode if node in projection.nodes or node in constants]
+    encoded, inner = encode.outputs[0], _inner(projection.product)
     maker = encoded.producer()
     assert maker is not None
-    held = ir.tensor(np.zeros((0, 0, inner), np.float32))
-    nodes = [ir.node("Constant", [], {"value": held}, name=f"no {HIDDEN}")]
+    empty = ir.tensor(np.zeros((0, 0, inner), np.float32))
+    nodes = [ir.node("Constant", [], {"value": empty}, name=f"no {HIDDEN}")]
     encode.append(nodes[0])
     nodes[0].outputs[0].name = f"{encode.name}/no/{HIDDEN}"
     encode.outputs[0] = nodes[0].outputs[0]
     encode.remove(maker, safe=True)
     decode.remove(moved)
-    made = choice.outputs[0]
-    found.product.replace_input_with(0, made)
+    hidden_output = choice.outputs[0]
+    projection.product.replace_input_with(0, hidden_output)
     graph.extend(moved)
     graph.outputs[0] = logits
     logits.shape, logits.type = result.shape, result.type
-    made.name, made.shape, made.type = HIDDEN, ir.Shape([None, None, inner]), ir.TensorType(ir.DataType.FLOAT)
+    hidden_output.name, hidden_output.shape = HIDDEN, ir.Shape([None, None, inner])
+    hidden_output.type = ir.TensorType(ir.DataType.FLOAT)
     logits.name = "logits" if result.name == HIDDEN else result.name
 
 
-def choose_columns(model: ir.Model) -> Shortlist:
-    """Let the projection that was set apart, quantised or not, be of gathered columns where there are some."""
+def add_gathered_columns(model: ir.Model) -> ShortlistSpec:
+    """Compute the separated projection, quantised or not, for gathered columns if there are any.
+
+    Changes the model in place and returns the shortlist's entry of the manifest.
+    """
     graph = model.graph
-    found = _find(graph)
-    rows, weight = _rows(model, found.product)
+    projection = _find_projection(graph)
+    rows, weight = _rows(model, projection.product)
     dtype, inner = rows.dtype, _sizes(rows)[1]
     assert dtype is not None
-    gather, columns = _input(GATHER, ir.DataType.INT64, 1), _input(COLUMNS, ir.DataType.INT64, 1)
-    own = _input(WEIGHT, dtype, 2)
-    own.shape = ir.Shape([inner, None])
-    graph.inputs.extend([gather, columns, own])
+    gather, columns = _input(GATHER_IDS, ir.DataType.INT64, 1), _input(COLUMN_IDS, ir.DataType.INT64, 1)
+    gathered_weight = _input(COLUMN_WEIGHT, dtype, 2)
+    gathered_weight.shape = ir.Shape([inner, None])
+    graph.inputs.extend([gather, columns, gathered_weight])
     picked = ir.node("Gather", [rows, gather], {"axis": 0}, name="shortlist.rows")
-    turned = ir.node("Transpose", [picked.outputs[0]], {"perm": [1, 0]}, name=GATHERED)
-    picked.outputs[0].name, gathered = "shortlist.rows", turned.outputs[0]
-    gathered.name, gathered.dtype, gathered.shape = GATHERED, dtype, ir.Shape([inner, None])
+    transposed = ir.node("Transpose", [picked.outputs[0]], {"perm": [1, 0]}, name=GATHERED_COLUMNS)
+    picked.outputs[0].name, gathered = "shortlist.rows", transposed.outputs[0]
+    gathered.name, gathered.dtype, gathered.shape = GATHERED_COLUMNS, dtype, ir.Shape([inner, None])
     size = ir.node("Size", [columns], name="shortlist.size")
     some = ir.node("Cast", [size.outputs[0]], {"to": ir.DataType.BOOL}, name="shortlist.some")
     size.outputs[0].name, some.outputs[0].name = "shortlist.size", "shortlist.some"
     result = graph.outputs[0]
     branches = {
-        "then_branch": _copy(graph, found, "shortlist/", own, columns),
-        "else_branch": _copy(graph, found, "all/", weight, None),
+        "then_branch": _copy_projection(graph, projection, "shortlist/", gathered_weight, columns),
+        "else_branch": _copy_projection(graph, projection, "all/", weight, None),
     }
     choice = ir.node("If", [some.outputs[0]], branches, name="shortlist")
     logits = choice.outputs[0]
     logits.dtype, logits.shape = ir.DataType.FLOAT, ir.Shape([*list(result.shape or [None, None, None])[:-1], None])
-    graph.extend([picked, turned, size, some, choice])
+    graph.extend([picked, transposed, size, some, choice])
     graph.outputs[0] = logits
     graph.outputs.append(gathered)
-    graph.remove(list(reversed(found.nodes)), safe=True)
+    graph.remove(list(reversed(projection.nodes)), safe=True)
     logits.name, result.name = result.name, "logits.before"
-    return Shortlist(dtype.numpy().name, inner)
+    return ShortlistSpec(dtype.numpy().name, inner)
 
 
-def _find(graph: ir.Graph) -> _Projection:
-    """The last product of a constant matrix before the logits, and what is behind it."""
+def _find_projection(graph: ir.Graph) -> _OutputProjection:
+    """Find the last product with a constant matrix before the logits, and the nodes after it.
+
+    Raises UnsupportedModelError if there is none, or if another node mixes the logits of ids.
+    """
     logits = graph.outputs[0]
     todo, seen = [logits], {logits}
     product = None
@@ -161,7 +160,7 @@ def _find(graph: ir.Graph) -> _Projection:
         if node.op_type in PRODUCTS and _is_constant(node.inputs[1]):
             product = node
             break
-        if node.op_type not in BY_ID:
+        if node.op_type not in ELEMENTWISE:
             raise _refused(
                 f"is followed by {node.op_type}, which does more than change each id's logit by itself"
                 if node.op_type in ("LogSoftmax", "Softmax")
@@ -174,61 +173,67 @@ def _find(graph: ir.Graph) -> _Projection:
     if product is None:
         raise _refused("is no product with a constant matrix")
     below = {product.outputs[0]}
-    behind = []
+    followers = []
     for node in graph:
         if any(value in below for value in node.inputs):
             below |= set(node.outputs)
-            behind.append(node)
-    behind = [node for node in behind if _leads(node, logits)]
-    for node in behind:
-        if node.op_type not in BY_ID:
+            followers.append(node)
+    followers = [node for node in followers if _leads_to(node, logits)]
+    for node in followers:
+        if node.op_type not in ELEMENTWISE:
             raise _refused(f"is followed by {node.op_type}, which does more than change each id's logit by itself")
-    return _Projection(product, behind, _width(product))
+    return _OutputProjection(product, followers, _width(product))
 
 
-def _leads(node: ir.Node, to: ir.Value) -> bool:
-    """Whether a value is made of a node's."""
-    return any(value is to or any(_leads(use.node, to) for use in value.uses()) for value in node.outputs)
+def _leads_to(node: ir.Node, to: ir.Value) -> bool:
+    """Return whether a value depends on a node."""
+    return any(value is to or any(_leads_to(use.node, to) for use in value.uses()) for value in node.outputs)
 
 
-def _copy(graph: ir.Graph, found: _Projection, prefix: str, weight: ir.Value, columns: ir.Value | None) -> ir.Graph:
-    """The projection as a branch that reads another weight, as (inner, columns); of some columns alone, if so."""
+def _copy_projection(
+    graph: ir.Graph, projection: _OutputProjection, prefix: str, weight: ir.Value, columns: ir.Value | None
+) -> ir.Graph:
+    """Copy the projection to a branch.
+
+    weight: the weight of the product in the branch, (inner, columns).
+    columns: the ids of its columns; None for all ids.
+    """
     nodes: list[ir.Node] = []
-    made: dict[ir.Value, ir.Value] = {}
-    for node in found.nodes:
+    copies: dict[ir.Value, ir.Value] = {}
+    for node in projection.nodes:
         inputs: list[ir.Value | None] = []
         for at, value in enumerate(node.inputs):
-            if node is found.product and at == 1:
+            if node is projection.product and at == 1:
                 inputs.append(weight)
-            elif value is None or value in made:
-                inputs.append(made[value] if value is not None else None)
-            elif columns is not None and _is_wide(value, found.vocabulary):
+            elif value is None or value in copies:
+                inputs.append(copies[value] if value is not None else None)
+            elif columns is not None and _is_wide(value, projection.vocabulary):
                 picked = ir.node("Gather", [value, columns], {"axis": -1}, name=f"{prefix}{value.name}")
                 picked.outputs[0].name = f"{prefix}{value.name}"
                 nodes.append(picked)
                 inputs.append(picked.outputs[0])
             else:
                 inputs.append(value)
-        attributes = {name: held.value for name, held in node.attributes.items()}
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         kind, domain = node.op_type, node.domain
-        if node is found.product and columns is not None:
+        if node is projection.product and columns is not None:
             kind, domain = ("MatMul", "") if kind == "FusedMatMul" else (kind, domain)
             attributes = {} if kind == "MatMul" else {n: 0 if n == "transB" else v for n, v in attributes.items()}
         copy = ir.node(kind, inputs, attributes, domain=domain, name=f"{prefix}{node.name}")
         for before, after in zip(node.outputs, copy.outputs, strict=True):
             after.name, after.type = f"{prefix}{before.name}", before.type
-            made[before] = after
+            copies[before] = after
         nodes.append(copy)
-    out = made[graph.outputs[0]]
+    out = copies[graph.outputs[0]]
     out.dtype = ir.DataType.FLOAT
     return ir.Graph([], [out], nodes=nodes, opset_imports=graph.opset_imports, name=prefix.rstrip("/"))
 
 
 def _rows(model: ir.Model, product: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The projection's weight as (vocabulary, inner), and as the product reads it; one held weight for both."""
+    """Return the weight as (vocabulary, inner), and as the product reads it. The model stores it once."""
     weight = product.inputs[1]
     assert weight is not None
-    if _turns(product):
+    if _is_transposed(product):
         return weight, weight
     above = weight.producer()
     if above is not None and above.op_type == "Transpose":
@@ -238,27 +243,27 @@ def _rows(model: ir.Model, product: ir.Node) -> tuple[ir.Value, ir.Value]:
         if rows.dtype is None and weight.dtype is not None:
             rows.dtype = weight.dtype
         return rows, weight
-    held = weight.const_value
-    assert held is not None
-    array = np.ascontiguousarray(held.numpy().T)
+    constant = weight.const_value
+    assert constant is not None
+    array = np.ascontiguousarray(constant.numpy().T)
     rows = ir.Value(name=f"{weight.name}.by_id", const_value=ir.tensor(array, name=f"{weight.name}.by_id"))
-    rows.shape, rows.dtype = ir.Shape(array.shape), held.dtype
+    rows.shape, rows.dtype = ir.Shape(array.shape), constant.dtype
     model.graph.initializers[str(rows.name)] = rows
     turn = ir.node("Transpose", [rows], {"perm": [1, 0]}, name=f"{rows.name}.turned")
-    turn.outputs[0].name, turn.outputs[0].dtype = f"{rows.name}.turned", held.dtype
+    turn.outputs[0].name, turn.outputs[0].dtype = f"{rows.name}.turned", constant.dtype
     model.graph.insert_before(model.graph[0], turn)
     weight.replace_all_uses_with(turn.outputs[0])
     del model.graph.initializers[str(weight.name)]
     return rows, turn.outputs[0]
 
 
-def _turns(product: ir.Node) -> bool:
+def _is_transposed(product: ir.Node) -> bool:
     flag = product.attributes.get("transB")
     return flag is not None and bool(flag.as_int())
 
 
 def _is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is a weight, or made of weights alone."""
+    """Return whether a value is a weight, or computed from weights alone."""
     if value is None:
         return False
     if value.const_value is not None:
@@ -268,25 +273,25 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 def _is_wide(value: ir.Value, vocabulary: int) -> bool:
-    """Whether a constant has a number for each id."""
-    held = value.const_value
-    return held is not None and len(held.shape) > 0 and held.shape[-1] == vocabulary and vocabulary > 1
+    """Return whether a constant has one number for each id."""
+    constant = value.const_value
+    return constant is not None and len(constant.shape) > 0 and constant.shape[-1] == vocabulary and vocabulary > 1
 
 
 def _width(product: ir.Node) -> int:
-    return _sizes(product.inputs[1])[0 if _turns(product) else 1]
+    return _sizes(product.inputs[1])[0 if _is_transposed(product) else 1]
 
 
 def _inner(product: ir.Node) -> int:
-    return _sizes(product.inputs[1])[1 if _turns(product) else 0]
+    return _sizes(product.inputs[1])[1 if _is_transposed(product) else 0]
 
 
 def _sizes(weight: ir.Value | None) -> list[int]:
-    """Of a matrix that is constant, or the transpose of one."""
+    """Return the sizes of a constant matrix, or of the transpose of one."""
     assert weight is not None
-    held = weight.const_value
-    if held is not None:
-        return [size for size in held.shape if isinstance(size, int)]
+    constant = weight.const_value
+    if constant is not None:
+        return [size for size in constant.shape if isinstance(size, int)]
     if weight.shape is not None and all(isinstance(size, int) for size in weight.shape):
         return [size for size in weight.shape if isinstance(size, int)]
     node = weight.producer()
@@ -298,7 +303,7 @@ def _input(name: str, dtype: ir.DataType, rank: int) -> ir.Value:
     return ir.Value(name=name, shape=ir.Shape([None] * rank), type=ir.TensorType(dtype))
 
 
-def _refused(what: str) -> UnsupportedModelError:
+def _refused(problem: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the model's output projection {what}, so no shortlist of ids can be made for it: export it without one"
+        f"the model's output projection {problem}, so no shortlist of ids can be made for it: export it without one"
     )

@@ -1,13 +1,14 @@
-"""Which target ids go with which source ids: IBM's first model of translation, and how many of them are enough.
+"""Associations between source ids and target ids, by IBM's first model of translation.
 
-p(t | s), the probability that source id s is translated by t, is found by expectation maximisation (Brown et al. 1993,
-"The Mathematics of Statistical Machine Translation", section 4.1). With A_j the set of source ids of line j, and an
-empty one that stands for nothing, a round is
+p(t | s), the probability that t translates source id s, is found by expectation maximisation (Brown et al. 1993,
+"The Mathematics of Statistical Machine Translation", section 4.1). Let A_j be the set of source ids of line j, with an
+empty id that stands for no source. A round is
 
     c(t, s) = Σ_j Σ_{t in line j} p(t | s) / Σ_{s' in A_j} p(t | s')        p(t | s) = c(t, s) / Σ_t' c(t', s)
 
-from equal ones. A request's candidates are the N most frequent target ids, and for each source id the K with the
-greatest p(t | s).
+The first p are equal. A request's candidates are the N most frequent target ids, and for each source id the K with the
+greatest p(t | s). Other measures of association cover fewer target tokens
+(docs/design/kernels.md#which-ids-a-shortlist-has).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from functools import cached_property
 import numpy as np
 
 ROUNDS = 5
-EMPTY = 0  # the source id that stands for nothing; the others are counted from 1
-NEVER = np.iinfo(np.int64).max // 2  # the place of what is in no list
+NULL_SOURCE = 0  # the source id that stands for no source; the others are counted from 1
+NO_PLACE = np.iinfo(np.int64).max // 2  # the place of an id that is in no list
 
 
 @dataclass(frozen=True)
 class Line:
-    """source: ids, counted from 1. targets: one sequence or more that may follow from it."""
+    """One line of data. source: ids, counted from 1. targets: one or more sequences that may follow."""
 
     source: np.ndarray
     targets: Sequence[np.ndarray]
@@ -36,15 +37,20 @@ class Line:
 
 
 class _Links:
-    """Every target token of some lines with every source id of its line. token: number of the target token, in order.
-    key: source id · vocabulary + target id. line: of each token, its line's number. target: of each token, its id."""
+    """All pairs of a target token and a source id of the same line.
+
+    token: for each pair, the number of its target token over all lines.
+    key: for each pair, source id · vocabulary + target id.
+    line: for each target token, the number of its line.
+    target: for each target token, its id.
+    """
 
     def __init__(self, lines: Sequence[Line], vocabulary: int) -> None:
         token, keys, line, target = [], [], [], []
         count = 0
         for number, each in enumerate(lines):
             ids = np.concatenate(each.targets)
-            source = np.unique(np.append(each.source, EMPTY))
+            source = np.unique(np.append(each.source, NULL_SOURCE))
             keys.append((source * vocabulary + ids[:, None]).ravel())
             token.append(np.repeat(np.arange(count, count + len(ids)), len(source)))
             line.append(np.full(len(ids), number))
@@ -56,8 +62,12 @@ class _Links:
 
 @dataclass(frozen=True)
 class Associations:
-    """Pairs of source and target ids by source, the likeliest target first. keys: source · vocabulary + target. places:
-    of each pair among those of its source, from 0. frequent: all target ids, the most frequent first."""
+    """Pairs of source and target ids, by source, the most probable target first.
+
+    keys: source · vocabulary + target.
+    places: for each pair, its place among the pairs of its source, from 0.
+    frequent: all target ids, the most frequent first.
+    """
 
     vocabulary: int
     keys: np.ndarray
@@ -70,22 +80,24 @@ class Associations:
         return self.keys[order], self.places[order]
 
     def needs(self, lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each target token of the lines: its line, its place among the frequent ids, and its best place among those
-        that go with a source id."""
+        """Return three arrays over the target tokens of the lines.
+
+        They are its line, its place among the frequent ids, and its best place among the targets of a source id.
+        """
         links = _Links(lines, self.vocabulary)
         keys, places = self._sorted
         at = np.minimum(np.searchsorted(keys, links.key), len(keys) - 1)
-        found = np.where((keys[at] == links.key) & (links.key >= self.vocabulary), places[at], NEVER)
-        best = np.full(len(links.target), NEVER)
-        np.minimum.at(best, links.token, found)
-        frequency = np.full(self.vocabulary, NEVER)
+        link_places = np.where((keys[at] == links.key) & (links.key >= self.vocabulary), places[at], NO_PLACE)
+        best = np.full(len(links.target), NO_PLACE)
+        np.minimum.at(best, links.token, link_places)
+        frequency = np.full(self.vocabulary, NO_PLACE)
         frequency[self.frequent] = np.arange(len(self.frequent))
         return links.line, frequency[links.target], best
 
     def tables(self, common: int, each: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
-        """starts (sources + 2,) and ids: the `each` likeliest of every source id, without the common ones."""
-        own = (self.places < each) & (self.keys >= self.vocabulary)
-        source, target = np.divmod(self.keys[own], self.vocabulary)
+        """Return starts (sources + 2,) and ids: the `each` top targets of every source id, without the common ids."""
+        kept_pairs = (self.places < each) & (self.keys >= self.vocabulary)
+        source, target = np.divmod(self.keys[kept_pairs], self.vocabulary)
         rare = ~np.isin(target, self.frequent[:common])
         source, target = source[rare], target[rare]
         starts = np.searchsorted(source, np.arange(sources + 2))
@@ -93,7 +105,7 @@ class Associations:
 
 
 def associate(lines: Sequence[Line], vocabulary: int, rounds: int = ROUNDS) -> Associations:
-    """Learn from lines. Time: a sort of all links, and for each round four passes over them. Memory: 40 bytes each."""
+    """Learn from lines. Time: a sort of all links, and four passes over them a round. Memory: 40 bytes a link."""
     links = _Links(lines, vocabulary)
     keys, pair = np.unique(links.key, return_inverse=True)
     source = keys // vocabulary
@@ -112,7 +124,7 @@ def associate(lines: Sequence[Line], vocabulary: int, rounds: int = ROUNDS) -> A
 
 
 def each_needed(needs: tuple[np.ndarray, np.ndarray, np.ndarray], lines: int, common: int) -> np.ndarray:
-    """(lines,) how many ids for each source id a line needs, that its targets are all candidates."""
+    """Return (lines,): the ids for each source id that a line needs so that all its targets are candidates."""
     line, frequent, best = needs
     rare = frequent >= common
     needed = np.zeros(lines, np.int64)

@@ -1,4 +1,4 @@
-"""`Source`: a module whose forward takes its inputs one by one and returns logits, and what else an export needs."""
+"""`Source`: a module that takes its inputs one by one and returns logits, with all other data that an export needs."""
 
 from __future__ import annotations
 
@@ -14,87 +14,103 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
 from tformer_export.sources.adapter import Adapter, EncodeDecode
-from tformer_export.sources.pooled_module import Answer, Pooled
+from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
-from tformer_runtime.format.manifest import Outcome, Preparation, SpecialTokens
+from tformer_runtime.format.manifest import OutputMeaning, Preprocessing, SpecialTokens
 
 
 @dataclass
 class Source:
-    """module(*example.values()) gives logits (batch, time, vocabulary), or the outputs of a model that is run once.
+    """A model in the form in which the compiler reads it.
 
-    masks: inputs that the runtime derives from the lengths of another, by name: padding masks, (batch, time); each is
-    in `example` too.
-    types: inputs that the runtime has from the tokenizer beside another's ids, by name.
-    step: the autoregressive input, of ids or of numbers. series: what is said of a series, as `analysis.series`
-    reads it; None if nothing is. tokenizers: input name → text in tokenizers' JSON format. chat_tokens: the special
-    tokens that the chat template may name, and their texts.
-    outcome: what the outputs of a model that is run once stand for. outputs: their names in the file, if `module` gives
-    several, as a tuple. answer: its own way from a text, or a pair, cut to so many tokens, to its output without a
-    batch axis, or, for tasks of `reference_pipelines`, to its result; by default its tokenizer and `module`. pairs:
-    whether it takes pairs of texts. preparation: how inputs are made of what a user has, such as pictures or sounds.
-    shortest: positions that an input has at least, where one is not enough, by name. written: the model's own way from
-    an output to a text; dictated: its own from samples to the ids that it writes, with times among them or without, of
-    each window at most so many.
+    module: `module(*example.values())` gives logits (batch, time, vocabulary), or the outputs of a model that is run
+        once.
+    example: name of an input → example, in the order of forward.
+    step_input: the autoregressive input, of ids or of numbers; None for a model that is run once.
+    name: the name of the model in reports.
+    task: its task, by transformers' names.
+    masks: inputs that the runtime derives from the lengths of another input: padding masks, (batch, time). Each is in
+        `example` as well.
+    axes: name of an input → its free axes, where they are not batch and time.
+    special_tokens: ids that decoding starts from and ends with, and the padding.
+    tokenizers: input name → text in tokenizers' JSON format.
+    generation_defaults: generation options of the file.
+    max_length: the longest sequence; None if the model does not state it.
+    chat_template: Jinja text that makes a prompt of a conversation.
+    chat_tokens: the special tokens that the chat template may name, and their texts.
+    token_types: inputs that the tokenizer gives together with the ids of another input → that input.
+    output_meaning: the meaning of the outputs of a model that is run once.
+    outputs: their names in the file, if `module` returns several, as a tuple.
+    own_pipeline: the model's own pipeline, for verification. It takes a text or a pair and the number of tokens to
+        which it is cut. It returns the output without a batch axis or, for tasks of `reference_pipelines`, the result.
+        By default it consists of the tokenizer and `module`.
+    reads_pairs: whether the model takes pairs of texts.
+    series: the description of a series, as `analysis.series` reads it; None for models without one.
+    preprocessing: name of an input → its preprocessing of raw data, such as pictures or sounds.
+    min_lengths: name of an input → the least number of its positions, where it is more than one.
+    decode_output: the model's own way from an output to a text.
+    transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
+        window.
     """
 
     module: nn.Module
     example: dict[str, torch.Tensor]
-    step: str | None
+    step_input: str | None
     name: str
     task: str
     masks: dict[str, Mask] = field(default_factory=dict)
-    dynamic: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    special: SpecialTokens = field(default_factory=SpecialTokens)
+    axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     tokenizers: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
-    outcome: Outcome = field(default_factory=Outcome)
+    token_types: Mapping[str, str] = field(default_factory=dict)
+    output_meaning: OutputMeaning = field(default_factory=OutputMeaning)
     outputs: tuple[str, ...] = ()
-    answer: Answer | None = None
-    pairs: bool = True
+    own_pipeline: Pipeline | None = None
+    reads_pairs: bool = True
     series: Mapping[str, Any] | None = None
-    preparation: Mapping[str, Preparation] = field(default_factory=dict)
-    shortest: Mapping[str, int] = field(default_factory=dict)
-    written: Callable[[torch.Tensor], str] | None = None
-    dictated: Callable[[Any, bool, int], list[int]] | None = None
+    preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
+    min_lengths: Mapping[str, int] = field(default_factory=dict)
+    decode_output: Callable[[torch.Tensor], str] | None = None
+    transcribe: Callable[[Any, bool, int], list[int]] | None = None
 
     def __post_init__(self) -> None:
-        if self.step is not None and self.step not in self.example:
+        if self.step_input is not None and self.step_input not in self.example:
             raise SourceError(
-                f"the step input {self.step!r} is not among the inputs {', '.join(self.example)}: name one of them"
+                f"the step input {self.step_input!r} is not among the inputs {', '.join(self.example)}: name one of "
+                "them"
             )
 
     @property
-    def given(self) -> list[str]:
-        """The inputs that a caller gives: neither derived from another's lengths nor by the tokenizer."""
-        return [name for name in self.example if name not in self.masks and name not in self.types]
+    def caller_inputs(self) -> list[str]:
+        """The inputs that a caller passes: neither lengths nor the tokenizer determine them."""
+        return [name for name in self.example if name not in self.masks and name not in self.token_types]
 
     @property
-    def owner(self) -> nn.Module:
-        """The user's own module, whose submodules' names users know."""
+    def users_module(self) -> nn.Module:
+        """The user's own module, without the modules that wrap it."""
         module = self.module
-        while isinstance(module, (Adapter, EncodeDecode, Pooled)):
+        while isinstance(module, (Adapter, EncodeDecode, PooledModule)):
             module = module.module
         return module
 
     @property
-    def least(self) -> int:
-        """What sizes that are drawn go beyond; 0 where any will do."""
-        return max(self.shortest.values(), default=0)
+    def min_drawn_length(self) -> int:
+        """The length that drawn inputs have to exceed; 0 for no limit."""
+        return max(self.min_lengths.values(), default=0)
 
-    def ready(self) -> AbstractContextManager[None]:
-        """The module in eval mode for a while."""
-        return evaluating(self.module)
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Put the module in eval mode for a while."""
+        return eval_mode(self.module)
 
     def digest(self) -> str:
-        """SHA-256 over the names and bytes of the weights. One pass over them."""
+        """Return the SHA-256 of the names and bytes of the weights. Cost: one pass over them."""
         total = hashlib.sha256()
         for name, value in sorted(self.module.state_dict().items()):
-            if not isinstance(value, torch.Tensor):  # what a module keeps besides, by get_extra_state
+            if not isinstance(value, torch.Tensor):  # extra state of a module, by get_extra_state
                 continue
             total.update(name.encode())
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -102,8 +118,8 @@ class Source:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in eval mode for a while: what the caller had set, of each part, is set again afterwards."""
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put the module in eval mode for a while, and restore the mode of each submodule afterwards."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -113,25 +129,27 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def special_tokens(given: Mapping[str, Any]) -> SpecialTokens:
-    """start and end (ids or lists of them) and pad, by name; OptionError for anything else."""
-    unknown = set(given) - {"start", "end", "pad"}
-    if unknown:
-        raise OptionError(f"special ids are start, end and pad, not {', '.join(sorted(unknown))}")
+def parse_special_tokens(options: Mapping[str, Any]) -> SpecialTokens:
+    """Parse bos_token_id and eos_token_id (ids or lists of ids) and pad_token_id. Raises OptionError otherwise."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if unknown := set(options) - set(names):
+        raise OptionError(f"special_tokens has {', '.join(names)}, not {', '.join(sorted(unknown))}")
 
     def ids(name: str) -> tuple[int, ...]:
-        value = given.get(name, ())
-        value = (value,) if isinstance(value, int) else tuple(value)
+        value = options.get(name)
+        value = () if value is None else (value,) if isinstance(value, int) else tuple(value)
         if not all(isinstance(i, int) and i >= 0 for i in value):
-            raise OptionError(f"the special id {name} must be a whole number or a list of them, not {given[name]!r}")
+            raise OptionError(f"{name} must be a whole number or a list of them, not {options[name]!r}")
         return value
 
-    return SpecialTokens(ids("start"), ids("end"), next(iter(ids("pad")), None))
+    return SpecialTokens(ids("bos_token_id"), ids("eos_token_id"), next(iter(ids("pad_token_id")), None))
 
 
 def as_float32(module: nn.Module) -> nn.Module:
-    """The module, or a copy of it in float32 if some of its weights are not: no kernel of the CPU's is faster in
-    another precision, and the comparison would be with rounding."""
+    """Return the module, or a copy of it in float32 if it has weights in another precision.
+
+    No kernel for CPUs is faster in another precision, and rounding would disturb the verification.
+    """
     tensors = (*module.parameters(), *module.buffers())
     if all(t.dtype == torch.float32 or not t.is_floating_point() for t in tensors):
         return module
@@ -139,5 +157,5 @@ def as_float32(module: nn.Module) -> nn.Module:
 
 
 def build_mask(mask: Mask, value: torch.Tensor) -> torch.Tensor:
-    """A mask among the inputs of a `Source`, for an input all of whose positions are valid."""
+    """Build a mask of a `Source` for an input without padding."""
     return mask.build(torch.ones(value.shape[:2], dtype=torch.bool), {}, padded=False)

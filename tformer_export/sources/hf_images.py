@@ -1,7 +1,7 @@
-"""What is said of images at export: how pictures become pixels, for one's own module and by a transformers processor.
+"""Preprocessing of images at export, for the user's own module or by a transformers image processor.
 
-`export(…, prepare={"pixels": image(size=224, crop=…, mean=…, std=…)})` puts into the file how an input is made, so that
-it reads pictures: a size is resized to, a crop is cut out of the middle, and numbers are scaled and normalised.
+`export(…, preprocessor={"pixels": image(size=224, crop=…, mean=…, std=…)})` stores in the file how pictures become an
+input: they are resized, cropped at the centre, scaled and normalised. The file then reads pictures.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import torch
 
 from tformer_export.sources.adapter import Adapter
 from tformer_export.sources.base import Source, as_float32
-from tformer_export.sources.hf_single_pass import outcome_of
-from tformer_export.sources.pooled_module import Answer
+from tformer_export.sources.hf_single_pass import output_meaning_of
+from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
 from tformer_runtime.base.errors import OptionError, SourceError
-from tformer_runtime.base.extras import library
-from tformer_runtime.format.manifest import Preparation
-from tformer_runtime.preprocess.images import FILTERS, Images, image_inputs
+from tformer_runtime.base.extras import import_optional
+from tformer_runtime.format.manifest import Preprocessing
+from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor, image_inputs
 
-SHAPES = ((96, 128), (200, 61), (31, 33), (64, 64), (257, 640), (480, 99))  # height and width of drawn pictures
-MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of Pillow, one after the other
-ROUNDINGS = 2.0**-22  # of pixels, over the greatest: a product, a difference and a quotient, each in float32
+PICTURE_SIZES = (
+    (96, 128),
+    (200, 61),
+    (31, 33),
+    (64, 64),
+    (257, 640),
+    (480, 99),
+)  # (height, width) of the pictures that are drawn for the comparison
+PILLOW_MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of these pictures, in their order
+ROUNDING_ERROR = 2.0**-22  # relative to the greatest pixel: of a product, a difference and a quotient in float32
 
 
 def image(
@@ -37,13 +44,18 @@ def image(
     scale: float | None = 1 / 255,
     mean: float | Sequence[float] = (),
     std: float | Sequence[float] = (),
-) -> Preparation:
-    """How pictures become an input (batch, channels, height, width), with 3 channels (RGB) or 1 (gray) as the example.
+) -> Preprocessing:
+    """Describe how pictures become an input (batch, channels, height, width).
 
-    size: height and width, one number for both, or transformers' names of a size, such as {"shortest_edge": 256}. crop:
-    height and width, or one number for both, that are cut out of the middle. resample: Pillow's filter, "nearest",
-    "lanczos", "bilinear", "bicubic", "box" or "hamming". scale: what numbers from 0 to 255 are multiplied with; None:
-    nothing. mean, std: of each channel, or of all: (x · scale - mean) / std. OptionError for what cannot be.
+    The example decides between 3 channels (RGB) and 1 channel (gray).
+
+    size: height and width, one number for both, or transformers' names of a size, such as {"shortest_edge": 256}.
+    crop: height and width of the centre crop, or one number for both.
+    resample: Pillow's filter, "nearest", "lanczos", "bilinear", "bicubic", "box" or "hamming".
+    scale: the factor of numbers from 0 to 255; None for no scaling.
+    mean, std: one number for each channel or one for all: (x · scale - mean) / std.
+
+    Raises OptionError for values that are not allowed.
     """
     try:
         mean, std = (tuple(map(float, np.ravel(value))) for value in (mean, std))
@@ -51,83 +63,99 @@ def image(
         raise OptionError(
             f"mean and std are one number for all channels, or one for each, not {mean!r}, {std!r}"
         ) from error
-    named = size if isinstance(size, Mapping) else zip(("height", "width"), _both(size), strict=False)
-    made = Images(dict(named), resample, _both(crop), scale, mean, std, channels=max(1, len(mean), len(std)))
-    return _checked(made).preparation
+    named = size if isinstance(size, Mapping) else zip(("height", "width"), _height_and_width(size), strict=False)
+    preprocessor = ImagePreprocessor(
+        dict(named), resample, _height_and_width(crop), scale, mean, std, channels=max(1, len(mean), len(std))
+    )
+    return _checked(preprocessor).manifest_entry
 
 
-def with_preparation(source: Source, prepare: Any, classes: bool) -> Source:
-    """The source with how its inputs are made, by name: `image(…)` or a transformers image processor; one that is not
-    named is the only input's. classes: whether the outputs are said to be of labels. OptionError for what does not fit
-    the model, MissingExtraError if there is no Pillow."""
-    need_pillow()
+def with_preprocessing(source: Source, prepare: Any, classes: bool) -> Source:
+    """Add preprocessing to a source.
+
+    prepare: name of an input → `image(…)` or a transformers image processor; one of these alone is for the only input.
+    classes: whether the caller describes the outputs as labels.
+
+    Raises OptionError for preprocessing that does not fit the model, MissingExtraError without Pillow.
+    """
+    require_pillow()
     if not isinstance(prepare, Mapping):
-        names = [name for name in source.given if name != source.step]
+        names = [name for name in source.caller_inputs if name != source.step_input]
         if len(names) != 1:
-            raise OptionError(f"say which input is prepared, prepare={{name: …}}: there are {', '.join(names)}")
+            raise OptionError(f"say which input is a picture, preprocessor={{name: …}}: there are {', '.join(names)}")
         prepare = {names[0]: prepare}
-    for name, how in prepare.items():
+    for name, preprocessor in prepare.items():
         if name not in source.example:
             raise OptionError(f"there is no input {name!r} to prepare: {', '.join(source.example)}")
-        if isinstance(how, Preparation):
-            source = _prepared(source, name, Images.of(how))
-        elif hasattr(how, "preprocess"):
-            source = with_processor(source, how, name)
+        if isinstance(preprocessor, Preprocessing):
+            source = _with_pixels(source, name, ImagePreprocessor.of(preprocessor))
+        elif hasattr(preprocessor, "preprocess"):
+            source = with_processor(source, preprocessor, name)
         else:
-            raise OptionError(f"{name} is prepared by image(…) or an image processor, not {type(how).__name__}")
-    if source.step is None and source.task == FEATURES:
+            raise OptionError(
+                f"{name} is prepared by image(…) or an image processor, not {type(preprocessor).__name__}"
+            )
+    if source.step_input is None and source.task == FEATURES:
         source = replace(source, task=CLASSIFIES_IMAGES if classes else IMAGE_FEATURES)
     return source
 
 
 def with_processor(source: Source, processor: Any, name: str | None = None) -> Source:
-    """The source of a transformers model on images, with its image processor: what that does to pictures is put into
-    the file, and its way from a picture to pixels is what the file is compared with. name: of the input; by default the
-    first.
+    """Add a transformers image processor to a source.
 
-    SourceError for a processor that does something else than resize, crop, scale and normalise: its pixels of pictures
-    of several sizes and kinds are compared, whatever its class is called.
+    The file gets the steps of the processor, and the processor itself is the reference for its verification.
+
+    name: the input; by default the first.
+
+    Raises SourceError for a processor with other steps than resizing, cropping, scaling and normalising. Its pixels are
+    compared for pictures of several sizes and modes; its class does not count.
     """
-    need_pillow()
+    require_pillow()
     name = name or next(iter(source.example))
     channels = _channels(source, name)
     pictures = draw_pictures()
-    expected = [_theirs(processor, picture, channels) for picture in pictures]
-    measured = [(_apart(made, pictures, expected), made) for made in _read(processor, channels)]
-    apart, found = min(measured, key=lambda pair: pair[0])
-    if not apart <= 1:
+    expected = [_processed_pixels(processor, picture, channels) for picture in pictures]
+    measured = [
+        (_pixel_error(preprocessor, pictures, expected), preprocessor) for preprocessor in _read(processor, channels)
+    ]
+    error, best = min(measured, key=lambda pair: pair[0])
+    if not error <= 1:
         hint = "" if getattr(processor, "backend", "pil") == "pil" else "load it with Pillow (backend='pil'), "
         raise SourceError(
             f"the image processor {type(processor).__name__} does something else than resize, crop at the centre, "
-            f"scale and normalise (its pixels are {apart:.3g} times what rounding explains from that): {hint}prepare "
-            "the images yourself, or describe what is done, prepare=image(…)"
+            f"scale and normalise (its pixels are {error:.3g} times what rounding explains from that): {hint}prepare "
+            "the images yourself, or describe the preprocessing, preprocessor=image(…)"
         )
-    source = _prepared(_of_size(source, name, found), name, found)
-    return replace(source, answer=_of_pixels(source, name, lambda sample: _theirs(processor, sample, channels)))
+    source = _with_pixels(_with_example_size(source, name, best), name, best)
+    return replace(
+        source, own_pipeline=_make_pipeline(source, name, lambda sample: _processed_pixels(processor, sample, channels))
+    )
 
 
-def from_transformers_on_images(module: Any, task: str, name: str | None = None) -> Source:
-    """A transformers model that is run once on pixels, of the size that its config says: 224 × 224 if it says none.
-    What makes these of pictures is told by `with_processor`."""
+def from_image_model(module: Any, task: str, name: str | None = None) -> Source:
+    """Read a transformers model that is run once on pixels, of the size in its config, by default 224 × 224.
+
+    `with_processor` adds the preprocessing of pictures.
+    """
     config = module.config
     size = getattr(config, "image_size", None) or 224
-    shape = (2, int(getattr(config, "num_channels", None) or 3), *_both(size))
+    shape = (2, int(getattr(config, "num_channels", None) or 3), *_height_and_width(size))
     return Source(
         module=Adapter(as_float32(module), [module.main_input_name]),
         example={module.main_input_name: torch.randn(shape, generator=torch.Generator().manual_seed(0))},
-        step=None,
+        step_input=None,
         name=name or type(module).__name__,
         task=IMAGE_FEATURES if task == FEATURES else task,
-        dynamic={module.main_input_name: (0,)},
-        outcome=outcome_of(config, task),
+        axes={module.main_input_name: (0,)},
+        output_meaning=output_meaning_of(config, task),
     )
 
 
 def load_processor(folder: Path) -> Any | None:
-    """A folder's image processor, of Pillow and numpy; None if it has none. SourceError if it cannot be loaded."""
+    """Load a folder's image processor, with Pillow and numpy; None if it has none. Raises SourceError if that fails."""
     if not any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json")):
         return None
-    need_pillow()
+    require_pillow()
     from transformers import AutoImageProcessor
 
     try:
@@ -137,28 +165,33 @@ def load_processor(folder: Path) -> Any | None:
         raise SourceError(f"{folder}'s image processor cannot be loaded: {reason}") from error
 
 
-def need_pillow() -> None:
-    library("PIL.Image", "a model on images is compared on pictures, which needs Pillow", "image")
+def require_pillow() -> None:
+    """Raise MissingExtraError if Pillow is not installed."""
+    import_optional("PIL.Image", "a model on images is compared on pictures, which needs Pillow", "image")
 
 
 def draw_pictures(seed: int = 0) -> list[Any]:
-    """Pillow images of several sizes and modes: coarse patches of colour with noise on them, so that a filter, a crop
-    or a turned axis shows."""
+    """Draw Pillow images of several sizes and modes.
+
+    They are coarse patches of colour with noise, so that another filter, crop or order of axes changes the pixels.
+    """
     from PIL import Image
 
     random = np.random.default_rng(seed)
-    made = []
-    for (height, width), mode in zip(SHAPES, MODES, strict=True):
+    pictures = []
+    for (height, width), mode in zip(PICTURE_SIZES, PILLOW_MODES, strict=True):
         coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), np.uint8)).resize((width, height))
         noise = random.integers(-40, 41, (height, width, 3))
         values = np.clip(np.asarray(coarse).astype(int) + noise, 0, 255).astype(np.uint8)
-        made.append(Image.fromarray(values).convert(mode))
-    return made
+        pictures.append(Image.fromarray(values).convert(mode))
+    return pictures
 
 
-def _read(processor: Any, channels: int) -> list[Images]:
-    """What a processor's settings say, in the ways that they may be meant: which one is, its pixels tell. SourceError
-    for settings that no `Images` has."""
+def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
+    """Read the settings of a processor, in all their interpretations. A comparison of pixels decides among these.
+
+    Raises SourceError for settings that `ImagePreprocessor` does not support.
+    """
 
     def setting(name: str) -> Any:
         return getattr(processor, name, None)
@@ -169,12 +202,12 @@ def _read(processor: Any, channels: int) -> list[Images]:
 
     def named(name: str) -> dict[str, int]:
         value = setting(name) or {}
-        given = dict(value) if not isinstance(value, int) else {"height": value, "width": value}
-        return {n: int(v) for n, v in given.items() if v is not None}
+        sizes = dict(value) if not isinstance(value, int) else {"height": value, "width": value}
+        return {n: int(v) for n, v in sizes.items() if v is not None}
 
     resample = setting("resample")
     crop = named("crop_size") if setting("do_center_crop") else {}
-    made = Images(
+    preprocessor = ImagePreprocessor(
         size=named("size") if setting("do_resize") else {},
         resample="bilinear" if resample is None else dict(enumerate(FILTERS)).get(int(resample), str(resample)),
         crop=(crop.get("height", 0), crop.get("width", 0)) if crop else (),
@@ -183,38 +216,40 @@ def _read(processor: Any, channels: int) -> list[Images]:
         std=numbers("image_std"),
         channels=channels,
     )
-    ways = [made]
-    edge, share = made.size.get("shortest_edge"), setting("crop_pct")
-    if edge is not None and share:  # the share of the resized picture that is cut out, if any is
-        ways.append(replace(made, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
-        ways.append(replace(made, size={"height": edge, "width": edge}))
+    candidates = [preprocessor]
+    edge, share = preprocessor.size.get("shortest_edge"), setting("crop_pct")
+    if edge is not None and share:  # the crop as a share of the resized picture
+        candidates.append(replace(preprocessor, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
+        candidates.append(replace(preprocessor, size={"height": edge, "width": edge}))
     try:
-        for way in ways:
-            way.check()
+        for candidate in candidates:
+            candidate.check()
     except ValueError as error:
         raise SourceError(f"the image processor {type(processor).__name__} cannot be taken over: {error}") from error
-    return ways
+    return candidates
 
 
-def _apart(made: Images, pictures: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
-    """How far the runtime's pixels are from the processor's, over what rounding explains; infinite for other sizes."""
+def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
+    """Return the greatest difference of the runtime's pixels over that of rounding; infinite for other sizes."""
     worst = 0.0
-    for picture, theirs in zip(pictures, expected, strict=True):
-        own = made.pixels(picture)
-        if own.shape != theirs.shape:
+    for picture, pixels in zip(pictures, expected, strict=True):
+        ours = preprocessor.pixels(picture)
+        if ours.shape != pixels.shape:
             return float("inf")
-        allowed = ROUNDINGS * max(1.0, float(np.abs(theirs).max()))
-        worst = max(worst, float(np.abs(own.astype(np.float64) - theirs).max()) / allowed)
+        allowed = ROUNDING_ERROR * max(1.0, float(np.abs(pixels).max()))
+        worst = max(worst, float(np.abs(ours.astype(np.float64) - pixels).max()) / allowed)
     return worst
 
 
-def _theirs(processor: Any, picture: Any, channels: int) -> np.ndarray:
-    """(channels, height, width) float32 of the processor: of an RGB image, as transformers' pipelines give it, or a
-    gray one. SourceError for a processor that gives none."""
-    given = picture.convert("RGB" if channels == 3 else "L")
+def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray:
+    """Return the pixels of the processor, (channels, height, width) float32, for the picture in RGB or gray.
+
+    transformers' pipelines pass images in RGB. Raises SourceError for a processor that fails.
+    """
+    converted = picture.convert("RGB" if channels == 3 else "L")
     try:
-        pixels: np.ndarray = np.asarray(processor(images=given, return_tensors="np")["pixel_values"])[0]
-    except Exception as error:  # whatever it makes of its settings
+        pixels: np.ndarray = np.asarray(processor(images=converted, return_tensors="np")["pixel_values"])[0]
+    except Exception as error:  # a processor may raise anything
         raise SourceError(
             f"the image processor {type(processor).__name__} makes no pixels of an image of {channels} channels: "
             f"{error}"
@@ -223,40 +258,40 @@ def _theirs(processor: Any, picture: Any, channels: int) -> np.ndarray:
 
 
 def _channels(source: Source, name: str) -> int:
-    """How many an input of images has. OptionError for an input that is none of images."""
-    held = source.example[name]
-    if held.dim() != 4 or not held.is_floating_point() or held.shape[1] not in (1, 3):
+    """Return the number of channels of an input. Raises OptionError for an input that does not hold images."""
+    example = source.example[name]
+    if example.dim() != 4 or not example.is_floating_point() or example.shape[1] not in (1, 3):
         raise OptionError(
             f"an image is an input of floats (batch, channels, height, width), 3 or 1 of them, and {name} is "
-            f"{held.dtype} {tuple(held.shape)}"
+            f"{example.dtype} {tuple(example.shape)}"
         )
-    return held.shape[1]
+    return example.shape[1]
 
 
-def _of_size(source: Source, name: str, made: Images) -> Source:
-    """The source with an example as large as pictures are made, if the module runs on that."""
-    held = source.example[name]
-    if made.shape in (None, tuple(held.shape[2:])):
+def _with_example_size(source: Source, name: str, preprocessor: ImagePreprocessor) -> Source:
+    """Resize the example to the size of preprocessed pictures, if the module runs on that size."""
+    example = source.example[name]
+    if preprocessor.shape in (None, tuple(example.shape[2:])):
         return source
-    other = torch.randn((*held.shape[:2], *(made.shape or ())), generator=torch.Generator().manual_seed(0))
+    other = torch.randn((*example.shape[:2], *(preprocessor.shape or ())), generator=torch.Generator().manual_seed(0))
     try:
-        with source.ready(), torch.no_grad():
+        with source.eval_mode(), torch.no_grad():
             source.module(other)
-    except Exception:  # whatever forward makes of it: the size is refused in its turn
+    except Exception:  # forward may raise anything; the size is refused later
         return source
     return replace(source, example={**source.example, name: other})
 
 
-def through_pixels(source: Source, name: str) -> Answer:
-    """The way of a source that has no image processor: pictures as they were described, and the module on one."""
-    return _of_pixels(source, name, image_inputs(source.preparation)[name].pixels)
+def make_pixel_pipeline(source: Source, name: str) -> Pipeline:
+    """Make the pipeline of a source without an image processor: its described preprocessing, then its module."""
+    return _make_pipeline(source, name, image_inputs(source.preprocessing)[name].pixels)
 
 
-def _of_pixels(source: Source, name: str, pixels: Callable[[Any], np.ndarray]) -> Answer:
-    """From a picture through these pixels and the source's module to its output, of one row."""
+def _make_pipeline(source: Source, name: str, pixels: Callable[[Any], np.ndarray]) -> Pipeline:
+    """Make the pipeline from a picture to the output of the source's module, for one row. pixels: picture → pixels."""
     module, dtype = source.module, source.example[name].dtype
 
-    def answer(sample: Any, most: int | None) -> torch.Tensor:
+    def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
         with torch.no_grad():
             output: torch.Tensor = module(torch.from_numpy(pixels(sample))[None].to(dtype))[0]
         return output.float()
@@ -264,37 +299,37 @@ def _of_pixels(source: Source, name: str, pixels: Callable[[Any], np.ndarray]) -
     return answer
 
 
-def _prepared(source: Source, name: str, made: Images) -> Source:
-    """The source whose input is made so. OptionError for what does not fit the input."""
-    held, channels = source.example[name], _channels(source, name)
-    mean, std = (value * channels if len(value) == 1 else value for value in (made.mean, made.std))
-    made = _checked(replace(made, channels=channels, mean=mean, std=std))
-    if made.shape is None:
+def _with_pixels(source: Source, name: str, preprocessor: ImagePreprocessor) -> Source:
+    """Add the preprocessing of an input. Raises OptionError if it does not fit the input."""
+    example, channels = source.example[name], _channels(source, name)
+    mean, std = (value * channels if len(value) == 1 else value for value in (preprocessor.mean, preprocessor.std))
+    preprocessor = _checked(replace(preprocessor, channels=channels, mean=mean, std=std))
+    if preprocessor.shape is None:
         raise OptionError(
             "pictures must all get one size, which the file has: give a height and a width, or a crop at the centre"
         )
-    if made.shape != tuple(held.shape[2:]):
+    if preprocessor.shape != tuple(example.shape[2:]):
         raise OptionError(
-            f"images are made {made.shape[0]} × {made.shape[1]}, height by width, and {name} is "
-            f"{held.shape[2]} × {held.shape[3]}: give the size that the model reads"
+            f"images are made {preprocessor.shape[0]} × {preprocessor.shape[1]}, height by width, and {name} is "
+            f"{example.shape[2]} × {example.shape[3]}: give the size that the model reads"
         )
     return replace(
         source,
-        preparation={**source.preparation, name: made.preparation},
-        dynamic={**source.dynamic, name: (0,)},
+        preprocessing={**source.preprocessing, name: preprocessor.manifest_entry},
+        axes={**source.axes, name: (0,)},
     )
 
 
-def _checked(made: Images) -> Images:
+def _checked(preprocessor: ImagePreprocessor) -> ImagePreprocessor:
     try:
-        made.check()
+        preprocessor.check()
     except ValueError as error:
         raise OptionError(f"what is said of images cannot be: {error}") from error
-    return made
+    return preprocessor
 
 
-def _both(size: Any) -> tuple[int, ...]:
-    """Height and width, of one number for both or of two; none of None."""
+def _height_and_width(size: Any) -> tuple[int, ...]:
+    """Return height and width from one number for both or from two; () for None."""
     if size is None:
         return ()
     both = tuple(size) if isinstance(size, Sequence) else (size, size)

@@ -1,6 +1,8 @@
-"""A transformers model that writes what it hears: an encoder of spectrograms, and a decoder whose first tokens say what
-is to be done. What these are is read from its generation config, and how its sounds are made from its feature
-extractor."""
+"""A transformers model that transcribes speech: an encoder of spectrograms and a decoder with a prompt.
+
+The prompt, the first tokens of the decoder, states the task. It is read from the generation config, and the
+preprocessing of sounds from the feature extractor.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,33 @@ from tformer_export.sources.hf_audio import read_extractor
 from tformer_export.sources.task_names import RECOGNIZES
 from tformer_export.sources.tokenizer import read_writing_tokenizer
 from tformer_runtime.base.errors import SourceError
-from tformer_runtime.format.manifest import Outcome, SpecialTokens
+from tformer_runtime.format.manifest import OutputMeaning, SpecialTokens
 from tformer_runtime.preprocess.audio import LOG_MEL
-from tformer_runtime.tasks.speech_to_text import Opening
+from tformer_runtime.tasks.speech_to_text import DecoderPrompt
 
-STEP = "decoder_input_ids"  # transformers' name, of every decoder beside an encoder
-KEPT = (  # of a file's defaults; max_new_tokens is of its opening
+STEP_INPUT = "decoder_input_ids"  # transformers' name, in every encoder-decoder
+CARRIED_DEFAULTS = (  # generation options that become the file's; max_new_tokens belongs to the prompt
     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "logit_bias", "repetition_penalty",
     "no_repeat_ngram_size", "min_new_tokens", "num_beams", "length_penalty", "early_stopping",
 )  # fmt: skip
-_NOT_CARRIED = (  # of generation configs; what else changes what generate() writes
+_NOT_CARRIED = (  # other options of generation configs that change the result of generate()
     "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "prompt_ids",
     "do_sample", "num_return_sequences", "num_beam_groups", "diversity_penalty", "forced_bos_token_id", "min_length",
 )  # fmt: skip
 logger = logging.getLogger(__name__)
 
 
-def from_transformers_that_writes(
+def from_speech_to_text_model(
     module: Any, name: str, extractor: Any, tokenizer: Any, special: SpecialTokens, defaults: Mapping[str, Any]
 ) -> Source:
-    """extractor, tokenizer: transformers' own; without a tokenizer the file gives ids. special, defaults: of its
-    generation config. SourceError for an extractor that does something else than is done
-    here, and for a model that is not made for windows of one size."""
+    """Read a model that transcribes speech.
+
+    name: the name of the model in reports.
+    extractor, tokenizer: transformers' own. Without a tokenizer the file gives ids.
+    special, defaults: special tokens and generation options of its generation config.
+
+    Raises SourceError for an extractor that is not supported, and for a model without windows of one size.
+    """
     if extractor is None:
         raise SourceError(
             f"{name} has no feature extractor, which says how its sounds are made: put its preprocessor_config.json "
@@ -55,63 +62,65 @@ def from_transformers_that_writes(
     single: Any = as_float32(module)
     generation = module.generation_config
     features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
-    example = {module.main_input_name: features, STEP: torch.arange(1, 7).reshape(2, 3) % 3}
-    given = generation.to_diff_dict()
-    lost = [option for option in _NOT_CARRIED if given.get(option)]
-    if "min_length" in lost and "min_new_tokens" not in given:  # it counts the first tokens, which are many or few
+    example = {module.main_input_name: features, STEP_INPUT: torch.arange(1, 7).reshape(2, 3) % 3}
+    settings = generation.to_diff_dict()
+    lost = [option for option in _NOT_CARRIED if settings.get(option)]
+    if "min_length" in lost and "min_new_tokens" not in settings:  # it counts the prompt, whose length varies
         defaults = {option: value for option, value in defaults.items() if option != "min_new_tokens"}
     if lost:
         logger.warning("the generation config sets %s, which the file does not carry over", ", ".join(lost))
 
-    def dictated(sample: Any, times: bool, most: int) -> list[int]:
+    def transcribe(sample: Any, times: bool, max_tokens: int) -> list[int]:
         read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
         with torch.no_grad(), quiet("transformers"):
-            found = single.generate(read[module.main_input_name], return_timestamps=times, max_new_tokens=most)
-        ids: list[int] = found[0].tolist()
+            generated = single.generate(
+                read[module.main_input_name], return_timestamps=times, max_new_tokens=max_tokens
+            )
+        ids: list[int] = generated[0].tolist()
         return ids
 
-    opening = opening_of(module)
+    opening = read_decoder_prompt(module)
     below = None if opening.no_timestamps is None else opening.no_timestamps + 1
     return Source(
-        module=Adapter(single, list(example), constants={"use_cache": False}),
+        module=Adapter(single, list(example), fixed_arguments={"use_cache": False}),
         example=example,
-        step=STEP,
+        step_input=STEP_INPUT,
         name=name,
         task=RECOGNIZES,
-        dynamic={module.main_input_name: (0,)},
-        special=special,
-        defaults={option: value for option, value in defaults.items() if option in KEPT},
-        tokenizers={} if tokenizer is None else {STEP: read_writing_tokenizer(tokenizer, below)},
-        outcome=Outcome(settings=asdict(opening)),
-        preparation={module.main_input_name: audio.preparation},
-        dictated=dictated,
+        axes={module.main_input_name: (0,)},
+        special_tokens=special,
+        generation_defaults={option: value for option, value in defaults.items() if option in CARRIED_DEFAULTS},
+        tokenizers={} if tokenizer is None else {STEP_INPUT: read_writing_tokenizer(tokenizer, below)},
+        output_meaning=OutputMeaning(settings=asdict(opening)),
+        preprocessing={module.main_input_name: audio.manifest_entry},
+        transcribe=transcribe,
     )
 
 
-def opening_of(module: Any) -> Opening:
-    """What the generation config says of the first tokens and of times."""
+def read_decoder_prompt(module: Any) -> DecoderPrompt:
+    """Read the decoder prompt and the settings of time tokens from the generation config."""
     generation = module.generation_config
 
-    def said(name: str, default: Any = None) -> Any:
+    def setting(name: str, default: Any = None) -> Any:
         value = getattr(generation, name, None)
         return default if value is None else value
 
-    forced = said("forced_decoder_ids") or getattr(module.config, "forced_decoder_ids", None) or ()
+    forced = setting("forced_decoder_ids") or getattr(module.config, "forced_decoder_ids", None) or ()
     if [place for place, _ in forced] != list(range(1, len(forced) + 1)):
         forced = ()
     precision = inspect.signature(module.generate).parameters
     step, frame = (precision[name].default for name in ("time_precision", "time_precision_features"))
-    return Opening(
-        languages=dict(said("lang_to_id", {})),
-        tasks=dict(said("task_to_id", {})),
-        language=said("language"),
-        task=said("task"),
+    return DecoderPrompt(
+        languages=dict(setting("lang_to_id", {})),
+        tasks=dict(setting("task_to_id", {})),
+        language=setting("language"),
+        task=setting("task"),
         forced=tuple(token for _, token in forced),
-        multilingual=bool(said("is_multilingual", True)),
-        no_timestamps=said("no_timestamps_token_id"),
-        timestamps=bool(said("return_timestamps", False)),
-        latest=said("max_initial_timestamp_index"),
+        multilingual=bool(setting("is_multilingual", True)),
+        no_timestamps=setting("no_timestamps_token_id"),
+        timestamps=bool(setting("return_timestamps", False)),
+        latest=setting("max_initial_timestamp_index"),
         step=float(step),
         stride=round(step / frame),
-        most=said("max_new_tokens") or said("max_length"),
+        most=setting("max_new_tokens") or setting("max_length"),
     )

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
-from tformer_export.sources.adapter import Adapter, chosen_output
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
+from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32
-from tformer_export.sources.hf_audio import SOUND, load_extractor, on_sound
-from tformer_export.sources.hf_images import from_transformers_on_images, load_processor, with_processor
-from tformer_export.sources.hf_single_pass import run_once, with_tokenizer
-from tformer_export.sources.hf_speech_to_text import from_transformers_that_writes
+from tformer_export.sources.hf_audio import AUDIO_INPUTS, from_audio_model, load_extractor
+from tformer_export.sources.hf_images import from_image_model, load_processor, with_processor
+from tformer_export.sources.hf_single_pass import from_text_model, with_tokenizer
+from tformer_export.sources.hf_speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
-from tformer_export.sources.task_names import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, purpose_of
+from tformer_export.sources.task_names import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, task_of_class
 from tformer_export.sources.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -38,37 +39,44 @@ PIXELS = "pixel_values"  # transformers' name, of every model and processor
 
 
 def is_transformers_model(module: Any) -> bool:
-    """Whether the module describes itself the way transformers' models do."""
+    """Return whether a module has the attributes of transformers' models."""
     return isinstance(module, nn.Module) and hasattr(module, "config") and hasattr(module, "main_input_name")
 
 
 def from_folder(
-    path: str | os.PathLike[str], step: str | None = None, tokenizer: bool = True, task: str | None = None
+    path: str | os.PathLike[str], step_input: str | None = None, tokenizer: bool = True, task: str | None = None
 ) -> Source:
-    """A folder with config.json, weights and, if there are, a tokenizer, a chat template and modules.json.
+    """Load a folder with config.json and weights, and optionally a tokenizer, a chat template and modules.json.
 
-    step: for whoever names the step input all the same. tokenizer: whether the folder's own is wanted. task: for
-    another than the folder's class is for. SourceError if something is missing, and for any weight that is missing,
-    unexpected or misshapen: all are listed at once.
+    step_input: the caller's name of the step input, which has to be that of the model.
+    tokenizer: whether to read the tokenizer of the folder.
+    task: the task to load the folder for; by default that of the saved class.
+
+    Raises SourceError for missing files, and for weights that are missing, unexpected or misshapen, which are all
+    listed.
     """
     folder = Path(path)
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
-        module, found = _load(folder, task)
-        sound = module.main_input_name in SOUND and found not in (GENERATES, TRANSLATES)
-        beside = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
-        source = from_transformers(module, folder.resolve().name, found, *beside)
-        if step not in (None, source.step):
-            stepped = f"stepped over {source.step!r}, not" if source.step else f"run once ({source.task}), not over"
-            raise SourceError(f"{folder} is {stepped} {step!r}: leave --step (step=) out")
+        module, loaded_task = _load(folder, task)
+        sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
+        processors = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
+        source = from_transformers(module, folder.resolve().name, loaded_task, *processors)
+        if step_input not in (None, source.step_input):
+            stepped = (
+                f"stepped over {source.step_input!r}, not"
+                if source.step_input
+                else f"run once ({source.task}), not over"
+            )
+            raise SourceError(f"{folder} is {stepped} {step_input!r}: leave --step-input (step_input=) out")
         if sound:
             return source
-        if source.step is None:
+        if source.step_input is None:
             return _completed(folder, source, module, tokenizer)
         if tokenizer and has_tokenizer(folder):
-            request = next((n for n in source.given if n != source.step), None)
-            source.tokenizers = read_tokenizers(folder, request, source.step)
+            request = next((n for n in source.caller_inputs if n != source.step_input), None)
+            source.tokenizers = read_tokenizers(folder, request, source.step_input)
         source.chat_template = read_chat_template(folder)
         if source.tokenizers or (source.chat_template is not None and has_tokenizer(folder)):
             source.chat_tokens = read_chat_tokens(folder)
@@ -80,7 +88,7 @@ def _tokenizer(folder: Path) -> Any | None:
 
 
 def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
-    """The source of a model that is run once, with its tokenizer and what stands beside it in the folder."""
+    """Complete a model that is run once with the tokenizer, image processor and modules of its folder."""
     if PIXELS in source.example:
         processor = load_processor(folder)
         return source if processor is None else with_processor(source, processor)
@@ -93,18 +101,20 @@ def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> So
 
 
 def _load(folder: Path, task: str | None) -> tuple[Any, str]:
-    """The model with its weights, and its task; transformers itself would only warn of a weight that is missing, and
-    draw it at random."""
+    """Load a model with its weights, and return it with its task.
+
+    Raises SourceError for weights that do not fit. transformers would warn of a missing weight and draw it at random.
+    """
     import transformers
 
     if not (folder / "config.json").exists():
         raise SourceError(f"{folder} is not a Hugging Face folder: it holds no config.json")
-    given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, **given)
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
         kind, task = class_for(config, task)
         module, info = kind.from_pretrained(
-            folder, **given, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except SourceError as error:
         raise SourceError(f"{folder}: {error}") from error
@@ -116,10 +126,10 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str]:
             ) from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise SourceError(f"{folder} is not a Hugging Face folder that transformers can load: {reason}") from error
-    misshapen = [f"{n} is {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    misshapen = [f"{n} is {tuple(shape)}, not {tuple(expected)}" for n, shape, expected in info["mismatched_keys"]]
     parts = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "misshapen": misshapen}
     if type(module).__name__ not in (config.architectures or ()) and task not in (GENERATES, TRANSLATES):
-        parts["unexpected"] = ()  # the folder is of another class, whose head is left out
+        parts["unexpected"] = ()  # the weights of the head of the saved class
     if parts["missing"] and task == FEATURES:
         parts["missing"] = [name for name in parts["missing"] if _matters(module, name)]
     listed = [f"{label}: {', '.join(sorted(names))}" for label, names in parts.items() if names]
@@ -132,60 +142,67 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str]:
 
 
 def _matters(module: Any, name: str) -> bool:
-    """Whether a weight changes what is exported; one run with another. A pooler beside the states does not."""
+    """Return whether a weight changes the exported output. A pooler next to the states does not. Cost: two runs."""
     weight = module.state_dict()[name]
     ids = {module.main_input_name: torch.arange(6).reshape(1, 6) % 3}
     if module.main_input_name == PIXELS:
-        ids = from_transformers_on_images(module, FEATURES).example
-    held = weight.clone()
+        ids = from_image_model(module, FEATURES).example
+    original = weight.clone()
     try:
         with torch.no_grad():
-            before = chosen_output(module(**ids))
+            before = choose_output(module(**ids))
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-            return not torch.equal(before, chosen_output(module(**ids)))
-    except Exception:  # whatever the module does with such ids
+            return not torch.equal(before, choose_output(module(**ids)))
+    except Exception:  # the module may raise anything for such ids
         return True
     finally:
-        weight.copy_(held)
+        weight.copy_(original)
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and hints for a while: what matters is raised."""
-    from transformers.utils import logging as its
+    """Silence transformers' progress bars and hints for a while. Problems are raised as errors.
 
-    level, bars = its.get_verbosity(), its.is_progress_bar_enabled()
-    its.set_verbosity(logging.CRITICAL)
-    its.disable_progress_bar()
-    try:
-        yield
-    finally:
-        its.set_verbosity(level)
-        if bars:
-            its.enable_progress_bar()
+    These settings are process-wide: exports of other threads wait.
+    """
+    from transformers.utils import logging as hf_logging
+
+    with TORCH_PATCH_LOCK:
+        level, has_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+        hf_logging.set_verbosity(logging.CRITICAL)
+        hf_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(level)
+            if has_bars:
+                hf_logging.enable_progress_bar()
 
 
 def from_transformers(
     module: Any, name: str | None = None, task: str | None = None, extractor: Any = None, tokenizer: Any = None
 ) -> Source:
-    """Inputs of one that generates: `input_ids`, and for an encoder-decoder its padding mask and `decoder_input_ids`,
-    which is stepped over. For others see `once`. task: by default what transformers says that the class is for, and
-    generation for a class that it does not know. extractor, tokenizer: transformers' own, of a model that reads sound.
+    """Read a transformers model in memory.
 
-    A decoder-only model gets no mask: rows are right-padded, so causal attention never reads padding.
+    task: by default the task of its class, or generation for a class that transformers does not list.
+    extractor, tokenizer: transformers' own, for a model that reads sound.
+
+    A generative model has the input `input_ids`; an encoder-decoder also has its padding mask and the step input
+    `decoder_input_ids`. A decoder-only model has no mask: rows are right-padded, so causal attention never reads
+    padding. For models that are run once see `hf_single_pass`, `hf_images` and `hf_audio`.
     """
-    task = task or purpose_of(type(module)) or GENERATES
+    task = task or task_of_class(type(module)) or GENERATES
     config, generation = module.config, getattr(module, "generation_config", None)
     if task == RECOGNIZES and config.is_encoder_decoder:
         special, defaults = _special(config, generation), _defaults(generation, 1, None)
         name = name or type(module).__name__
-        return from_transformers_that_writes(module, name, extractor, tokenizer, special, defaults)
+        return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
-        return from_transformers_on_images(module, task, name)
-    if task not in (GENERATES, TRANSLATES) and module.main_input_name in SOUND:
-        return on_sound(module, task, name, extractor, tokenizer)
+        return from_image_model(module, task, name)
+    if task not in (GENERATES, TRANSLATES) and module.main_input_name in AUDIO_INPUTS:
+        return from_audio_model(module, task, name, extractor, tokenizer)
     if task not in (GENERATES, TRANSLATES):
-        return run_once(module, task, name)
+        return from_text_model(module, task, name)
     ids = torch.arange(1, 7).reshape(2, 3) % 3
     example, masks = {"input_ids": ids}, {}
     step = "input_ids"
@@ -198,14 +215,14 @@ def from_transformers(
     limits = [getattr(config, n, None) for n in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
     return Source(
-        module=Adapter(as_float32(module), list(example), constants={"use_cache": False}),
+        module=Adapter(as_float32(module), list(example), fixed_arguments={"use_cache": False}),
         example=example,
-        step=step,
+        step_input=step,
         name=name or type(module).__name__,
         task=TRANSLATES if config.is_encoder_decoder else GENERATES,
         masks=masks,
-        special=special,
-        defaults=_defaults(generation, len(special.start), limit),
+        special_tokens=special,
+        generation_defaults=_defaults(generation, len(special.bos_token_ids), limit),
         max_length=min(limit, 512) if limit else None,
     )
 
@@ -228,7 +245,7 @@ def _special(config: Any, generation: Any) -> SpecialTokens:
     return SpecialTokens(start, ends, pad if isinstance(pad, int) else None)
 
 
-_OPTIONS = (  # that mean the same here
+_SHARED_OPTIONS = (  # options with the same meaning in transformers and in the runtime
     "max_new_tokens",
     "min_new_tokens",
     "num_beams",
@@ -243,8 +260,8 @@ _OPTIONS = (  # that mean the same here
     "repetition_penalty",
     "no_repeat_ngram_size",
 )
-_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # and what generate() takes where unset
-_NOT_CARRIED = {  # options that change what generate() gives and that the runtime does not have; and what is none
+_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # option → default of generate()
+_NOT_CARRIED = {  # options of generate() that the runtime lacks → the value that has no effect
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "forced_eos_token_id": None,
@@ -264,40 +281,41 @@ _NOT_CARRIED_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0,
 
 
 def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
-    """The generation options that the model's own generation config sets. A warning names those that are lost.
+    """Return the generation options that the model's generation config sets, and warn of lost options.
 
-    starts: how many tokens an encoder-decoder starts from, which transformers counts in lengths; 0 for a decoder-only
-    model, where it counts the prompt. limit: the most tokens that the model takes.
+    starts: the number of tokens that an encoder-decoder starts from, which transformers counts in lengths; 0 for a
+        decoder-only model, where transformers counts the prompt.
+    limit: the greatest number of tokens that the model takes.
     """
     if generation is None:
         return {}
-    given = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
-    found = {name: given[name] for name in _OPTIONS if name in given}
-    lost = {name for name, none in _NOT_CARRIED.items() if given.get(name, none) != none}
-    if given.get("do_sample") and found.get("num_beams", 1) == 1:
-        sampling = {name: given.get(name, default) for name, default in _SAMPLING.items()}
-        found |= {name: value for name, value in sampling.items() if value is not None}
-        lost |= {name for name, none in _NOT_CARRIED_SAMPLING.items() if given.get(name, none) != none}
-    elif given.get("do_sample"):
+    settings = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
+    defaults = {name: settings[name] for name in _SHARED_OPTIONS if name in settings}
+    lost = {name for name, none in _NOT_CARRIED.items() if settings.get(name, none) != none}
+    if settings.get("do_sample") and defaults.get("num_beams", 1) == 1:
+        sampling = {name: settings.get(name, default) for name, default in _SAMPLING.items()}
+        defaults |= {name: value for name, value in sampling.items() if value is not None}
+        lost |= {name for name, none in _NOT_CARRIED_SAMPLING.items() if settings.get(name, none) != none}
+    elif settings.get("do_sample"):
         lost.add("do_sample (with num_beams)")
-    for name, ours, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
-        if not given.get(name) or ours in found:
+    for name, ours, min_tokens in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
+        if not settings.get(name) or ours in defaults:
             continue
         if starts:
-            found[ours] = max(least, given[name] - starts)
-        elif name == "min_length" or limit is None or given[name] < limit:
+            defaults[ours] = max(min_tokens, settings[name] - starts)
+        elif name == "min_length" or limit is None or settings[name] < limit:
             lost.add(name)
-    if (first := given.get("forced_bos_token_id")) is not None:
-        found |= {"forced_bos_token_id": first} if starts == 1 else {}
+    if (first := settings.get("forced_bos_token_id")) is not None:
+        defaults |= {"forced_bos_token_id": first} if starts == 1 else {}
         lost |= {"forced_bos_token_id"} if starts != 1 else set()
-    if bias := given.get("sequence_bias"):
+    if bias := settings.get("sequence_bias"):
         pairs = [(list(ids), value) for ids, value in (bias.items() if isinstance(bias, dict) else bias)]
         if all(len(ids) == 1 for ids, _ in pairs):
-            found["logit_bias"] = [[ids[0], value] for ids, value in pairs]
+            defaults["logit_bias"] = [[ids[0], value] for ids, value in pairs]
         else:
             lost.add("sequence_bias (of several tokens)")
     if lost:
         logger.warning(
             "the model's generation config sets %s, which the file does not carry over", ", ".join(sorted(lost))
         )
-    return found
+    return defaults

@@ -1,4 +1,4 @@
-"""SOURCE of the command line → `Source`."""
+"""From SOURCE of the command line to a `Source`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,46 @@ from tformer_runtime.base.errors import OptionError, SourceError
 def load_source(
     spec: str | os.PathLike[str],
     *,
-    step: str | None = None,
+    step_input: str | None = None,
     factory: str | None = None,
     config: str | os.PathLike[str] | None = None,
     trust_pickle: bool = False,
     tokenizer: bool = True,
     task: str | None = None,
 ) -> Source:
-    """A checkpoint of save_checkpoint, a state dict with a `factory`, a factory alone, a `.pt2` of torch.export, a
-    Hugging Face folder, or, with `trust_pickle`, a pickled module: loading one runs the code that it names.
+    """Load a model.
 
-    config: a JSON file with the factory's keyword arguments. tokenizer: whether a folder's own is wanted. task: what a
-    folder is to be loaded for, if not what it was saved as. SourceError and OptionError say what is wrong.
+    spec: a checkpoint of save_checkpoint, a state dict (with `factory`), a factory, a `.pt2` of torch.export, a Hugging
+        Face folder, or a pickled module (with `trust_pickle`).
+    config: a JSON file with the factory's keyword arguments.
+    trust_pickle: load pickled objects, which runs the code that they name.
+    tokenizer: whether to read the tokenizer of a folder.
+    task: the task for which to load a folder; by default that of its class.
+
+    Raises SourceError for a model that cannot be loaded, OptionError for arguments that do not fit it.
     """
     text, path = os.fspath(spec), Path(spec)
     settings = None if config is None else Path(config)
-    alone = not path.exists() and ":" in text
-    if settings is not None and factory is None and not alone:
+    is_factory = not path.exists() and ":" in text
+    if settings is not None and factory is None and not is_factory:
         raise OptionError("--config holds the arguments of a factory: name one with --factory package.module:function")
-    if factory is not None and (alone or path.is_dir() or is_program(path)):
+    if factory is not None and (is_factory or path.is_dir() or is_program(path)):
         raise OptionError(f"--factory makes the module for a state dict, which {text} is not")
-    if alone:
-        return from_factory(text, settings, step)
+    if is_factory:
+        return from_factory(text, settings, step_input)
     if not path.exists():
         raise SourceError(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
         )
     if path.is_dir():
-        return from_folder(path, step, tokenizer, task)
+        return from_folder(path, step_input, tokenizer, task)
     if is_program(path):
-        return from_file(path, step, trust_pickle)
+        return from_file(path, step_input, trust_pickle)
     if factory is not None:
-        return from_state(path, factory, settings, step)
+        return from_state(path, factory, settings, step_input)
     if trust_pickle:
         try:
             load_checkpoint(path)
         except SourceError:
-            return from_pickle(path, step)
-    return from_checkpoint(path, step)
+            return from_pickle(path, step_input)
+    return from_checkpoint(path, step_input)

@@ -1,4 +1,4 @@
-"""What the results of a source that is run once stand for, as whoever exports it says: pooled vectors, labels."""
+"""The meaning of the outputs of a source that is run once, by the caller's task: pooled vectors, labels."""
 
 from __future__ import annotations
 
@@ -8,50 +8,54 @@ from dataclasses import replace
 import torch
 
 from tformer_export.sources.base import Source
-from tformer_export.sources.pooled_module import CHOICES
-from tformer_export.sources.pooling import pooled
+from tformer_export.sources.pooling import with_pooling
 from tformer_export.sources.task_names import ANSWERS, CLASSES, CLASSIFIES, CLASSIFIES_IMAGES, LABELS_TOKENS
 from tformer_runtime.base.errors import OptionError, SourceError
-from tformer_runtime.format.manifest import MULTI_LABEL, REGRESSION, SINGLE_LABEL, Outcome
+from tformer_runtime.format.manifest import MULTI_LABEL, SINGLE_LABEL, OutputMeaning
 
 
-def for_its_task(
-    source: Source, labels: Sequence[str] | None, problem: str | None, pool: str | None, normalize: bool
+def with_task(
+    source: Source, labels: Sequence[str] | None, problem_type: str | None, pooling: str | None, normalize: bool
 ) -> Source:
-    """The source with what its results stand for. OptionError for what does not go together."""
-    of_tokens = source.task == LABELS_TOKENS and problem is None
-    if (labels is not None or problem is not None) and (
-        source.step is not None or not (source.task in CLASSES or of_tokens)
+    """Set the meaning of a source's outputs. The arguments are fields of `Task`.
+
+    Raises OptionError for arguments that do not fit each other or the model.
+    """
+    of_tokens = source.task == LABELS_TOKENS and problem_type is None
+    if (labels is not None or problem_type is not None) and (
+        source.step_input is not None or not (source.task in CLASSES or of_tokens)
     ):
         raise OptionError(
-            f"labels and a problem are of task {CLASSIFIES} (--task {CLASSIFIES}) or {CLASSIFIES_IMAGES}, labels also "
-            f"of {LABELS_TOKENS}, and this model's is {source.task}"
+            f"labels and a problem_type are of task {CLASSIFIES} (--task {CLASSIFIES}) or {CLASSIFIES_IMAGES}, labels "
+            f"also of {LABELS_TOKENS}, and this model's is {source.task}"
         )
-    if problem not in (None, SINGLE_LABEL, MULTI_LABEL, REGRESSION):
-        raise OptionError(f"problem is one of {SINGLE_LABEL}, {MULTI_LABEL}, {REGRESSION}, not {problem!r}")
-    if normalize and pool is None:
-        raise OptionError("normalize is of pooled vectors: choose a pool too")
-    if pool is not None:
-        if pool not in CHOICES:
-            raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {pool!r}")
-        source = pooled(source, [pool], normalize=normalize)
-    if source.task in (*CLASSES, LABELS_TOKENS) and source.step is None:
-        given = tuple(source.outcome.labels if labels is None else map(str, labels))
-        source = replace(source, outcome=_classes(source, given, problem or source.outcome.problem or SINGLE_LABEL))
-    if source.task == ANSWERS and source.step is None:
-        _check_places(source)
+    if pooling is not None:
+        source = with_pooling(source, [pooling], normalize=normalize)
+    if source.task in (*CLASSES, LABELS_TOKENS) and source.step_input is None:
+        label_names = tuple(source.output_meaning.labels if labels is None else map(str, labels))
+        source = replace(
+            source,
+            output_meaning=_class_meaning(
+                source, label_names, problem_type or source.output_meaning.problem_type or SINGLE_LABEL
+            ),
+        )
+    if source.task == ANSWERS and source.step_input is None:
+        _check_span_scores(source)
     return source
 
 
-def _classes(source: Source, labels: tuple[str, ...], problem: str) -> Outcome:
-    """What a classifier's output stands for; labels: none for those that transformers would make up. OptionError if
-    there are more or fewer than the output has numbers, SourceError for an output that is not one row of scores."""
+def _class_meaning(source: Source, labels: tuple[str, ...], problem: str) -> OutputMeaning:
+    """Return the meaning of a classifier's output. labels: empty for transformers' default labels.
+
+    Raises OptionError if the number of labels is not the number of scores, SourceError for an output that is not one
+    row of scores.
+    """
     of_tokens = source.task == LABELS_TOKENS
-    shape = _shapes(source)[0]
+    shape = _output_shapes(source)[0]
     if len(shape) != 2 + of_tokens:
-        what, axes = ("each token", "(batch, time, labels)") if of_tokens else ("each row", "(batch, labels)")
+        subject, axes = ("each token", "(batch, time, labels)") if of_tokens else ("each row", "(batch, labels)")
         raise SourceError(
-            f"a classifier gives scores of its labels for {what}, {axes}, and this model gives {shape}: let forward "
+            f"a classifier gives scores of its labels for {subject}, {axes}, and this model gives {shape}: let forward "
             "return those, or name them with output="
         )
     labels = labels or tuple(f"LABEL_{i}" for i in range(shape[-1]))
@@ -59,12 +63,12 @@ def _classes(source: Source, labels: tuple[str, ...], problem: str) -> Outcome:
         raise OptionError(f"{len(labels)} labels are given for {shape[-1]} scores: give as many, each once")
     if problem == SINGLE_LABEL and shape[-1] == 1 and not of_tokens:
         problem = MULTI_LABEL  # one label alone holds or not
-    return replace(source.outcome, labels=labels, problem=problem)
+    return replace(source.output_meaning, labels=labels, problem_type=problem)
 
 
-def _check_places(source: Source) -> None:
-    """SourceError unless the outputs are scores of where an answer begins, and where it ends."""
-    shapes = _shapes(source)
+def _check_span_scores(source: Source) -> None:
+    """Raise SourceError unless the outputs are scores of the begin and of the end of an answer."""
+    shapes = _output_shapes(source)
     if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes):
         raise SourceError(
             "to answer questions a model gives, for each token, scores that an answer begins and that it ends there, "
@@ -73,7 +77,7 @@ def _check_places(source: Source) -> None:
         )
 
 
-def _shapes(source: Source) -> list[tuple[int, ...]]:
-    with source.ready(), torch.no_grad():
-        found = source.module(*source.example.values())
-    return [tuple(each.shape) for each in (found if isinstance(found, tuple) else (found,))]
+def _output_shapes(source: Source) -> list[tuple[int, ...]]:
+    with source.eval_mode(), torch.no_grad():
+        outputs = source.module(*source.example.values())
+    return [tuple(each.shape) for each in (outputs if isinstance(outputs, tuple) else (outputs,))]

@@ -1,5 +1,4 @@
-"""A vector for each row of an encoder that gives one for each position: pooled over the positions that are the row's
-own. The same definitions as sentence-transformers'."""
+"""Pooling over the valid positions of each row of an encoder, by the definitions of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 Pool = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Answer = Callable[[Any, int | None], torch.Tensor]  # of `Source`
+Pipeline = Callable[[Any, int | None], torch.Tensor]  # Source.own_pipeline
 
 
 def _first(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -23,7 +22,7 @@ def _last(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return states.gather(1, last.expand(-1, -1, states.shape[2])).squeeze(1)
 
 
-def _largest(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def _max(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return states.masked_fill(keep == 0, torch.finfo(states.dtype).min).amax(1)
 
 
@@ -43,20 +42,22 @@ def _mean_by_position(states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
 POOLS: dict[str, Pool] = {  # states (batch, time, width) and keep (batch, time, 1), 1 or 0 → (batch, width)
     "mean": _mean,
     "first": _first,
-    "max": _largest,
+    "max": _max,
     "last": _last,
     "mean_sqrt_len_tokens": _mean_by_root,
     "weightedmean": _mean_by_position,
 }
-CHOICES = ("mean", "first", "max", "last")  # of --pool
 
 
-class Pooled(nn.Module):
-    """`module` gives (batch, time, width); this, a vector for each row.
+class PooledModule(nn.Module):
+    """A module that pools the states (batch, time, width) of another module to one vector for each row.
 
-    mask: which of forward's inputs tells a row's own positions, (batch, time); None: all are. taken: whether `module`
-    takes it too. keep: what it holds there. pools: one after the other, of `POOLS`. then: what follows them. normalize:
-    to length 1.
+    mask: the index of the input that marks the valid positions, (batch, time); None if all positions are valid.
+    passes_mask: whether `module` takes that input as well.
+    keep: the value of the mask at valid positions.
+    pools: names in `POOLS`; their vectors are concatenated.
+    then: a module that is applied to the vector; None for none.
+    normalize: whether vectors are scaled to length 1.
     """
 
     def __init__(
@@ -71,17 +72,17 @@ class Pooled(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.then = module, then
-        self.mask, self.taken, self.keep, self.pools, self.normalize = mask, taken, keep, tuple(pools), normalize
+        self.mask, self.passes_mask, self.keep, self.pools, self.normalize = mask, taken, keep, tuple(pools), normalize
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self.mask is None:
             return self.vector(states := self.module(*inputs), states.new_ones((*states.shape[:2], 1)))
         mask = inputs[self.mask]
-        states = self.module(*(inputs if self.taken else inputs[: self.mask] + inputs[self.mask + 1 :]))
+        states = self.module(*(inputs if self.passes_mask else inputs[: self.mask] + inputs[self.mask + 1 :]))
         return self.vector(states, (mask if self.keep else mask == 0).to(states.dtype)[:, :, None])
 
     def vector(self, states: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """(batch, width) of states (batch, time, width); keep: (batch, time, 1), 1 or 0."""
+        """Pool states (batch, time, width) to (batch, width). keep: (batch, time, 1), 1 or 0."""
         parts = [POOLS[name](states, keep) for name in self.pools]
         vector = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         vector = vector if self.then is None else self.then(vector)

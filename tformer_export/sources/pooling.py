@@ -1,4 +1,4 @@
-"""A source with pooling behind it: a vector for each row, and what may follow that."""
+"""Pooling of a source's output to one vector for each row, with optional layers after it."""
 
 from __future__ import annotations
 
@@ -10,51 +10,61 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
+from tformer_export.common.option_values import POOLINGS
 from tformer_export.sources.base import Source
-from tformer_export.sources.pooled_module import CHOICES, POOLS, Answer, Pooled
+from tformer_export.sources.pooled_module import POOLS, Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
 
 
-def pooled(source: Source, pools: Sequence[str], then: nn.Module | None = None, normalize: bool = False) -> Source:
-    """The source with pooling over the positions of its ids, or over all that it gives for an image. OptionError for a
-    pool that there is not; SourceError for a source whose output has no vector for each position."""
+def with_pooling(
+    source: Source, pools: Sequence[str], then: nn.Module | None = None, normalize: bool = False
+) -> Source:
+    """Add pooling over the valid positions of a text, or over all positions of an image.
+
+    pools: names in `POOLS`; their vectors are concatenated.
+    then: a module that is applied to the vector.
+    normalize: scale vectors to length 1.
+
+    Raises OptionError for an unknown pooling, SourceError for an output without a vector for each position.
+    """
     unknown = [name for name in pools if name not in POOLS]
     if unknown:
-        raise OptionError(f"pool is one of {', '.join(CHOICES)}, not {unknown[0]!r}")
-    if source.step is not None:
+        raise OptionError(f"pooling is one of {', '.join(POOLINGS)}, not {unknown[0]!r}")
+    if source.step_input is not None:
         raise SourceError(
-            f"pooling is for models that are run once, and this one is stepped over {source.step!r}: leave out either "
-            "(--task feature-extraction loads a Hugging Face folder without what it generates with)"
+            f"pooling is for models that are run once, and this one is stepped over {source.step_input!r}: leave out "
+            "either (--task feature-extraction loads a Hugging Face folder without what it generates with)"
         )
     if source.outputs:
         raise SourceError(f"pooling is of one output, and the model gives {', '.join(source.outputs)}: name one")
-    of = next(iter(source.given), "")
-    with source.ready(), torch.no_grad():
+    of = next(iter(source.caller_inputs), "")
+    with source.eval_mode(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
-    held = source.example[of]
-    whole = held.is_floating_point() and held.dim() == 4  # an image: all positions are its own
-    if len(shape) != 3 or not (whole or shape[:2] == held.shape[:2]):
+    example_ids = source.example[of]
+    whole = example_ids.is_floating_point() and example_ids.dim() == 4  # an image: all positions are valid
+    if len(shape) != 3 or not (whole or shape[:2] == example_ids.shape[:2]):
         raise SourceError(
             f"pooling needs a vector for each position, (batch, time, width), and the model gives {shape} for an input "
-            f"of {tuple(held.shape)}: leave out --pool (pool=), or let forward return its last states"
+            f"of {tuple(example_ids.shape)}: leave out --pooling (Task(pooling=…)), or let forward return its last "
+            "states"
         )
-    answer = None if source.answer is None else _of_whole(source.answer, pools, then, normalize)
+    answer = None if source.own_pipeline is None else _pooled_pipeline(source.own_pipeline, pools, then, normalize)
     if whole:
-        module = Pooled(source.module, None, True, True, pools, then, normalize)
-        return replace(source, module=module, answer=answer)
-    found = next((name for name, mask in source.masks.items() if mask.of == of), None)
+        module = PooledModule(source.module, None, True, True, pools, then, normalize)
+        return replace(source, module=module, own_pipeline=answer)
+    mask_name = next((name for name, mask in source.masks.items() if mask.of == of), None)
     example, masks = dict(source.example), dict(source.masks)
-    name = found or f"{of}.keep"
-    if found is None:
+    name = mask_name or f"{of}.keep"
+    if mask_name is None:
         masks[name] = padding(of)
-        example[name] = torch.ones(held.shape[:2], dtype=torch.bool)
+        example[name] = torch.ones(example_ids.shape[:2], dtype=torch.bool)
     place = list(example).index(name)
-    module = Pooled(source.module, place, found is not None, bool(masks[name].keep), pools, then, normalize)
-    return replace(source, module=module, example=example, masks=masks, answer=answer)
+    module = PooledModule(source.module, place, mask_name is not None, bool(masks[name].keep), pools, then, normalize)
+    return replace(source, module=module, example=example, masks=masks, own_pipeline=answer)
 
 
-def _of_whole(answer: Answer, pools: Sequence[str], then: nn.Module | None, normalize: bool) -> Answer:
-    """The source's own answer, pooled, as far as it is one row without padding: no mask is needed, and none is used."""
+def _pooled_pipeline(answer: Pipeline, pools: Sequence[str], then: nn.Module | None, normalize: bool) -> Pipeline:
+    """Add pooling to the source's own pipeline. It handles one row without padding, so it needs no mask."""
     plain: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "mean": lambda states: states.mean(0),
         "first": lambda states: states[0],
@@ -64,11 +74,11 @@ def _of_whole(answer: Answer, pools: Sequence[str], then: nn.Module | None, norm
         "weightedmean": lambda states: torch.arange(1.0, len(states) + 1) @ states / sum(range(len(states) + 1)),
     }
 
-    def whole(sample: Any, most: int | None) -> torch.Tensor:
-        states = answer(sample, most)
+    def pipeline(sample: Any, max_tokens: int | None) -> torch.Tensor:
+        states = answer(sample, max_tokens)
         with torch.no_grad():
             vector = torch.cat([plain[name](states) for name in pools])
             vector = vector if then is None else then(vector)
         return vector / vector.norm() if normalize else vector
 
-    return whole
+    return pipeline

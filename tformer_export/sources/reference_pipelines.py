@@ -1,7 +1,7 @@
-"""A source's own way from a text to results that are made of single tokens: spans, answers, filled masks.
+"""Reference pipelines in PyTorch for results that consist of single tokens: spans, answers, filled masks.
 
-Written anew in PyTorch after transformers' pipelines, so that the runtime's way is compared with another. A result is
-the numbers that the runtime's task gives of its own (`Task.numbers`).
+They follow transformers' pipelines and share no code with the runtime, which is compared with them. A result has the
+form of `numbers` of the runtime's task.
 """
 
 from __future__ import annotations
@@ -12,50 +12,59 @@ from typing import Any
 import torch
 from tokenizers import Encoding
 
-from tformer_export.sources.pooled_module import Answer
+from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import ANSWERS, FILLS, LABELS_TOKENS
-from tformer_runtime.tasks.fill_mask import TOP_K
-from tformer_runtime.tasks.question_answering import LONGEST, STRIDE, WINDOW
+from tformer_runtime.tasks.fill_mask import DEFAULT_TOP_K
+from tformer_runtime.tasks.question_answering import DEFAULT_DOC_STRIDE, DEFAULT_MAX_ANSWER_TOKENS, DEFAULT_MAX_SEQ_LEN
 
 Outputs = tuple[torch.Tensor, ...]  # for one encoding, without batch axis
 Run = Callable[[Encoding], Outputs]
 Read = Callable[[Any, int | None, int | None], Sequence[Encoding]]
-BY_TOKEN = (LABELS_TOKENS, ANSWERS, FILLS)
+TOKEN_TASKS = (LABELS_TOKENS, ANSWERS, FILLS)
 
 
-def answer_by_token(task: str, read: Read, run: Run, special: int | None) -> Answer:
-    """read: a sample, cut to so many tokens; with a stride, a pair in windows whose second text shares so many.
-    special: the id of the mask, or of the token that stands for no answer."""
+def make_token_pipeline(task: str, read: Read, run: Run, special: int | None) -> Pipeline:
+    """Make the pipeline of a task.
 
-    def answer(sample: Any, most: int | None) -> torch.Tensor:
+    read: tokenizes a sample, truncated to a number of tokens. With a stride it returns a pair in windows, in which the
+        parts of the second text overlap by that number of tokens.
+    run: the outputs of the model for an encoding.
+    special: the id of the mask, or of the token that stands for no answer.
+    """
+
+    def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
         if task == ANSWERS:
-            window = min(most or WINDOW, WINDOW)
-            room, stride = window - len(read((sample[0], ""), None, None)[0].ids), min(window // 2, STRIDE)
+            window = min(max_tokens or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN)
+            room, stride = window - len(read((sample[0], ""), None, None)[0].ids), min(window // 2, DEFAULT_DOC_STRIDE)
             windows = read(sample, window, stride if stride < room else room // 2)
             return _answered([(run(each), each) for each in windows], sample[1], special)
-        (found,) = read(sample, most, None)
-        return _labelled(run(found)[0], found) if task == LABELS_TOKENS else _filled(run(found)[0], found, special)
+        (encoding,) = read(sample, max_tokens, None)
+        return (
+            _labelled(run(encoding)[0], encoding)
+            if task == LABELS_TOKENS
+            else _filled(run(encoding)[0], encoding, special)
+        )
 
     return answer
 
 
 def _labelled(logits: torch.Tensor, read: Encoding) -> torch.Tensor:
-    """(tokens, 3): of each token of the text the likeliest label's probability, and its place as a share of all."""
-    own = torch.tensor(read.special_tokens_mask) == 0
-    places = torch.tensor(read.offsets, dtype=torch.float64)[own]
+    """Return (tokens, 3): for each token of the text its top probability, begin and end as shares of the text."""
+    is_text = torch.tensor(read.special_tokens_mask) == 0
+    places = torch.tensor(read.offsets, dtype=torch.float64)[is_text]
     length = places[:, 1].max().clamp(min=1) if len(places) else 1
-    scores = logits.double().softmax(-1).max(-1).values[own]
+    scores = logits.double().softmax(-1).max(-1).values[is_text]
     return torch.cat([scores[:, None], places / length], 1)
 
 
 def _filled(logits: torch.Tensor, read: Encoding, mask: int | None) -> torch.Tensor:
-    """(masks, TOP_K): the probabilities of the likeliest tokens."""
+    """(masks, DEFAULT_TOP_K): the probabilities of the likeliest tokens."""
     scores = logits[torch.tensor(read.ids) == mask].double().softmax(-1)
-    return scores.topk(min(TOP_K, scores.shape[-1])).values
+    return scores.topk(min(DEFAULT_TOP_K, scores.shape[-1])).values
 
 
 def _answered(windows: Sequence[tuple[Outputs, Encoding]], context: str, first: int | None) -> torch.Tensor:
-    """(1,): the best answer's probability of all spans, or that there is none where nothing is found."""
+    """Return (1,): the probability of the best answer over all spans, or of no answer if there is no span."""
     scores: dict[str, float] = {}
     nothing = torch.inf
     for (start, end), read in windows:
@@ -65,7 +74,7 @@ def _answered(windows: Sequence[tuple[Outputs, Encoding]], context: str, first: 
             logits.double().masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num() for logits in (start, end)
         )
         nothing = min(nothing, float(begins[0] * ends[0]))
-        spans = torch.outer(begins * (of == 1), ends * (of == 1)).triu().tril(LONGEST - 1).flatten()
+        spans = torch.outer(begins * (of == 1), ends * (of == 1)).triu().tril(DEFAULT_MAX_ANSWER_TOKENS - 1).flatten()
         for place in spans.nonzero().flatten().tolist():
             text = context[_word(read, place // len(of))[0] : _word(read, place % len(of))[1]].lower()
             scores[text] = scores.get(text, 0.0) + float(spans[place])
@@ -73,7 +82,7 @@ def _answered(windows: Sequence[tuple[Outputs, Encoding]], context: str, first: 
 
 
 def _word(read: Encoding, token: int) -> tuple[int, int]:
-    """The characters of a token's word, or its own where there are no words."""
+    """Return the characters of a token's word, or of the token if the encoding has no words."""
     word = read.token_to_word(token)
-    found = read.word_to_chars(word, 1) if word is not None else None
-    return found if found is not None else read.offsets[token]
+    span = read.word_to_chars(word, 1) if word is not None else None
+    return span if span is not None else read.offsets[token]

@@ -1,9 +1,8 @@
-"""A folder of sentence-transformers: a transformers model and, by modules.json, what follows it, read without that
-package. A model in memory is saved into such a folder first.
+"""A folder of sentence-transformers, read without that package: a transformers model and the modules after it.
 
-modules.json lists the modules in their order, each with its class and its folder: the transformer, pooling over its
-states in one way or several, dense layers, normalisation. sentence_bert_config.json and the tokenizer say how long a
-text may be, config_sentence_transformers.json which prompt stands before each.
+modules.json lists the modules in their order, each with its class and its folder: the transformer, pooling of one or
+several kinds, dense layers, normalisation. sentence_bert_config.json and the tokenizer state the maximum length of a
+text, config_sentence_transformers.json the prompt before each text. A model in memory is first saved into a folder.
 https://sbert.net/docs/package_reference/sentence_transformer/models.html
 """
 
@@ -21,14 +20,14 @@ from tokenizers import Tokenizer, normalizers
 from torch import nn
 
 from tformer_export.sources.base import Source
-from tformer_export.sources.pooled_module import POOLS, Answer
-from tformer_export.sources.pooling import pooled
+from tformer_export.sources.pooled_module import POOLS, Pipeline
+from tformer_export.sources.pooling import with_pooling
 from tformer_runtime.base.errors import SourceError
-from tformer_runtime.format.manifest import Outcome
+from tformer_runtime.format.manifest import OutputMeaning
 
 MODULES = "modules.json"
 _CONFIG = "sentence_bert_config.json"
-_FLAGS = {  # of its older configs, in the order in which their vectors are joined → our names
+_FLAGS = {  # flags of its older configs → our names, in the order in which vectors are concatenated
     "pooling_mode_cls_token": "first",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -36,11 +35,11 @@ _FLAGS = {  # of its older configs, in the order in which their vectors are join
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
-_NAMES = {"cls": "first", "lasttoken": "last"}  # its names → ours, where they differ
+_NAMES = {"cls": "first", "lasttoken": "last"}  # its names → ours, if they differ
 
 
 def is_sentence_encoder(module: Any) -> bool:
-    """Whether a module in memory is a model of sentence-transformers that makes sentence embeddings."""
+    """Return whether a module is a model of sentence-transformers that computes sentence embeddings."""
     return any(
         base.__name__ == "SentenceTransformer" and base.__module__.startswith("sentence_transformers")
         for base in type(module).__mro__
@@ -48,27 +47,33 @@ def is_sentence_encoder(module: Any) -> bool:
 
 
 def from_sentence_encoder(module: Any, read: Callable[[Path], Source]) -> Source:
-    """One in memory. read: what reads a folder. Takes as much disk as the model for a while."""
+    """Read a sentence encoder in memory. It is saved to disk for a while.
+
+    read: a function that reads a folder.
+    """
     with TemporaryDirectory(prefix="tformer-") as name:
         module.save(name, create_model_card=False)
         source = read(Path(name))
     source.name = type(module).__name__
 
-    def answer(sample: Any, most: int | None) -> torch.Tensor:
-        held = module.max_seq_length
-        module.max_seq_length = held if most is None else most
+    def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
+        max_length = module.max_seq_length
+        module.max_seq_length = max_length if max_tokens is None else max_tokens
         try:
             vector: torch.Tensor = module.encode(sample, convert_to_tensor=True, show_progress_bar=False)
         finally:
-            module.max_seq_length = held
+            module.max_seq_length = max_length
         return vector.float().cpu()
 
-    source.answer, source.pairs = answer, False
+    source.own_pipeline, source.reads_pairs = answer, False
     return source
 
 
 def with_modules(folder: Path, source: Source) -> Source:
-    """The source of a folder's transformer, with what modules.json puts behind it."""
+    """Add the modules of modules.json to the source of a folder's transformer.
+
+    Raises SourceError for modules that are not supported.
+    """
     listed = _json(folder / MODULES)
     try:
         kinds = [(str(entry["type"]).rsplit(".", 1)[-1], folder / str(entry["path"])) for entry in listed]
@@ -88,7 +93,7 @@ def with_modules(folder: Path, source: Source) -> Source:
             layers.append(_dense(folder, path))
         elif kind == "Normalize":
             normalize = True
-        elif kind != "Dropout":  # which does nothing outside training
+        elif kind != "Dropout":  # it has no effect in eval mode
             raise _refused(folder, kind, "at all")
     settings = _json(folder / "config_sentence_transformers.json", missing={})
     where = next((path for kind, path in kinds if kind == "Pooling"), folder)
@@ -98,40 +103,44 @@ def with_modules(folder: Path, source: Source) -> Source:
         return source
     if prompt and not _json(where / "config.json").get("include_prompt", True):
         raise _refused(folder, "Pooling", "without the tokens of its default prompt")
-    source = pooled(source, pools, nn.Sequential(*layers).eval() if layers else None, normalize)
+    source = with_pooling(source, pools, nn.Sequential(*layers).eval() if layers else None, normalize)
     if prompt:
-        source = replace(source, outcome=Outcome(settings={"prompt": prompt}), answer=_prompted(source.answer, prompt))
-    return replace(source, pairs=False)
+        source = replace(
+            source,
+            output_meaning=OutputMeaning(settings={"prompt": prompt}),
+            own_pipeline=_prompted(source.own_pipeline, prompt),
+        )
+    return replace(source, reads_pairs=False)
 
 
 def length_limit(folder: Path) -> int | None:
-    """How many tokens a text may have, where the folder says so."""
-    found = _json(folder / _CONFIG, missing={}).get("max_seq_length")
-    return found if isinstance(found, int) else None
+    """Return the maximum number of tokens of a text; None if the folder does not state it."""
+    limit = _json(folder / _CONFIG, missing={}).get("max_seq_length")
+    return limit if isinstance(limit, int) else None
 
 
 def _in_lower_case(folder: Path, source: Source) -> Source:
-    """Texts in lower case, where the folder says so."""
+    """Lower the case of texts, if the folder requires it."""
     config = _json(folder / _CONFIG, missing={})
     if not config.get("do_lower_case"):
         return source
     texts = {}
     for name, text in source.tokenizers.items():
         tokenizer = Tokenizer.from_str(text)
-        own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        existing = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *existing])
         texts[name] = tokenizer.to_str()
-    answer = source.answer
-    lower = None if answer is None else lambda sample, most: answer(_lowered(sample), most)
-    return replace(source, tokenizers=texts, answer=lower)
+    answer = source.own_pipeline
+    lower = None if answer is None else lambda sample, max_tokens: answer(_lowered(sample), max_tokens)
+    return replace(source, tokenizers=texts, own_pipeline=lower)
 
 
 def _lowered(sample: Any) -> Any:
     return sample.lower() if isinstance(sample, str) else tuple(text.lower() for text in sample)
 
 
-def _prompted(answer: Answer | None, prompt: str) -> Answer | None:
-    return None if answer is None else lambda sample, most: answer(prompt + sample, most)
+def _prompted(answer: Pipeline | None, prompt: str) -> Pipeline | None:
+    return None if answer is None else lambda sample, max_tokens: answer(prompt + sample, max_tokens)
 
 
 def _pools(folder: Path, path: Path) -> list[str]:
@@ -147,7 +156,7 @@ def _pools(folder: Path, path: Path) -> list[str]:
 
 
 def _dense(folder: Path, path: Path) -> nn.Module:
-    """A linear layer and its activation."""
+    """Load a linear layer with its activation."""
     config = _json(path / "config.json")
     text = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = getattr(nn, text.rsplit(".", 1)[-1], None) if text.startswith("torch.nn.") else None
@@ -171,12 +180,12 @@ def _weights(path: Path) -> Mapping[str, torch.Tensor]:
         if (path / "model.safetensors").exists():
             from safetensors.torch import load_file
 
-            found: Mapping[str, torch.Tensor] = load_file(path / "model.safetensors")
+            weights: Mapping[str, torch.Tensor] = load_file(path / "model.safetensors")
         else:
-            found = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+            weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
     except Exception as error:  # safetensors and torch raise many types
         raise SourceError(f"{path} holds no weights that can be read: {error}") from error
-    return found
+    return weights
 
 
 def _refused(folder: Path, kind: str, where: str) -> SourceError:

@@ -1,4 +1,4 @@
-"""What a transformers class is for: asked of transformers, whose automatic classes list the classes of each task."""
+"""Tasks of transformers' classes, which the automatic classes of transformers list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LABELS_TOKENS, ANSWERS, FILLS = "token-classification", "question-answering", "f
 IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
 CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)  # tasks with one label or several for an input as a whole
 RECOGNIZES = "automatic-speech-recognition"
-TASKS = {  # automatic class → task; a class that several list is taken for the first
+TASKS = {  # automatic class → task; the first one that lists a class counts
     "AutoModelForCausalLM": GENERATES,
     "AutoModelForSeq2SeqLM": TRANSLATES,
     "AutoModelForSequenceClassification": CLASSIFIES,
@@ -27,13 +27,13 @@ TASKS = {  # automatic class → task; a class that several list is taken for th
 }
 
 
-def purpose_of(kind: type) -> str | None:
-    """The task of a class, or of the nearest class that it is made from; None if transformers lists none of them."""
-    return next((task for base in kind.__mro__ if (task := purpose_named(base.__name__)) is not None), None)
+def task_of_class(kind: type) -> str | None:
+    """Return the task of a class or of its nearest base class; None if transformers lists none of them."""
+    return next((task for base in kind.__mro__ if (task := task_of_class_name(base.__name__)) is not None), None)
 
 
-def purpose_named(name: str) -> str | None:
-    """The task of the class of this name."""
+def task_of_class_name(name: str) -> str | None:
+    """Return the task of the class of this name; None if transformers does not list it."""
     import transformers
 
     for auto, task in TASKS.items():
@@ -43,37 +43,40 @@ def purpose_named(name: str) -> str | None:
 
 
 def class_for(config: Any, task: str | None) -> tuple[Any, str]:
-    """The class to load a folder with, and its task. task: for another than the one that the folder was saved as.
+    """Return the class with which to load a folder, and its task.
 
-    SourceError for what is saved as a class of a task that nothing here serves, and for a task that the model has no
-    class for.
+    task: the task to load the folder for; by default that of the saved class.
+
+    Raises SourceError for a saved class without a supported task, and for a task that the model has no class for.
     """
     import transformers
 
-    task = FEATURES if task == IMAGE_FEATURES else task  # of one class, whatever is read
+    task = FEATURES if task == IMAGE_FEATURES else task  # both tasks have the same classes
     saved = [str(name) for name in getattr(config, "architectures", None) or ()]
-    found = next((known for name in saved if (known := purpose_named(name)) is not None), None)
+    chosen = next((known for name in saved if (known := task_of_class_name(name)) is not None), None)
     if task in TASKS.values():
-        found = task
-    elif found is None and any(hasattr(transformers, name) for name in saved):
+        chosen = task
+    elif chosen is None and any(hasattr(transformers, name) for name in saved):
         raise SourceError(
             f"it holds a {saved[0]}, which serves none of the tasks {', '.join(dict.fromkeys(TASKS.values()))}: export "
             f"it as one of them (--task), or load it in Python and give an example of its inputs"
         )
-    if found in (GENERATES, TRANSLATES, None):
-        found = TRANSLATES if config.is_encoder_decoder else GENERATES
-    own = [
-        getattr(transformers, name) for name in saved if hasattr(transformers, name) and purpose_named(name) == found
+    if chosen in (GENERATES, TRANSLATES, None):
+        chosen = TRANSLATES if config.is_encoder_decoder else GENERATES
+    classes = [
+        getattr(transformers, name)
+        for name in saved
+        if hasattr(transformers, name) and task_of_class_name(name) == chosen
     ]
-    if own:
-        return own[0], found
+    if classes:
+        return classes[0], chosen
     for auto, served in TASKS.items():
-        if served == found and type(config) in getattr(transformers, auto)._model_mapping:
-            return getattr(transformers, auto), found
-    raise SourceError(f"transformers has no class of {type(config).__name__} for {found}: name another --task")
+        if served == chosen and type(config) in getattr(transformers, auto)._model_mapping:
+            return getattr(transformers, auto), chosen
+    raise SourceError(f"transformers has no class of {type(config).__name__} for {chosen}: name another --task")
 
 
 def _classes(auto: Any) -> set[str]:
-    """The names of the classes that an automatic class chooses from."""
-    held = auto._model_mapping._model_mapping.values() if auto is not None else ()
-    return {name for names in held for name in ((names,) if isinstance(names, str) else names)}
+    """Return the names of the classes that an automatic class chooses from."""
+    names_of_configs = auto._model_mapping._model_mapping.values() if auto is not None else ()
+    return {name for names in names_of_configs for name in ((names,) if isinstance(names, str) else names)}

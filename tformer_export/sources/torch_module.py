@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask, padding
-from tformer_export.sources.adapter import Adapter, callable_module, parameters_of, required
+from tformer_export.sources.adapter import Adapter, callable_module, parameters_of, required_parameters
 from tformer_export.sources.base import Source, as_float32, build_mask
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
@@ -20,92 +20,101 @@ from tformer_runtime.preprocess.series import TASK
 def from_module(
     module: nn.Module,
     example: Mapping[str, torch.Tensor],
-    step: str | None,
+    step_input: str | None,
     *,
     masks: Mapping[str, Mask] | None = None,
-    dynamic: Mapping[str, Sequence[int]] | None = None,
-    constants: Mapping[str, Any] | None = None,
+    axes: Mapping[str, Sequence[int]] | None = None,
+    fixed_arguments: Mapping[str, Any] | None = None,
     output: str | int | Sequence[str | int] | None = None,
     task: str | None = None,
-    special: SpecialTokens | None = None,
-    tokenizers: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    special_tokens: SpecialTokens | None = None,
     max_length: int | None = None,
     series: Mapping[str, Any] | None = None,
 ) -> Source:
-    """See `tformer_export.export` for the arguments. SourceError if they do not fit forward's parameters."""
-    described, fixed = dict(masks or {}), dict(constants or {})
-    called = callable_module(module, {*example, *described, *fixed})
-    _check_arguments(called, example, described, fixed)
-    inputs, layouts, free_axes = _batch_first(example, dynamic or {})
+    """Read a module with an example of its inputs. `tformer_export.export` describes the arguments.
+
+    Raises SourceError if the arguments do not fit the parameters of forward.
+    """
+    described, fixed = dict(masks or {}), dict(fixed_arguments or {})
+    callable_ = callable_module(module, {*example, *described, *fixed})
+    _check_arguments(callable_, example, described, fixed)
+    inputs, layouts, free_axes = _batch_first(example, axes or {})
     for name, mask in described.items():
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
             if of not in inputs:
                 raise SourceError(f"the mask {name!r} speaks of {of!r}, which is not in the example")
-    # Of each request input whose padding something tells, the runtime makes one keep-mask.
-    padded = {mask.of: padding(mask.of) for mask in described.values() if mask.of != step and mask.tells_padding}
+    # The runtime makes one keep-mask for each request input whose padding changes an argument.
+    padded = [mask.of for mask in described.values() if mask.of != step_input and mask.depends_on_padding]
     keeps = {of: f"{of}.keep" for of in padded}
-    given = {keeps[of]: mask for of, mask in padded.items()}
-    inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in given.items()}
-    adapted = as_float32(called)
-    if adapted is not called:
+    keep_masks = {keep: padding(of) for of, keep in keeps.items()}
+    inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in keep_masks.items()}
+    adapted = as_float32(callable_)
+    if adapted is not callable_:
         inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
-    adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step, output)
-    several = () if output is None or isinstance(output, (str, int)) else tuple(output)
-    if several and step is not None:
-        raise SourceError(f"a model that is stepped over {step!r} gives logits: name one output, not {len(several)}")
-    decoding = "text2text-generation" if len(example) > 1 else "text-generation"
-    if series is not None or (step is not None and step in example and example[step].is_floating_point()):
-        decoding = TASK
+    adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step_input, output)
+    outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
+    if outputs and step_input is not None:
+        raise SourceError(
+            f"a model that is stepped over {step_input!r} gives logits: name one output, not {len(outputs)}"
+        )
     return Source(
         module=adapter,
         example=inputs,
-        step=step,
+        step_input=step_input,
         name=type(module).__name__,
-        task=task or (decoding if step or series is not None else "feature-extraction"),
-        masks=given,
-        dynamic=free_axes,
-        special=special or SpecialTokens(),
-        tokenizers=dict(tokenizers or {}),
-        defaults=dict(defaults or {}),
+        task=task or _default_task(example, step_input, series),
+        masks=keep_masks,
+        axes=free_axes,
+        special_tokens=special_tokens or SpecialTokens(),
         max_length=max_length,
         series=series,
-        outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in several),
+        outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
     )
 
 
-def ids_for(module: nn.Module) -> dict[str, torch.Tensor]:
-    """An example for a module of which nothing is known: what forward requires is token ids, (batch, time) each."""
-    return {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in required(module)}
+def _default_task(example: Mapping[str, torch.Tensor], step_input: str | None, series: Mapping[str, Any] | None) -> str:
+    step = example.get(step_input) if step_input is not None else None
+    if series is not None or (step is not None and step.is_floating_point()):
+        return TASK
+    if not step_input:
+        return "feature-extraction"
+    return "text2text-generation" if len(example) > 1 else "text-generation"
 
 
-def has_one_length(series: Mapping[str, Any]) -> bool:
-    """Whether all histories have as many rows."""
+def example_ids(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Make an example for a module: token ids, (batch, time), for each parameter that forward requires."""
+    return {name: torch.arange(1, 7).reshape(2, 3) % 3 for name in required_parameters(module)}
+
+
+def has_fixed_length(series: Mapping[str, Any]) -> bool:
+    """Return whether all histories of a series have the same number of rows."""
     return "longest" in series and series["longest"] == series.get("shortest")
 
 
-def numbers_for(module: nn.Module, series: Mapping[str, Any], step: str | None) -> dict[str, torch.Tensor]:
-    """The same for a model that forecasts, of which the columns are known: the history has all, the step input of a
-    decoder beside an encoder those that are forecast."""
+def example_numbers(module: nn.Module, series: Mapping[str, Any], step_input: str | None) -> dict[str, torch.Tensor]:
+    """Make an example for a model that forecasts: numbers (batch, time, columns) for each required parameter.
+
+    The history has all columns. The step input of a decoder with an encoder has the forecast columns alone.
+    """
     columns = len(series.get("columns", ())) or 1
     targets = len(series.get("targets", ())) or columns
-    names = required(module)
-    beside = len(names) > 1
-    rows = series["longest"] if has_one_length(series) else 3
+    names = required_parameters(module)
+    has_encoder = len(names) > 1
+    rows = series["longest"] if has_fixed_length(series) else 3
     return {
         name: torch.linspace(-1, 1, 2 * rows * n).reshape(2, rows, n)
         for name in names
-        for n in [targets if beside and name == step else columns]
+        for n in [targets if has_encoder and name == step_input else columns]
     }
 
 
 def _check_arguments(
-    module: nn.Module, example: Mapping[str, Any], masks: Mapping[str, Any], constants: Mapping[str, Any]
+    module: nn.Module, example: Mapping[str, Any], masks: Mapping[str, Any], fixed_arguments: Mapping[str, Any]
 ) -> None:
     parameters = parameters_of(module)
     free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     places: dict[str, str] = {}
-    for place, names in (("the example", example), ("masks", masks), ("constants", constants)):
+    for place, names in (("the example", example), ("masks", masks), ("fixed_arguments", fixed_arguments)):
         for name in names:
             if name not in parameters and not free:
                 raise SourceError(f"forward has no parameter {name!r}: it takes {', '.join(parameters) or 'none'}")
@@ -114,20 +123,20 @@ def _check_arguments(
             places[name] = place
     for name, value in example.items():
         check_example(name, value)
-    lacking = [name for name in required(module) if name not in places]
-    if lacking:
+    missing = [name for name in required_parameters(module) if name not in places]
+    if missing:
         raise SourceError(
-            f"forward needs {', '.join(lacking)} too: an input belongs into the example, a mask, lengths or positions "
-            "are described in masks={…}, and what is always the same goes into constants={…}"
+            f"forward needs {', '.join(missing)} too: an input belongs into the example, a mask, lengths or positions "
+            "are described in masks={…}, and what is always the same goes into fixed_arguments={…}"
         )
 
 
 def check_example(name: str, value: Any) -> None:
-    """SourceError for what is no input: above all for what follows from another input's lengths."""
+    """Raise SourceError unless the value is an input: a mask, lengths or positions follow from another input."""
     if not isinstance(value, torch.Tensor):
         raise SourceError(
             f"the example of {name!r} must be a tensor, (batch, time, …), not {type(value).__name__}: what is always "
-            f"the same goes into constants={{{name!r}: …}}"
+            f"the same goes into fixed_arguments={{{name!r}: …}}"
         )
     instead = None
     if value.dim() == 1:
@@ -142,23 +151,26 @@ def check_example(name: str, value: Any) -> None:
             f"example and describe it, masks={{{name!r}: {instead}(…)}}"
         )
     if value.dim() == 0:
-        raise SourceError(f"the example of {name!r} is a single number: it goes into constants={{{name!r}: …}}")
+        raise SourceError(f"the example of {name!r} is a single number: it goes into fixed_arguments={{{name!r}: …}}")
 
 
 def _is_two_valued(value: torch.Tensor) -> bool:
-    """Whether a tensor holds what masks hold: ones and zeros, or zeros and something hugely negative."""
+    """Return whether a tensor has the values of a mask: ones and zeros, or zeros and large negative numbers."""
     return bool(((value == 0) | (value == 1) | (value < -1e3)).all())
 
 
 def _batch_first(
-    example: Mapping[str, torch.Tensor], dynamic: Mapping[str, Sequence[int]]
+    example: Mapping[str, torch.Tensor], axes_of: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
-    """The example with batch and time in front; where they are in the module, if elsewhere; the free axes in front."""
+    """Move batch and time to the front.
+
+    Return the inputs, the axes of batch and time in the module where they differ, and the free axes in front.
+    """
     inputs, layouts, free_axes = dict(example), {}, {}
-    for name, axes in dynamic.items():
+    for name, axes in axes_of.items():
         if name not in inputs or len(axes) not in (1, 2) or not all(0 <= a < inputs[name].dim() for a in axes):
             raise SourceError(
-                f"dynamic={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
+                f"axes={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
             )
         free_axes[name] = (0, 1)[: len(axes)]
         if len(axes) == 2 and tuple(axes) != (0, 1):
@@ -166,6 +178,6 @@ def _batch_first(
             inputs[name] = inputs[name].movedim(layouts[name], (0, 1))
         elif len(axes) == 1 and axes[0] != 0:
             raise SourceError(
-                f"dynamic={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
+                f"axes={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
             )
     return inputs, layouts, free_axes

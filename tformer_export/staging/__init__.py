@@ -1,12 +1,10 @@
-"""The idea of this project: cut one graph into what is computed once and what each step computes.
+"""Staging: the traced graph is cut into the part that runs once for a request and the part that runs for each step.
 
-plan                which values are asked for at which positions; what is asked for at all of them is cached
-restriction         what an operation needs of its operands, to give the new positions alone
-regions             operations that mix positions and are positionwise as a whole
-tables, rotary      values that depend on the position alone, gathered by position
-encode, decode      the programs of the two stages; emitter writes them
-restriction_errors  why a model cannot be stepped, with the user's own line
-auxiliary_outputs   attention and hidden states that a file gives besides
-output_lengths      lengths of outputs that follow from those of inputs
-landmarks           where a file and its source first differ, for the parity gate's message
+plan                which values are needed at which positions; values needed at all positions are cached restriction
+the positions that an operation needs of its operands regions             operations that mix positions and are
+positionwise as a whole probe               random inputs on which operations are tested tables, rotary      values that
+depend on the position alone, gathered by position encode, decode      the programs of the two stages; emitter writes
+them restriction_errors  messages why a model cannot be decoded step by step, with the user's own line auxiliary_outputs
+attention weights and hidden states as extra outputs output_lengths      lengths of outputs that follow from lengths of
+inputs difference_locator  where a file and its source first differ, for the parity gate's message
 """

@@ -1,4 +1,4 @@
-"""What both programs are made with: nodes of the captured graph copied into a new one, sizes read anew.
+"""Common parts of both programs: nodes of the captured graph are copied into a new graph, with sizes read there.
 
 A program is a graph of ATen operations and the operators of `tformer_export.common.onnx_operators`, ready for
 torch.onnx.
@@ -17,9 +17,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
-from tformer_export.analysis.batch_axes import Rows
+from tformer_export.analysis.batch_axes import BatchAxis
 from tformer_export.analysis.binding_time import Level, is_fixed
-from tformer_export.capture.trace import Captured
+from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import aten, expression, meta
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -28,7 +28,11 @@ from tformer_runtime.format import manifest
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of a program: its name in the file, and for each axis a size or the name of a free one."""
+    """An input or output of a program.
+
+    name: its name in the file.
+    shape: for each axis a size, or the name of a free size.
+    """
 
     name: str
     dtype: torch.dtype
@@ -36,66 +40,79 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Context:
-    """A value that encode gives; `one`: for one position of the step input. rows: where it has the batch, if it has
-    one."""
+class ContextTensor:
+    """A value that encode computes for decode.
+
+    one: whether it is computed for one position of the step input only.
+    rows: the axis of the batch, if it has one.
+    """
 
     node: Node
     one: bool = False
-    rows: Rows | None = None
+    rows: BatchAxis | None = None
 
 
 @dataclass(frozen=True)
 class CachedValue:
-    """A value of the captured graph whose past is kept: the ports that take and give it, and where it has the batch,
-    which the cache has first."""
+    """A value of the captured graph whose past is cached.
+
+    past, present: the input and the output for the cache.
+    rows: the axis of the batch, which is the first axis of the cache.
+    """
 
     past: str
     present: str
     node: Node
-    rows: Rows
+    rows: BatchAxis
 
 
 @dataclass
 class Program:
-    """One stage. `ragged_chunks` as in the manifest. extras: names of the outputs that are beside its results.
-    follows: as of the manifest's `Encode`."""
+    """The program of one stage.
+
+    extras: the names of the extra outputs.
+    chunked_prefill, derived_lengths: as in the manifest.
+    """
 
     module: GraphModule
     inputs: list[Port]
     outputs: list[Port]
     caches: list[CachedValue] = field(default_factory=list)
-    ragged_chunks: bool = True
+    chunked_prefill: bool = True
     extras: tuple[str, ...] = ()
-    follows: Mapping[str, manifest.Follows] = field(default_factory=dict)
+    derived_lengths: Mapping[str, manifest.DerivedLength] = field(default_factory=dict)
 
 
 class Emitter:
-    """Copies nodes of the captured graph into a new one, with sizes read from that graph's own inputs."""
+    """Copies nodes of the captured graph into a new graph, with sizes read from the new graph's own inputs."""
 
-    def __init__(self, captured: Captured, level: Mapping[Node, Level], values: Mapping[Node, Any]) -> None:
-        """values: of every node, at any sizes; only those of constants that are sized by nothing are used."""
+    def __init__(self, captured: CapturedGraph, level: Mapping[Node, Level], values: Mapping[Node, Any]) -> None:
+        """Make an empty program.
+
+        values: the value of every node, at any sizes; only constants without free sizes are read from it.
+        """
         self.captured, self.level, self.values = captured, level, values
-        self.longest: int | None = None  # of the step input, where the program knows it
+        self.max_length: int | None = None  # of the step input, if the program knows it
         self.graph, self.root = Graph(), nn.Module()
         self.sizes: dict[sympy.Symbol, tuple[Node, int]] = {}  # symbol → where the new graph reads it
-        self.made: dict[Any, Node] = {}
+        self.emitted: dict[Any, Node] = {}
         self.inputs: list[Port] = []
         self.placeholders: list[Node] = []
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def copied(self, node: Node, args: Any, kwargs: Any) -> Node:
-        """The node's operation on other operands, with its line in the user's code."""
+    def copy(self, node: Node, args: Any, kwargs: Any) -> Node:
+        """Add the operation of a node with other operands; it keeps its line in the user's code."""
         if node.target is aten.reshape.default:
-            made = self.graph.call_function(onnx_operators.shaped, (args[0], *args[1]))
+            copy = self.graph.call_function(onnx_operators.view_as_shape, (args[0], *args[1]))
         else:
-            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
-        return made
+            copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        return copy
 
     def input(self, name: str, dtype: torch.dtype, shape: tuple[int | str, ...]) -> Node:
+        """Add an input to the program."""
         before = self.placeholders[-1] if self.placeholders else None
         with self.graph.inserting_after(before):  # torch.fx wants placeholders first
             node = self.graph.placeholder(name.replace(".", "_"))
@@ -103,31 +120,33 @@ class Emitter:
         self.inputs.append(Port(name, dtype, shape))
         return node
 
-    def rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
-        """With its batch axis, and its time axis if that is given, in front."""
+    def move_rows_first(self, value: Node, axes: tuple[int, ...]) -> Node:
+        """Move the batch axis, and the time axis if it is given, to the front."""
         front = tuple(range(len(axes)))
-        return value if axes == front else self.call(onnx_operators.moved, value, axes, front)
+        return value if axes == front else self.call(onnx_operators.move_axes, value, axes, front)
 
-    def apart(self, outputs: list[Node]) -> tuple[Node, ...]:
-        """The outputs, each a node of its own that is not an input: names of a graph's outputs are one each."""
-        given = set(self.placeholders)
+    def distinct_outputs(self, outputs: list[Node]) -> tuple[Node, ...]:
+        """Return the outputs as distinct nodes that are no inputs: each output of a graph needs its own name."""
+        placeholders = set(self.placeholders)
         return tuple(
-            self.call(aten.clone.default, node) if node in given or node in outputs[:i] else node
+            self.call(aten.clone.default, node) if node in placeholders or node in outputs[:i] else node
             for i, node in enumerate(outputs)
         )
 
     def constant(self, name: str, value: torch.Tensor) -> Node:
+        """Return a constant of the program, added at the first call for this name."""
         key = f"constant_{name}"
-        if key not in self.made:
+        if key not in self.emitted:
             self.root.register_buffer(key, value.detach().contiguous())
-            self.made[key] = self.graph.get_attr(key)
-        return self.made[key]
+            self.emitted[key] = self.graph.get_attr(key)
+        return self.emitted[key]
 
     def size(self, size: Any, time: Any) -> Any:
-        """A traced size, with `time` standing for the time symbol."""
+        """Return a traced size; `time` replaces the time symbol."""
         return self._size(expression(size), time)
 
     def _size(self, expr: sympy.Expr, time: Any) -> Any:
+        """Return a size expression as a number or as a node that computes it."""
         if expr.is_Integer:
             return int(expr)
         if expr == self.captured.time:
@@ -136,9 +155,9 @@ class Emitter:
             if expr not in self.sizes:
                 raise UnsupportedModelError(f"a size of the step depends on a free axis ({expr}) that it cannot see")
             key = "size", expr
-            if key not in self.made:
-                self.made[key] = self.call(aten.sym_size.int, *self.sizes[expr])
-            return self.made[key]
+            if key not in self.emitted:
+                self.emitted[key] = self.call(aten.sym_size.int, *self.sizes[expr])
+            return self.emitted[key]
         folds: dict[Any, Callable[..., Any]] = {
             sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv,
             Mod: operator.mod, PythonMod: operator.mod, Min: torch.sym_min, Max: torch.sym_max,
@@ -156,46 +175,49 @@ class Emitter:
         raise UnsupportedModelError(f"a size of the model is an expression that cannot be exported: {expr}")
 
     def _is_never_less(self, expr: sympy.Expr) -> bool:
-        """Whether a number is so large that no length is larger."""
-        return self.longest is not None and bool(expr.is_Integer) and int(expr) >= self.longest
+        """Return whether a number is at least the maximum length."""
+        return self.max_length is not None and bool(expr.is_Integer) and int(expr) >= self.max_length
 
     def constant_value(self, node: Node, time: Any) -> Node:
-        """A constant for `time` positions: folded if it is sized by nothing, else computed where it is used."""
+        """Return a constant for `time` positions: folded if it has no free sizes, else computed in the program."""
         if node.name in self.captured.constants:
             return self.constant(node.name, self.captured.constants[node.name])
         key = node, str(time)
-        if key not in self.made:
+        if key not in self.emitted:
             if is_fixed(node):
                 value = self.values[node]
                 if isinstance(value, (list, tuple)):
-                    return self._copy(key, node, time)
-                self.made[key] = self.constant(node.name, value)
+                    return self._copy_constant(key, node, time)
+                self.emitted[key] = self.constant(node.name, value)
             else:
-                self._copy(key, node, time)
-        return self.made[key]
+                self._copy_constant(key, node, time)
+        return self.emitted[key]
 
-    def _copy(self, key: Any, node: Node, time: Any) -> Node:
+    def _copy_constant(self, key: Any, node: Node, time: Any) -> Node:
         def operand(argument: Node) -> Any:
             if isinstance(meta(argument), torch.SymInt):
                 return self.size(meta(argument), time)
             return self.constant_value(argument, time)
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
-        self.made[key] = self.copied(node, args, kwargs)
-        return self.made[key]
+        self.emitted[key] = self.copy(node, args, kwargs)
+        return self.emitted[key]
 
 
-def axis_names(captured: Captured, value: torch.Tensor) -> tuple[int | str, ...]:
-    """The axes of a request input: "batch", a size, or a name for each free length (equal names are equal sizes)."""
+def axis_names(captured: CapturedGraph, value: torch.Tensor) -> tuple[int | str, ...]:
+    """Return the axes of a request input: "batch", a size, or a name for each free length.
+
+    Equal names are equal sizes.
+    """
     return tuple(_axis_name(captured, size) for size in value.shape)
 
 
-def _axis_name(captured: Captured, size: Any) -> int | str:
+def _axis_name(captured: CapturedGraph, size: Any) -> int | str:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expr = size.node.expr
     if expr in captured.batch:
-        return manifest.BATCH
+        return manifest.BATCH_AXIS
     owners = (
         f"{name}_length" if axis == 1 else f"{name}_axis{axis}"
         for name, node in captured.inputs.items()
@@ -205,12 +227,12 @@ def _axis_name(captured: Captured, size: Any) -> int | str:
     return next(owners, str(expr))
 
 
-def context_shape(captured: Captured, context: Context) -> tuple[int | str, ...]:
-    """Its axes, the batch's apart from others."""
+def context_shape(captured: CapturedGraph, context: ContextTensor) -> tuple[int | str, ...]:
+    """Return the axes of a context; the batch axis is not merged with others."""
     shape = tuple(
         1
         if context.one and captured.time is not None and captured.time in expression(size).free_symbols
         else _axis_name(captured, size)
         for size in meta(context.node).shape
     )
-    return context.rows.shape(shape, manifest.BATCH) if context.rows and context.rows.times > 1 else shape
+    return context.rows.shape(shape, manifest.BATCH_AXIS) if context.rows and context.rows.times > 1 else shape

@@ -1,8 +1,8 @@
-"""Axes of outputs that a model makes of an input's: how long they are where that is n long.
+"""Lengths of output axes that follow from the length of an input.
 
-Convolutions without padding make (n - k) // s + 1 of n positions, and one after the other the same with other numbers.
-An expression of another kind is left alone: then nobody can tell a row's own positions from its padding, and rows of
-one length alone may be run together, or their results are padded.
+Convolutions without padding make (n - k) // s + 1 of n positions, and several of them make the same with other numbers.
+Other expressions are not described. Then a row's own positions cannot be distinguished from its padding, so only rows
+of one length run together, or results are padded.
 """
 
 from __future__ import annotations
@@ -12,58 +12,58 @@ from collections.abc import Callable, Iterable
 import sympy
 import torch
 
-from tformer_export.capture.trace import Captured
-from tformer_export.common.fx_nodes import MANY, expression, meta
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import MAX_SIZE, expression, meta
 from tformer_export.staging.emitter import axis_names
-from tformer_runtime.format.manifest import Follows
+from tformer_runtime.format.manifest import DerivedLength
 
-STEPS = 24  # of an axis, at both ends of which the expression is looked at
+CHECKED_STEPS = 24  # lengths of the output axis at which the expression is checked, and the greatest
 
 
-def followers(captured: Captured, outputs: Iterable[torch.Tensor]) -> dict[str, Follows]:
-    """By the names that the axes have in the file. Cost: some hundred evaluations of each expression."""
+def find_derived_lengths(captured: CapturedGraph, outputs: Iterable[torch.Tensor]) -> dict[str, DerivedLength]:
+    """Return name of an axis in the file → its derived length. Cost: some hundred evaluations of each expression."""
     owners = {
         expression(size): name
         for node in captured.inputs.values()
         for size, name in zip(meta(node).shape, axis_names(captured, meta(node)), strict=True)
         if isinstance(size, torch.SymInt) and isinstance(name, str)
     }
-    found = {}
+    lengths = {}
     for value in outputs:
         for size, name in zip(value.shape, axis_names(captured, value), strict=True):
-            made = expression(size)
-            if not isinstance(name, str) or made in owners or len(made.free_symbols) != 1:
+            size_expression = expression(size)
+            if not isinstance(name, str) or size_expression in owners or len(size_expression.free_symbols) != 1:
                 continue
-            (symbol,) = made.free_symbols
-            numbers = _numbers(made, symbol) if symbol in owners else None
+            (symbol,) = size_expression.free_symbols
+            numbers = _numbers(size_expression, symbol) if symbol in owners else None
             if numbers is not None:
-                found[name] = Follows(owners[symbol], *numbers)
-    return found
+                lengths[name] = DerivedLength(owners[symbol], *numbers)
+    return lengths
 
 
-def _numbers(made: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, int] | None:
-    """least and stride of an expression that is (n - least) // stride + 1 of the symbol; None if it is none."""
+def _numbers(size_expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """Return least and stride if an expression is (n - least) // stride + 1; None for other expressions."""
 
     def at(n: int) -> int:
-        return int(made.subs(symbol, n))
+        return int(size_expression.subs(symbol, n))
 
-    least = _first(lambda n: at(n) >= 1)
-    second = _first(lambda n: at(n) >= 2)
-    if least is None or second is None or second <= least:
+    minimum = _first_true(lambda n: at(n) >= 1)
+    second = _first_true(lambda n: at(n) >= 2)
+    if minimum is None or second is None or second <= minimum:
         return None
-    stride = second - least
-    steps = [*range(1, STEPS), MANY // stride]
-    edges = [least + k * stride for k in steps]
+    stride = second - minimum
+    steps = [*range(1, CHECKED_STEPS), MAX_SIZE // stride]
+    edges = [minimum + k * stride for k in steps]
     if all(at(edge) == k + 1 and at(edge - 1) == k for k, edge in zip(steps, edges, strict=True)):
-        return least, stride
+        return minimum, stride
     return None
 
 
-def _first(holds: Callable[[int], bool]) -> int | None:
-    """The least number from 1 on for which something holds that does not cease to."""
-    if not holds(MANY):
+def _first_true(holds: Callable[[int], bool]) -> int | None:
+    """Return the least number from 1 on for which a monotone condition holds."""
+    if not holds(MAX_SIZE):
         return None
-    low, high = 0, MANY
+    low, high = 0, MAX_SIZE
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -1,7 +1,8 @@
-"""Why an operation cannot be decoded step by step, in words: what it does to positions is found by disturbing one.
+"""Messages why an operation cannot be decoded step by step.
 
-Each operation is run again with one position of its operands changed. If a result before that position moves, it looks
-ahead; if only later ones do, it carries something from position to position in a way that is not attention's.
+The effect of an operation on positions is found by changing one. The operation runs again with one position of its
+operands changed. If a result before that position changes, it looks ahead. If only later results change, it carries
+values from position to position in another way than attention.
 """
 
 from __future__ import annotations
@@ -17,66 +18,73 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import call
-from tformer_export.capture.trace import Captured
-from tformer_export.common.fx_nodes import is_counted, meta, named, operation, source_line
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import describe_node, is_read_from_data, meta, operation_name, source_line
 
-RUN_ONCE = "export the model without a step input (step=None) to run it once per input"
-LONGEST_WAY = 12  # operations between a value with other rows and one with the positions' rows again
+RUN_ONCE = "export the model without a step input (step_input=None) to run it once per input"
+MAX_PATH_OPERATIONS = 12  # between a value whose rows are no positions and a value whose rows are
 
 
-class Layouts(Protocol):
-    """What `restriction.Views` has found of where positions stand, as far as it is told here."""
+class ValueLayouts(Protocol):
+    """The part of `restriction.RestrictionSolver` that the messages need: the layouts of values."""
 
-    captured: Captured
+    captured: CapturedGraph
     level: Mapping[Node, Level]
     values: dict[Node, Any]
     sizes: dict[Any, int]
     time: sympy.Symbol
-    inner: dict[Node, dict[int, int]]
-    unknown: set[Node]
+    strides: dict[Node, dict[int, int]]
+    unknown_layouts: set[Node]
 
     def time_axes(self, node: Node) -> list[int]: ...
 
     def is_exact(self, node: Node, axis: int) -> bool: ...
 
 
-def why_not(layouts: Layouts, node: Node, looks_ahead: bool) -> str:
-    """One sentence or two for an operation that keeps positions apart in no way. looks_ahead: what else says so."""
+def explain_refusal(layouts: ValueLayouts, node: Node, looks_ahead: bool) -> str:
+    """Return one or two sentences about an operation that does not keep positions apart.
+
+    looks_ahead: whether another test has shown that it looks ahead.
+    """
     for read in (node, *node.all_input_nodes):
-        if is_counted(read):
+        if is_read_from_data(read):
             return (
                 f"forward reads a number out of the step input's data into Python, at {source_line(read)}. It follows "
                 "from all positions at once, while a step knows only those so far: compute it for each position, as a "
                 "tensor"
             )
-    misfits = [n for n in node.all_input_nodes if _misfit(layouts, n)]
-    while above := [n for n in (misfits[0].all_input_nodes if misfits else ()) if _misfit(layouts, n)]:
+    misfits = [n for n in node.all_input_nodes if _has_other_rows(layouts, n)]
+    while above := [n for n in (misfits[0].all_input_nodes if misfits else ()) if _has_other_rows(layouts, n)]:
         misfits = above
     if misfits:
-        return _shifted(layouts, misfits[0])
+        return _explain_other_rows(layouts, misfits[0])
     first = _first(meta(node))
     if isinstance(first, torch.Tensor) and any(free_unbacked_symbols(size) for size in first.shape):
         return (
-            f"{named(node)} makes a tensor whose size depends on the data, so its rows no longer belong to positions. "
+            f"{describe_node(node)} makes a tensor whose size depends on the data, so its rows no longer belong to "
+            "positions. "
             "Keep a row for every position and hide what is not wanted, by torch.where, masked_fill or a mask"
         )
-    if not _alike(call(node, lambda n: layouts.values[n]), layouts.values[node]):
+    if not _is_same(call(node, lambda n: layouts.values[n]), layouts.values[node]):
         return (
-            f"{named(node)} gives something else each time it runs, so it cannot be decoded step by step. Leave it out "
+            f"{describe_node(node)} gives something else each time it runs, so it cannot be decoded step by step. "
+            "Leave it out "
             "outside training, or draw its numbers once in __init__ and keep them as a buffer"
         )
-    moves = _moves(layouts, node, node) or ({"ahead"} if looks_ahead else set())
+    moves = _changed_sides(layouts, node, node) or ({"ahead"} if looks_ahead else set())
     if "ahead" in moves or (looks_ahead and node.target is ATTENTION):
         hint = "Give it" if node.target is ATTENTION else "If this is attention, give it"
         return (
-            f"{named(node)} looks ahead: its value at a position depends on later positions of the step input, so it "
+            f"{describe_node(node)} looks ahead: its value at a position depends on later positions of the step "
+            "input, so it "
             f"cannot be decoded step by step. {hint} a causal mask; if the model is to see the whole sequence, "
             f"{RUN_ONCE}"
         )
     if "back" in moves:
-        return f"{named(node)} {_CARRIES} its value at a position is made from earlier ones. {_ONLY_ATTENTION}"
+        return f"{describe_node(node)} {_CARRIES} its value at a position is made from earlier ones. {_ONLY_ATTENTION}"
     return (
-        f"{named(node)} mixes different positions of the step input outside attention, so it cannot be decoded step by "
+        f"{describe_node(node)} mixes different positions of the step input outside attention, so it cannot be "
+        "decoded step by "
         f"step with a key-value cache; {RUN_ONCE}"
     )
 
@@ -88,71 +96,71 @@ _ONLY_ATTENTION = (
 
 
 def _first(value: Any) -> Any:
-    """Of several tensors, the first."""
+    """Return the first of several tensors, or the value itself."""
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _misfit(layouts: Layouts, node: Node) -> bool:
-    """Whether an axis has rows that are no multiple of the positions."""
+def _has_other_rows(layouts: ValueLayouts, node: Node) -> bool:
+    """Return whether the number of rows on an axis is no multiple of the number of positions."""
     value = _first(layouts.values[node])
-    return node in layouts.unknown and any(
+    return node in layouts.unknown_layouts and any(
         value.shape[axis] % layouts.sizes[layouts.time] for axis in layouts.time_axes(node)
     )
 
 
-def _shifted(layouts: Layouts, node: Node) -> str:
-    """For a value that has other rows than positions: what becomes of it where it has a row for each again."""
+def _explain_other_rows(layouts: ValueLayouts, node: Node) -> str:
+    """Return the message for a value whose rows are no positions, by its effect on the next value whose rows are."""
     size = str(_first(meta(node)).shape[layouts.time_axes(node)[0]]).replace(str(layouts.time), "time")
-    what = f"{named(node)} has {size} rows where the step input has time"
+    reason = f"{describe_node(node)} has {size} rows where the step input has time"
     above, below = _nearest(layouts, node, up=True), _nearest(layouts, node, up=False)
     if above is not None and below is not None:
-        moves = _moves(layouts, above, below)
-        then = named(below) if source_line(below) != source_line(node) else operation(below)
+        moves = _changed_sides(layouts, above, below)
+        below_name = describe_node(below) if source_line(below) != source_line(node) else operation_name(below)
         if moves == {"back"}:
             return (
-                f"{what}, and {then} {_CARRIES} its value at a position is made from a few earlier ones, as in a "
-                f"convolution over time. {_ONLY_ATTENTION}"
+                f"{reason}, and {below_name} {_CARRIES} its value at a position is made from a few earlier ones, as in "
+                f"a convolution over time. {_ONLY_ATTENTION}"
             )
         if moves:
             return (
-                f"{what}, and {then} looks ahead: its value at a position depends on later positions of the step "
-                f"input, so it cannot be decoded step by step; {RUN_ONCE}"
+                f"{reason}, and {below_name} looks ahead: its value at a position depends on later positions of the "
+                f"step input, so it cannot be decoded step by step; {RUN_ONCE}"
             )
-    return f"{what}: positions are put in front, dropped or shifted inside the model; do that to its inputs instead"
+    return f"{reason}: positions are put in front, dropped or shifted inside the model; do that to its inputs instead"
 
 
-def _nearest(layouts: Layouts, node: Node, up: bool) -> Node | None:
-    """The nearest value of the step, above or below, that has one axis of exactly the positions."""
-    todo = [node]
-    for _ in range(LONGEST_WAY):
-        todo = [n for here in todo for n in (here.all_input_nodes if up else here.users)]
-        for found in todo:
-            axes = layouts.time_axes(found) if isinstance(meta(found), torch.Tensor) else []
-            if layouts.level[found] == Level.STEP and len(axes) == 1 and layouts.is_exact(found, axes[0]):
-                return found
+def _nearest(layouts: ValueLayouts, node: Node, up: bool) -> Node | None:
+    """Return the nearest value of the step, above or below, that has one time axis of exactly the positions."""
+    frontier = [node]
+    for _ in range(MAX_PATH_OPERATIONS):
+        frontier = [n for current in frontier for n in (current.all_input_nodes if up else current.users)]
+        for candidate in frontier:
+            axes = layouts.time_axes(candidate) if isinstance(meta(candidate), torch.Tensor) else []
+            if layouts.level[candidate] == Level.STEP and len(axes) == 1 and layouts.is_exact(candidate, axes[0]):
+                return candidate
     return None
 
 
-def _moves(layouts: Layouts, source: Node, result: Node) -> set[str]:
-    """Whether values of `result` move "ahead" of (before) a disturbed position, or "back" (after it).
+def _changed_sides(layouts: ValueLayouts, source: Node, result: Node) -> set[str]:
+    """Return where values of `result` change if a position changes: "ahead" (before it), "back" (after it).
 
-    Disturbed are the operands of `source` if it is the result itself, else the value `source`. Empty if it cannot be
-    told: the operands have no single time axis, or the operations fail on other values.
+    The operands of `source` are changed if it is the result itself, otherwise the value `source`. Return an empty set
+    if the operands have no single time axis, or if the operations fail on other values.
     """
-    disturbed = [
+    changed = [
         n
         for n in (source.all_input_nodes if source is result else [source])
         if isinstance(meta(n), torch.Tensor) and layouts.level[n] == Level.STEP and len(layouts.time_axes(n)) == 1
     ]
     axes = layouts.time_axes(result)
-    if not disturbed or len(axes) != 1 or not isinstance(layouts.values[result], torch.Tensor):
+    if not changed or len(axes) != 1 or not isinstance(layouts.values[result], torch.Tensor):
         return set()
-    between = _between(layouts, disturbed, result)
-    found = set()
+    between = _nodes_between(layouts, changed, result)
+    sides = set()
     try:
         before = _by_position(layouts, result, axes[0], layouts.values[result])
         for position in range(1, before.shape[0] - 1):
-            values = {n: _disturb(layouts, n, position) for n in disturbed}
+            values = {n: _disturb(layouts, n, position) for n in changed}
             with torch.no_grad():
                 for node in between:
                     values[node] = call(node, lambda n, known=values: known.get(n, layouts.values.get(n)))  # type: ignore[misc]
@@ -162,14 +170,14 @@ def _moves(layouts: Layouts, source: Node, result: Node) -> set[str]:
                 for i in range(len(before))
                 if not torch.allclose(before[i].double(), after[i].double(), 1e-4, 1e-5, True)
             ]
-            found |= {"ahead" for i in moved if i < position} | {"back" for i in moved if i > position}
+            sides |= {"ahead" for i in moved if i < position} | {"back" for i in moved if i > position}
     except (RuntimeError, IndexError, TypeError):
         return set()
-    return found
+    return sides
 
 
-def _between(layouts: Layouts, sources: list[Node], result: Node) -> list[Node]:
-    """What has to be computed anew, in order, if the sources change."""
+def _nodes_between(layouts: ValueLayouts, sources: list[Node], result: Node) -> list[Node]:
+    """Return the nodes that have to be computed again, in order, if the sources change."""
     changed = set(sources)
     order = []
     for node in layouts.captured.nodes:
@@ -181,17 +189,20 @@ def _between(layouts: Layouts, sources: list[Node], result: Node) -> list[Node]:
     return order
 
 
-def _by_position(layouts: Layouts, node: Node, axis: int, value: torch.Tensor) -> torch.Tensor:
-    """(positions, …): the value by its axis of positions, which may be strided; shares memory if it is contiguous."""
+def _by_position(layouts: ValueLayouts, node: Node, axis: int, value: torch.Tensor) -> torch.Tensor:
+    """Return a value as (positions, …), by its time axis, which may be strided.
+
+    It shares memory with the value if that is contiguous.
+    """
     length = layouts.sizes[layouts.time]
-    stride = layouts.inner.get(node, {}).get(axis, 1)
+    stride = layouts.strides.get(node, {}).get(axis, 1)
     size = value.shape[axis] // (length * stride)
     before, after = value.shape[:axis], value.shape[axis + 1 :]
     return value.reshape(*before, size, length, stride, *after).movedim(axis + 1, 0)
 
 
-def _disturb(layouts: Layouts, node: Node, position: int) -> torch.Tensor:
-    """The node's value with one position replaced: by other numbers, or by another position's ids or answers."""
+def _disturb(layouts: ValueLayouts, node: Node, position: int) -> torch.Tensor:
+    """Return the node's value with one position replaced by other numbers, or by another position's ids or booleans."""
     value: torch.Tensor = layouts.values[node].clone(memory_format=torch.contiguous_format)
     rows = _by_position(layouts, node, layouts.time_axes(node)[0], value)
     if value.is_floating_point():
@@ -202,8 +213,8 @@ def _disturb(layouts: Layouts, node: Node, position: int) -> torch.Tensor:
     return value
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether an operation gave the same twice; what is not a tensor is not asked."""
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two results of an operation are the same. Values other than tensors are ignored."""
     pairs = zip(one, other, strict=True) if isinstance(one, (list, tuple)) else [(one, other)]
     return all(
         a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-4, 1e-5, True)

@@ -1,13 +1,9 @@
-"""Rotary positions (Su et al. 2021): queries and keys that are turned by an angle that their position tells.
+"""Rotary positions (Su et al. 2021): queries and keys that are rotated by an angle for their position.
 
-However it is written (halves, even and odd entries, complex numbers, a matrix of signs), what turns a query is known
-by what it does: it is run on entries of one and of zero, which tells the angles, and on random numbers, which tells
-whether there is nothing else to it. An attention operator that turns its operands itself takes them as they were
-before that.
-
-Times as long when written out, medians of ratios by turns ± half the distance of their quartiles, of requests that read
-32 tokens and decode 32, for 1, 8 and 32 rows: 1.04 ± 0.02, 1.04 ± 0.01 and 1.03 ± 0.01 in float32, 1.19 ± 0.07, 1.03 ±
-0.04 and 1.08 ± 0.05 with int8 (decoder-only, 6 layers, d = 512, one thread of a Xeon on which others were at work).
+The exporter finds the rotation by its effect, however it is written (halves, even and odd entries, complex numbers, a
+matrix of signs). The operations above a query are run on entries of one and of zero, which gives the angles, and on
+random numbers, which shows whether they do anything else. An attention operator that rotates its operands itself then
+reads them before the rotation. It is faster: docs/design/kernels.md#rotary-positions.
 """
 
 from __future__ import annotations
@@ -21,20 +17,23 @@ from torch.fx import Node
 
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import Constants, call
-from tformer_export.capture.trace import Captured
+from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.staging.plan import CachedAttention
-from tformer_export.staging.restriction import LENGTH
+from tformer_export.staging.restriction import PROBE_LENGTH
 
-CLOSE = 1e-5  # float32 sums of two products of about 1
-NODES = 64  # of the graph, that are looked at above an operand
+MAX_ROUNDING = 1e-5  # of float32 sums of two products of about 1
+MAX_SEARCHED_NODES = 64  # of the graph, above an operand
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """query, key: what the attention's operands are turned from, (batch, heads, time, d) or, if `time_first`,
-    (batch, time, heads, d). cosines, sines: (length, d / 2). interleaved: entries 2i and 2i + 1 are turned together,
-    else i and i + d / 2."""
+    """The rotation of an attention's query and key.
+
+    query, key: the values before the rotation, (batch, heads, time, d) or, if `time_first`, (batch, time, heads, d).
+    cosines, sines: (length, d / 2).
+    interleaved: whether entries 2i and 2i + 1 are rotated together; otherwise i and i + d / 2.
+    """
 
     query: Node
     key: Node
@@ -45,33 +44,35 @@ class Rotation:
 
 
 def find_rotations(
-    captured: Captured,
+    captured: CapturedGraph,
     level: Mapping[Node, Level],
     constants: Constants,
     attentions: Iterable[CachedAttention],
     length: int,
 ) -> dict[Node, Rotation]:
-    """Attention → how both its query and its key are turned, by the same angles. length: the maximum.
+    """Return attention → rotation, for attentions whose query and key are rotated by the same angles.
 
-    Cost: for each query and key, a few of its operations once at the maximum length.
+    length: the maximum length. Cost: for each query and key, a few of its operations once at the maximum length.
     """
     finder = _Finder(captured, level, constants, length)
-    found = {}
+    rotations = {}
     for attention in attentions:
-        query = finder.turned(attention.node.args[0])  # type: ignore[arg-type]
-        key = finder.turned(attention.key) if query is not None else None
+        query = finder.find(attention.node.args[0])  # type: ignore[arg-type]
+        key = finder.find(attention.key) if query is not None else None
         if query is None or key is None or query.interleaved != key.interleaved:
             continue
         if all(torch.equal(one, other) for one, other in ((query.cosines, key.cosines), (query.sines, key.sines))):
             first = query.time_first, key.time_first
-            found[attention.node] = Rotation(
+            rotations[attention.node] = Rotation(
                 query.source, key.source, first, query.cosines, query.sines, query.interleaved
             )
-    return found
+    return rotations
 
 
 @dataclass(frozen=True)
-class _Turned:
+class _Rotated:
+    """The rotation of one operand; see `Rotation`."""
+
     source: Node
     time_first: bool
     cosines: torch.Tensor
@@ -81,7 +82,9 @@ class _Turned:
 
 @dataclass
 class _Finder:
-    captured: Captured
+    """Finds the rotations of operands. length: the maximum length."""
+
+    captured: CapturedGraph
     level: Mapping[Node, Level]
     constants: Constants
     length: int
@@ -89,24 +92,26 @@ class _Finder:
     def __post_init__(self) -> None:
         self.order = {node: i for i, node in enumerate(self.captured.nodes)}
 
-    def turned(self, node: Node) -> _Turned | None:
-        """What a value (batch, heads, time, d) is turned from, if it is nothing but turned."""
+    def find(self, node: Node) -> _Rotated | None:
+        """Return the rotation of a value (batch, heads, time, d), if the value is a rotation and nothing else."""
         for source, region in self._above(node):
             time_first = self._layout(source, node)
             if time_first is None:
                 continue
             for interleaved in (False, True):
-                found = self._probed(node, source, region, time_first, interleaved)
-                if found is not None:
-                    return found
+                rotation = self._measure_angles(node, source, region, time_first, interleaved)
+                if rotation is not None:
+                    return rotation
         return None
 
     def _above(self, node: Node) -> Iterator[tuple[Node, list[Node]]]:
-        """Values through which all that depends on the step flows into `node`, the nearest first, and what is between
-        in order."""
+        """Yield values through which all step values flow into `node`, the nearest first.
+
+        Each comes with the operations between it and `node`, in order.
+        """
         region: list[Node] = []
         front = {node}
-        while len(region) < NODES:
+        while len(region) < MAX_SEARCHED_NODES:
             latest = max(front, key=self.order.__getitem__)
             front.remove(latest)
             region.append(latest)
@@ -121,24 +126,27 @@ class _Finder:
                 return
 
     def _layout(self, source: Node, node: Node) -> bool | None:
-        """Whether a value has the time in front of the heads; None if it is neither that nor as `node` is."""
-        ours, theirs = meta(source), meta(node)
+        """Return whether a value has the time axis before the heads; None if its layout is another.
+
+        The layout of `node` has the heads first.
+        """
+        ours, node_value = meta(source), meta(node)
         if not isinstance(ours, torch.Tensor) or ours.dim() != 4 or ours.dtype != torch.float32:
             return None
-        shapes = [[expression(size) for size in value.shape] for value in (ours, theirs)]
+        shapes = [[expression(size) for size in value.shape] for value in (ours, node_value)]
         if shapes[0] == shapes[1]:
             return False
         batch, heads, time, width = shapes[1]
         return True if shapes[0] == [batch, time, heads, width] else None
 
-    def _probed(
+    def _measure_angles(
         self, node: Node, source: Node, region: list[Node], time_first: bool, interleaved: bool
-    ) -> _Turned | None:
-        """The angles, if the region turns pairs of entries as said, and turns them at all."""
+    ) -> _Rotated | None:
+        """Return the rotation, if the region rotates pairs of entries by angles that are not all zero."""
         width = int(meta(node).shape[3])
         first = torch.arange(width) % 2 == 0 if interleaved else torch.arange(width) < width // 2
         ones = first.to(torch.float32)
-        for length in (LENGTH, self.length):
+        for length in (PROBE_LENGTH, self.length):
             try:
                 result = self._run(node, source, region, time_first, lambda shape: ones.expand(shape), length)
                 if result.shape[-2:] != (length, width):
@@ -146,13 +154,15 @@ class _Finder:
                 cosines, sines = result[0, 0][:, first], result[0, 0][:, ~first]
                 if not sines.any() or not torch.equal(result, result[:1, :1].expand_as(result)):
                     return None
-                if length == LENGTH and not self._only_turns(node, source, region, time_first, first, cosines, sines):
+                if length == PROBE_LENGTH and not self._is_pure_rotation(
+                    node, source, region, time_first, first, cosines, sines
+                ):
                     return None
             except RuntimeError:  # operations that another layout or number does not allow
                 return None
-        return _Turned(source, time_first, cosines.contiguous(), sines.contiguous(), interleaved)
+        return _Rotated(source, time_first, cosines.contiguous(), sines.contiguous(), interleaved)
 
-    def _only_turns(
+    def _is_pure_rotation(
         self,
         node: Node,
         source: Node,
@@ -162,6 +172,7 @@ class _Finder:
         cosines: torch.Tensor,
         sines: torch.Tensor,
     ) -> bool:
+        """Return whether the region does nothing else than rotate by these angles, on random numbers."""
         generator = torch.Generator().manual_seed(0)
         drawn: list[torch.Tensor] = []
 
@@ -169,30 +180,34 @@ class _Finder:
             drawn.append(torch.randn(shape, generator=generator))
             return drawn[0]
 
-        result = self._run(node, source, region, time_first, draw, LENGTH)
+        result = self._run(node, source, region, time_first, draw, PROBE_LENGTH)
         (value,) = drawn
         one, other = value[..., first], value[..., ~first]
         expected = torch.empty_like(value)
         expected[..., first] = one * cosines - other * sines
         expected[..., ~first] = other * cosines + one * sines
-        return bool(torch.allclose(result, expected, rtol=CLOSE, atol=CLOSE))
+        return bool(torch.allclose(result, expected, rtol=MAX_ROUNDING, atol=MAX_ROUNDING))
 
     def _run(
         self, node: Node, source: Node, region: list[Node], time_first: bool, make: Any, length: int
     ) -> torch.Tensor:
-        """`node` for a source that `make` gives for a shape (batch, heads, time, d), for two rows of a length."""
+        """Return the value of `node` for two rows of a length.
+
+        make: makes the source of a shape (batch, heads, time, d).
+        """
         assert self.captured.time is not None
-        held = [*self.captured.inputs.values(), source, *region]
-        values = [v for n in held for v in torch.utils._pytree.tree_leaves(meta(n)) if isinstance(v, torch.Tensor)]
+        sized_nodes = [*self.captured.inputs.values(), source, *region]
+        leaves_of = torch.utils._pytree.tree_leaves
+        values = [v for n in sized_nodes for v in leaves_of(meta(n)) if isinstance(v, torch.Tensor)]
         sizes = {s: 2 for v in values for d in v.shape for s in expression(d).free_symbols}
         sizes[self.captured.time] = length
         shape = tuple(int(expression(d).subs(sizes)) for d in meta(node).shape)
         value = make(shape)
-        known: dict[Node, Any] = {source: value.transpose(1, 2).contiguous() if time_first else value.clone()}
+        values_of: dict[Node, Any] = {source: value.transpose(1, 2).contiguous() if time_first else value.clone()}
         leaves = {n for part in region for n in part.all_input_nodes if self.level[n] == Level.CONSTANT}
-        known |= self.constants.at(list(leaves), sizes)
+        values_of |= self.constants.at(list(leaves), sizes)
         with torch.no_grad():
             for part in region:
-                known[part] = call(part, known.__getitem__)
-        result: torch.Tensor = known[node]
+                values_of[part] = call(part, values_of.__getitem__)
+        result: torch.Tensor = values_of[node]
         return result

@@ -1,17 +1,16 @@
-"""The forms of a file that are fastest on this machine, found by running it (`--tune`).
+"""The fastest kernel forms of a file on this machine (`--tune`).
 
-One choice after the other, its forms are built as whole files and race: each decodes the same short requests, in turns,
-so that whatever else the machine does meets all of them alike. Of a round only the ratio to the form held so far
-counts, so a slow minute counts for nothing. A form takes the place of the default if it is faster by more than 3 %
-beyond the spread of its ratios. At the end, what was kept races once against the defaults, and they stay if it does not
-win as a whole.
+For one choice after the other, each form is built as a whole file, and all decode the same short requests in turns
+(`common/paired_timing.py`), so that background load affects all of them equally. A form replaces the default if it is
+faster by more than 3 % in addition to the spread of its ratios. At the end the chosen forms are compared with the
+defaults as a whole, and the defaults stay if the chosen forms are not faster.
 
-What races is not quite the file that will be written: its caches are in float, its logits are of all ids, and its
-weights are rounded to nearest, in 8 bits where they are to be mixed.
+The files that are timed differ from the exported one: their caches are floats, their logits are of all ids, and their
+weights are rounded to nearest, in 8 bits where the export mixes bits.
 
-Cost: some ten files are built, each as large as the result, on disk one at a time and up to five at a time in memory;
-and for each, at most seven rounds, and one that does not count, of a request of 32 tokens and eight steps at one batch
-size, or at three or four. It grows with the weights; a model with rotary positions is translated once more (seconds).
+Cost: about ten files, each as large as the result, on disk one at a time and up to five at a time in memory. Each runs
+at most eight rounds of a request of 32 tokens and eight steps, at one to four batch sizes. The cost grows with the
+weights. A model with rotary positions is translated a second time (seconds).
 """
 
 from __future__ import annotations
@@ -23,26 +22,34 @@ from pathlib import Path
 
 import numpy as np
 
-from tformer_export.common.kernel_choices import CHOICES, DEFAULTS, ROTARY, Choice, Forms, few_rows
-from tformer_export.common.onnx_writer import removed, save
-from tformer_export.common.paired_timing import Request, Trial, race
-from tformer_export.common.quantization import BALANCED, FIXED, LATENCY, THROUGHPUT
-from tformer_export.compile import Compiled, Understood
-from tformer_export.options import Asked
-from tformer_export.quantize import Fixed, quantize
+from tformer_export.common.kernel_choices import (
+    CHOICES,
+    DEFAULT_FORMS,
+    ROTARY,
+    KernelChoice,
+    KernelForms,
+    few_rows_limits,
+    with_forms,
+)
+from tformer_export.common.onnx_writer import save, temporary_model
+from tformer_export.common.option_values import LATENCY, STATIC, THROUGHPUT
+from tformer_export.common.paired_timing import Request, Trial, time_in_turns
+from tformer_export.compile import AnalysedModel, CompiledModel
+from tformer_export.options import ExportOptions
+from tformer_export.quantize import StaticScale, quantize
 from tformer_export.quantize.matrices import find_matrices
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_runtime.engine.engine import Engine
 
-ROWS = {LATENCY: (1,), BALANCED: (1, 8, 32), THROUGHPUT: (32,)}
-READ = 32  # tokens of a request
-STEPS, STANDS_FOR = 8, 32  # that are run, and that a request is taken to have
-QUIET = 0.2  # seconds before each turn, in which the last one's threads stop spinning
+BATCH_ROWS = {LATENCY: (1,), THROUGHPUT: (32,)}
+PROMPT_TOKENS = 32  # of a request
+DECODE_STEPS, WEIGHTED_DECODE_STEPS = 8, 32  # of a request: steps that are run, and steps whose time is counted
+PAUSE_SECONDS = 0.2  # before each turn, in which the threads of the previous one stop spinning
 
 
 @dataclass(frozen=True)
 class Decision:
-    """choice: its name. kept: the form. trials: of all its forms, the default first."""
+    """The result for one choice. choice: its name. kept: the chosen form. trials: of all forms, the default first."""
 
     choice: str
     kept: str
@@ -51,8 +58,13 @@ class Decision:
 
 @dataclass
 class Tuning:
-    """rows: the batch sizes that were measured. decisions: about all choices that the model has. ratio: of the time of
-    a request to that in the default forms, 1 if these were kept. forms: what was kept, by choice."""
+    """The result of tuning.
+
+    rows: the batch sizes that were measured.
+    decisions: the results for all choices that the model has.
+    ratio: the time of a request over that in the default forms; 1 if the default forms stay.
+    spread: see `Trial`.
+    """
 
     rows: tuple[int, ...]
     decisions: list[Decision] = field(default_factory=list)
@@ -61,80 +73,91 @@ class Tuning:
 
     @property
     def forms(self) -> dict[str, str]:
+        """Name of a choice → chosen form."""
         return {decision.choice: decision.kept for decision in self.decisions}
 
     def table(self) -> list[tuple[str, str]]:
+        """The rows of the report, as label and text."""
         batches = ", ".join(map(str, self.rows))
         changed = f"a request takes {self.ratio:.2f} ± {self.spread:.2f} × the time in the default forms"
         defaults = all(decision.kept == decision.trials[0].form for decision in self.decisions)
         table = [("tuned", f"for batches of {batches}: {'the default forms stay' if defaults else changed}")]
         for decision in self.decisions:
-            told = [f"{'*' * (t.form == decision.kept)}{t.form} {_told(t)}" for t in decision.trials]
-            table.append((f"  {decision.choice}", "; ".join(told)))
+            descriptions = [f"{'*' * (t.form == decision.kept)}{t.form} {_describe_trial(t)}" for t in decision.trials]
+            table.append((f"  {decision.choice}", "; ".join(descriptions)))
         return table
 
 
-def _told(trial: Trial) -> str:
+def _describe_trial(trial: Trial) -> str:
     times = ", ".join(f"{s * 1e3:.0f}" if s > 0.1 else f"{s * 1e3:.2g}" for s in trial.seconds.values())
     return f"{times} ms" if trial.ratio == 1 else f"{times} ms ({trial.ratio:.2f} ± {trial.spread:.2f} ×)"
 
 
-def tune_model(understood: Understood, compiled: Compiled, asked: Asked, folder: Path) -> Tuning:
-    """What is the fastest here, of what the model has: with weights rounded to nearest if quantised, and always with
-    caches in float and logits of all ids.
+def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: ExportOptions, folder: Path) -> Tuning:
+    """Find the fastest forms of a model on this machine.
 
-    compiled: in the default forms. folder: where candidates are written.
+    compiled: the model in the default forms.
+    folder: for the candidate files.
     """
-    source, gate = understood.source, Gate(understood.source, compiled.inputs, series=understood.series)
+    source, gate = analysed.source, ParityGate(analysed.source, compiled.inputs, series=analysed.series)
 
-    def build(forms: Forms) -> Request:
-        made = understood.compile(forms)
-        manifest = replace(asked.in_forms(made.manifest, forms), quantization=asked.quantize)
-        if asked.quantize != "none":
-            bits = 4 if asked.quantize == "int4" else 8
-            bits_of = {name: m.at_least(bits) for m in find_matrices(made.model) for name in m.products}
-            any_scale = Fixed.between(-1, 1)  # as fast as any other
-            scales = dict.fromkeys(bits_of, any_scale) if asked.activations == FIXED else {}
+    def build(forms: KernelForms) -> Request:
+        candidate = analysed.compile(forms)
+        manifest = replace(
+            with_forms(candidate.manifest, forms, options.optimize_for), quantization=options.quantization.weights
+        )
+        if options.quantization.weights != "none":
+            bits = 4 if options.quantization.weights == "int4" else 8
+            bits_of = {name: m.at_least(bits) for m in find_matrices(candidate.model) for name in m.products}
+            any_scale = StaticScale.between(-1, 1)  # its value does not change the speed
+            scales = dict.fromkeys(bits_of, any_scale) if options.quantization.activation_scales == STATIC else {}
             quantize(
-                made.model,
+                candidate.model,
                 bits_of,
-                asked.optimize_for,
-                source.step,
-                few_rows=few_rows(forms),
+                options.optimize_for,
+                source.step_input,
+                few_rows=few_rows_limits(forms),
                 on_cpu=True,
-                fixed=scales,
+                static_scales=scales,
             )
-        with removed(folder / "candidate.onnx") as path:  # a session has it mapped
-            return requests(gate, Engine(save(made.model, manifest, path), device="cpu"))
+        with temporary_model(folder / "candidate.onnx") as path:  # a session maps it into memory
+            return make_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
 
-    manifest = replace(asked.in_forms(compiled.manifest, DEFAULTS), quantization=asked.quantize)
+    manifest = replace(
+        with_forms(compiled.manifest, DEFAULT_FORMS, options.optimize_for), quantization=options.quantization.weights
+    )
     compiled = replace(compiled, manifest=manifest)
-    # A cache in int8 has scales that hold at all positions where the attention operator itself turns the keys.
-    fixed = {ROTARY} if asked.cache != "float" else set()
+    # The scales of an int8 cache hold at all positions only if the attention operator itself rotates the keys.
+    fixed = {ROTARY} if options.quantization.kv_cache != "float" else set()
     choices = [choice for choice in CHOICES if choice not in fixed and choice.applies(compiled)]
-    return tune(build, choices, ROWS[asked.optimize_for])
+    return tune(build, choices, BATCH_ROWS[options.optimize_for])
 
 
 def tune(
-    build: Callable[[Forms], Request],
-    choices: Iterable[Choice] = CHOICES,
-    rows: Sequence[int] = ROWS[THROUGHPUT],
-    pause: Callable[[], None] = lambda: time.sleep(QUIET),
+    build: Callable[[KernelForms], Request],
+    choices: Iterable[KernelChoice] = CHOICES,
+    rows: Sequence[int] = BATCH_ROWS[THROUGHPUT],
+    pause: Callable[[], None] = lambda: time.sleep(PAUSE_SECONDS),
 ) -> Tuning:
-    """Measure the choices, one after the other, each with what was kept of those before.
+    """Measure the choices one after the other, each with the chosen forms of the previous ones.
 
-    build: forms → how long requests take in a file that has them. choices: those that the file has.
+    build: builds a file in given forms and returns its timed request.
+    choices: the choices that the file has.
+    rows: the batch sizes.
+    pause: called before each turn.
     """
     tuning = Tuning(tuple(rows))
-    default = held = build({})
+    default = best_request = build({})
     for choice in choices:
         others = [build({**tuning.forms, choice.name: form}) for form in choice.forms[1:]]
-        trials = race(dict(zip(choice.forms, [held, *others], strict=True)), choice.rows or rows, pause)
+        trials = time_in_turns(
+            dict(zip(choice.forms, [best_request, *others], strict=True)), choice.rows or rows, pause
+        )
         best = min((t for t in trials if t.wins), key=lambda t: t.ratio, default=trials[0])
-        held = [held, *others][choice.forms.index(best.form)]
+        best_request = [best_request, *others][choice.forms.index(best.form)]
         tuning.decisions.append(Decision(choice.name, best.form, tuple(trials)))
-    if held is not default:
-        _, whole = race({"defaults": default, "kept": held}, rows, pause)
+    if best_request is not default:
+        _, whole = time_in_turns({"defaults": default, "kept": best_request}, rows, pause)
         tuning.ratio, tuning.spread = whole.ratio, whole.spread
         if not whole.wins:
             tuning.ratio, tuning.spread = 1.0, 0.0
@@ -142,31 +165,31 @@ def tune(
     return tuning
 
 
-def requests(gate: Gate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
-    """Short requests of random ids, the same for every engine of one source.
+def make_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
+    """Make a timed request of random ids: batch size → seconds. It is the same for every engine of one source.
 
-    What is read counts once, and the steps as if there were more of them: a request of READ tokens that decodes
-    STANDS_FOR. A model that is run once is run.
+    The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A model that is run
+    once is run on the prompt.
     """
-    drawing = Gate(gate.source, gate.inputs, seed=1, series=gate.series)
-    longest = engine.manifest.max_length
-    given = drawing.draw_request(READ)
+    drawing = ParityGate(gate.source, gate.inputs, seed=1, series=gate.series)
+    max_length = engine.manifest.max_length
+    inputs = drawing.draw_request(PROMPT_TOKENS)
     if engine.manifest.decode is None:
-        return lambda rows: _seconds(clock, lambda: engine.encode({n: [v] * rows for n, v in given.items()}, rows))
-    start = drawing.start(longest)
-    if not given:
-        start = drawing.draw_sequence(max(1, min(READ, longest - STEPS)))
-    steps = min(STEPS, longest - len(start))
+        return lambda rows: _seconds(clock, lambda: engine.encode({n: [v] * rows for n, v in inputs.items()}, rows))
+    start = drawing.start(max_length)
+    if not inputs:
+        start = drawing.draw_sequence(max(1, min(PROMPT_TOKENS, max_length - DECODE_STEPS)))
+    steps = min(DECODE_STEPS, max_length - len(start))
 
     def request(rows: int) -> float:
         tokens = np.repeat(start[None], rows, axis=0)
         begun = clock()
-        state = engine.start({n: [v] * rows for n, v in given.items()} or None, rows)
+        state = engine.start({n: [v] * rows for n, v in inputs.items()} or None, rows)
         engine.step(state, tokens)
         read = clock()
         for _ in range(steps):
             engine.step(state, tokens[:, -1:])
-        return read - begun + (clock() - read) / max(1, steps) * STANDS_FOR
+        return read - begun + (clock() - read) / max(1, steps) * WEIGHTED_DECODE_STEPS
 
     return request
 

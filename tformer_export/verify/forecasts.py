@@ -1,80 +1,92 @@
 """The parity gate of a series: whole forecasts, from histories in units to forecasts in units, against the module.
 
-What is fed back carries its error along, so two things are asked. Each step of the file's own forecast must be what the
-module gives after the steps before it, within the tolerance of a single step: then the file runs the module's own loop.
-And the whole forecast must be near the one that the module makes alone, in PyTorch, running anew over the whole
-sequence for each step. There is allowed what the tolerance of one step allows, and four times what becomes of a
-forecast of the module's own whose every fed-back number is moved by as much as the file was measured to differ in a
-single step: a model that forgets its errors is held to 1e-3, one that multiplies them to what it makes of them.
+Fed-back numbers carry errors along, so the gate asks two questions. Each step of the file's own forecast must equal the
+module's result after the file's steps before it, within the tolerance of one step: then the file runs the module's own
+loop. The whole forecast must be near the forecast that the module makes alone, in PyTorch, running over the whole
+sequence again for each step. For the allowed difference see docs/design/staging.md#what-a-fed-back-forecast-may-cost.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.verify.draws import Draws
+from tformer_export.verify.draws import InputDraws
 from tformer_export.verify.report import ParityReport
 from tformer_export.verify.torch_reference import Reference
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.preprocess.series import FIXED, INSTANCE, Series
+from tformer_runtime.preprocess.series import FIXED, INSTANCE, SeriesPreprocessor
 from tformer_runtime.tasks.forecasting import Forecaster
 
-LENGTHS = (9, 23, 14, 9)  # of histories, where the model takes any
-MOST_STEPS = 24  # of a forecast that is compared: each costs a run of the module
-DRAWS, FACTOR = 2, 4.0  # of moved forecasts; times what they differ by, that is allowed
-ROUNDING = 2.0**-22  # of numbers in units, which are float32
+HISTORY_LENGTHS = (9, 23, 14, 9)  # if the model takes any length
+MAX_STEPS = 24  # of a compared forecast; each costs a run of the module
+PERTURBED_FORECASTS = 2
+PERTURBATION_FACTOR = 4.0  # allowed difference, relative to the change of a perturbed forecast
+UNIT_ROUNDING = 2.0**-22  # relative rounding of numbers in units, which are float32
 
 
-def check_forecasts(draws: Draws, engine: Engine, report: ParityReport) -> None:
-    """ParityError where a forecast is not the module's; the report tells how far the farthest is.
+def check_forecasts(draws: InputDraws, engine: Engine, report: ParityReport) -> None:
+    """Compare forecasts, and add the largest difference to the report. Raises ParityError where one differs too much.
 
     Cost: some twelve forecasts by the module, each of as many runs as it has steps.
     """
     series = draws.series
     assert series is not None
     forecaster = Forecaster(engine)
-    forecaster.steps(series.horizon or 1)  # OptionError for a horizon that the model has no room for
-    steps = _steps(forecaster)
-    histories = draw_histories(draws, forecaster.room(steps), LENGTHS)
+    forecaster.steps(series.horizon or 1)  # raises OptionError for a horizon beyond the maximum length
+    steps = _compared_steps(forecaster)
+    histories = draw_histories(draws, forecaster.room(steps), HISTORY_LENGTHS)
     if not series.at_once:
         _check_steps(draws, engine, steps)
-    together = list(forecaster.every(histories, steps))
+    together = list(forecaster.forecast_all(histories, steps))
     for row, history in enumerate(histories):
         alone = forecaster.batch([forecaster.window(history, steps)], steps)[0]
         mean, scale = _normalisation(series, history)
         expected = reference_forecast(draws.reference, series, history, steps)
         span = float(np.ptp(np.concatenate([expected.ravel(), ((history - mean) / scale).ravel()]))) or 1.0
-        allowed = np.full(len(expected), draws.tolerance * span)
-        for draw in range(0 if series.at_once else DRAWS):
-            random = np.random.default_rng(draw)
-            moved = reference_forecast(draws.reference, series, history, steps, report.max_abs_error, random)
-            allowed += FACTOR * np.abs(moved - expected).max(1) / DRAWS
         targets = list(series.targets)
         units = expected * scale[targets] + mean[targets]
-        allowed += ROUNDING * (np.abs(units) / scale[targets]).max(1)
-        for found, how in ((together[row], "in a batch"), (alone, "alone")):
-            differs = (np.abs(found - units) / scale[targets]).max(1)
-            report.forecast = max(report.forecast or 0.0, float(differs.max() / span))
+        allowed = draws.tolerance * span + _allowed_growth(draws, history, expected, report.max_abs_error)
+        allowed += UNIT_ROUNDING * (np.abs(units) / scale[targets]).max(1)
+        for forecast, circumstance in ((together[row], "in a batch"), (alone, "alone")):
+            difference = (np.abs(forecast - units) / scale[targets]).max(1)
+            report.forecast = max(report.forecast or 0.0, float(difference.max() / span))
             report.forecast_allowed = max(report.forecast_allowed or 0.0, float(allowed.max() / span))
-            if not (differs <= allowed).all():
-                step = int((~(differs <= allowed)).argmax())
+            if not (difference <= allowed).all():
+                step = int((~(difference <= allowed)).argmax())
                 raise ParityError(
-                    f"the file's forecast differs from its source's: history {row} {how}, step {step + 1}, by "
-                    f"{differs[step]:.3g} where the normalised series spans {span:.3g} ({allowed[step]:.3g} is "
+                    f"the file's forecast differs from its source's: history {row} {circumstance}, step {step + 1}, by "
+                    f"{difference[step]:.3g} where the normalised series spans {span:.3g} ({allowed[step]:.3g} is "
                     "allowed, for what is fed back carries its error along); no file was written"
                 )
 
 
-def draw_histories(draws: Draws, room: int | None, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    """Random walks, (time, columns) float64 each in units, as long as that or as there is room for."""
+def _allowed_growth(draws: InputDraws, history: np.ndarray, expected: np.ndarray, step_error: float) -> np.ndarray:
+    """Return the allowed difference of each step (steps,) because fed-back numbers carry the error of one step along.
+
+    expected: the module's own forecast of the history.
+    """
+    assert draws.series is not None
+    growth = np.zeros(len(expected))
+    for seed in range(0 if draws.series.at_once else PERTURBED_FORECASTS):
+        random = np.random.default_rng(seed)
+        perturbed = reference_forecast(draws.reference, draws.series, history, len(expected), step_error, random)
+        growth += PERTURBATION_FACTOR * np.abs(perturbed - expected).max(1) / PERTURBED_FORECASTS
+    return growth
+
+
+def draw_histories(draws: InputDraws, max_history: int | None, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    """Return random walks, (time, columns) float64 in units, of these lengths as far as the model allows.
+
+    max_history: the maximum length of a history, None without a limit.
+    """
     series = draws.series
     assert series is not None
-    about = draws.inputs[series.input]
+    facts = draws.inputs[series.input]
     histories = []
     for length in lengths:
-        most = [n for n in (series.longest, about.max_length, room) if n is not None]
-        size = max(series.shortest, min([length, *most]))
+        limits = [n for n in (series.longest, facts.max_length, max_history) if n is not None]
+        size = max(series.shortest, min([length, *limits]))
         walk = draws.random.standard_normal((size, series.features)).cumsum(0)
         walk = (walk - walk.mean(0)) / max(1.0, float(walk.std()))
         if series.normalize == FIXED:
@@ -87,96 +99,107 @@ def draw_histories(draws: Draws, room: int | None, lengths: tuple[int, ...]) -> 
 
 def reference_forecast(
     reference: Reference,
-    series: Series,
+    series: SeriesPreprocessor,
     history: np.ndarray,
     steps: int,
-    moved: float = 0.0,
+    perturbation: float = 0.0,
     random: np.random.Generator | None = None,
 ) -> np.ndarray:
-    """(steps, targets), not turned back: the module's own, which runs on the whole sequence for each step.
+    """Return the module's own normalised forecast, (steps, targets). It runs on the whole sequence for each step.
 
-    moved: every number that is fed back is moved up or down by so much.
+    perturbation: the size by which every fed-back number is moved up or down, with `random`.
     """
     mean, scale = _normalisation(series, history)
     values = ((history - mean) / scale).astype(np.float32)
     feedback, targets = list(series.feedback), list(series.targets)
     if series.at_once:
-        given: np.ndarray = reference.logits({series.input: values}, None)
-        forecast: np.ndarray = given.reshape(len(given), -1)[:steps, feedback]
+        outputs: np.ndarray = reference.logits({series.input: values}, None)
+        forecast: np.ndarray = outputs.reshape(len(outputs), -1)[:steps, feedback]
         return forecast
-    requests = {} if series.input == reference.source.step else {series.input: values}
+    requests = {} if series.input == reference.source.step_input else {series.input: values}
     tokens: np.ndarray = values
     if requests:
         begin = series.begin
         tokens = values[-begin:, targets] if isinstance(begin, int) else np.array(begin, np.float32)
-    first = len(tokens)
+    start_length = len(tokens)
     for _ in range(steps):
         step = reference.logits(requests, tokens)[-1:, feedback]
         if random is not None:
-            step = step + moved * random.choice((-1.0, 1.0), step.shape)
+            step = step + perturbation * random.choice((-1.0, 1.0), step.shape)
         tokens = np.concatenate([tokens, step.astype(np.float32)])
-    return tokens[first:]
+    return tokens[start_length:]
 
 
-def feed_back(
-    engine: Engine, series: Series, requests: list[dict[str, np.ndarray]], starts: list[np.ndarray], steps: int
+def forecast_steps(
+    engine: Engine,
+    series: SeriesPreprocessor,
+    requests: list[dict[str, np.ndarray]],
+    starts: list[np.ndarray],
+    steps: int,
 ) -> list[np.ndarray]:
-    """`steps` steps after each start of one length, each fed back: (steps, targets)."""
+    """Return `steps` steps after each start, each step fed back: (steps, targets). All starts have one length."""
     named = {name: [request[name] for request in requests] for name in requests[0]}
     state = engine.start(named or None, len(starts))
-    tokens, found = np.stack(starts), []
+    tokens, forecast = np.stack(starts), []
     for _ in range(steps):
         tokens = engine.step(state, tokens)[:, None, list(series.feedback)]
-        found.append(tokens)
-    return list(np.concatenate(found, 1))
+        forecast.append(tokens)
+    return list(np.concatenate(forecast, 1))
 
 
-def forecast_difference(draws: Draws, before: Engine, after: Engine) -> float:
-    """What whole forecasts of two files differ by, over the deviation of the first's: root mean squares of the
-    normalised forecasts of some random walks."""
+def forecast_difference(draws: InputDraws, before: Engine, after: Engine) -> float:
+    """Return the difference of two files' forecasts, over the deviation of the first file's.
+
+    Both are root mean squares of the normalised forecasts of some random walks.
+    """
     series = draws.series
     assert series is not None
     forecasters = [Forecaster(engine) for engine in (before, after)]
-    steps = _steps(forecasters[0])
-    histories = draw_histories(draws, forecasters[0].room(steps), LENGTHS * 4)
+    steps = _compared_steps(forecasters[0])
+    histories = draw_histories(draws, forecasters[0].room(steps), HISTORY_LENGTHS * 4)
     targets = list(series.targets)
-    turned = [[part[targets] for part in _normalisation(series, history)] for history in histories]
-    one, two = (
-        np.array([(y - mean) / scale for y, (mean, scale) in zip(f.every(histories, steps), turned, strict=True)])
+    normalisations = [[part[targets] for part in _normalisation(series, history)] for history in histories]
+    first, second = (
+        np.array(
+            [
+                (y - mean) / scale
+                for y, (mean, scale) in zip(f.forecast_all(histories, steps), normalisations, strict=True)
+            ]
+        )
         for f in forecasters
     )
-    return float(np.sqrt(np.mean((two - one) ** 2)) / (one.std() or 1.0))
+    return float(np.sqrt(np.mean((second - first) ** 2)) / (first.std() or 1.0))
 
 
-def _steps(forecaster: Forecaster) -> int:
-    """As many as the file says, within half of what there is room for: a model may read the history in the rest."""
-    wanted = min(forecaster.series.horizon or MOST_STEPS, MOST_STEPS)
-    return wanted if forecaster.most is None else max(1, min(wanted, forecaster.most // 2))
+def _compared_steps(forecaster: Forecaster) -> int:
+    """Return the file's horizon, at most half of the maximum length: a model may read the history in the rest."""
+    horizon = min(forecaster.series.horizon or MAX_STEPS, MAX_STEPS)
+    return horizon if forecaster.max_steps is None else max(1, min(horizon, forecaster.max_steps // 2))
 
 
-def _check_steps(draws: Draws, engine: Engine, steps: int) -> None:
-    """Each step of the file's forecasts, as the module gives it after the file's own steps before."""
+def _check_steps(draws: InputDraws, engine: Engine, steps: int) -> None:
+    """Compare each step of the file's forecasts with the module's result after the file's own steps before it."""
     series = draws.series
     assert series is not None
     starts = [draws.start(engine.manifest.max_length) for _ in range(3)]
     requests = draws.draw_requests((3, 9, 5))
     steps = min(steps, engine.manifest.max_length - len(starts[0]))
-    for row, found in enumerate(feed_back(engine, series, requests, starts, steps)):
-        tokens = np.concatenate([starts[row], found[:-1]])
+    for row, forecast in enumerate(forecast_steps(engine, series, requests, starts, steps)):
+        tokens = np.concatenate([starts[row], forecast[:-1]])
         positions, expected = draws.reference.logits_at(requests[row], tokens, len(starts[row]) - 1)
-        at = found[positions - len(starts[row]) + 1]
-        differs = np.abs(at - expected[:, list(series.feedback)]).max(1)
+        compared = forecast[positions - len(starts[row]) + 1]
+        difference = np.abs(compared - expected[:, list(series.feedback)]).max(1)
         span = float(np.ptp(expected)) or 1.0
-        if not (differs <= draws.tolerance * max(span, float(np.abs(expected).max()))).all():
-            step = int(positions[int(differs.argmax())]) - len(starts[row]) + 2
+        if not (difference <= draws.tolerance * max(span, float(np.abs(expected).max()))).all():
+            step = int(positions[int(difference.argmax())]) - len(starts[row]) + 2
             raise ParityError(
                 f"the file's forecast is not what its source gives after the steps before: row {row}, step {step}, by "
-                f"{differs.max():.3g} where the outputs span {span:.3g}; no file was written"
+                f"{difference.max():.3g} where the outputs span {span:.3g}; no file was written"
             )
 
 
-def _normalisation(series: Series, history: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """mean and scale of each column, as the paper and the file's numbers have it."""
+def _normalisation(series: SeriesPreprocessor, history: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and scale of each column, as in the manifest."""
     if series.normalize == FIXED:
         return np.array(series.mean), np.array(series.scale)
     if series.normalize == INSTANCE:

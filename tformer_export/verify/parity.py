@@ -1,18 +1,19 @@
-"""The parity gate: the written file, run by `tformer_runtime`, against the source model, or no file.
+"""The parity gate: the written file, run by `tformer_runtime`, is compared with the source model.
 
 Each case feeds rows of different lengths as a right-padded prompt and then token by token, at sizes that were not
-traced, and compares every row's logits with the source model's on that row alone. Then greedy decoding: wherever the
-source's two best tokens are further apart than the error, the file must choose the same one.
+traced, and compares every row's logits with the source model's on that row alone. Then both decode greedily: wherever
+the source's two best tokens differ by more than the error, the file must choose the same token.
 
-Allowed: max |Δlogit| ≤ 1e-3 of the logits' range. Float32 kernels that sum in another order differ by about
-depth · 2⁻²⁴ of the values summed, 1e-6 to 1e-5 of the range; a missing position or a wrong mask by 1e-2 and more.
+Allowed: max |Δlogit| ≤ 1e-3 of the logits' range. Float32 kernels that sum in another order differ by about depth ·
+    2⁻²⁴ of the summed values, 1e-6 to 1e-5 of the range; a missing position or a wrong mask by 1e-2 and more.
 
-A file in half precision is compared twice: before its numbers are rounded, as above, which proves what it computes; and
-after, which tells how well. Then more is allowed, see `Gate.sensitivity`.
+A file in half precision is compared twice: before its numbers are rounded, as above, which proves its computation, and
+after, which measures its accuracy. Then more is allowed, see `ParityGate.sensitivity`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tformer_export.analysis.input_facts import About
+from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source
-from tformer_export.staging.landmarks import Landmarks
-from tformer_export.verify.draws import Draws
+from tformer_export.staging.difference_locator import DifferenceLocator
+from tformer_export.verify.draws import InputDraws
 from tformer_export.verify.forecasts import check_forecasts
 from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_export.verify.teacher_forcing import by_name, decode_greedily, run_case
@@ -31,22 +32,27 @@ from tformer_export.verify.torch_reference import rounded_weights
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
-from tformer_runtime.format.dtypes import numbers
-from tformer_runtime.preprocess.series import Series
+from tformer_runtime.format.dtypes import to_numeric
+from tformer_runtime.preprocess.series import SeriesPreprocessor
 
-LOOSEST = 0.5  # of the logits' range: beyond, a comparison of half precision would tell nothing
-ROUNDINGS = 6.0  # times what rounding the weights does, that half precision may do: see `Gate.sensitivity`
-STEPS = 5
+MAX_TOLERANCE = 0.5  # of the logits' range; a comparison in half precision with more would prove nothing
+ROUNDINGS = 6.0  # allowed error of half precision, relative to rounding the weights: see `ParityGate.sensitivity`
+CASE_STEPS = 5
 GREEDY_STEPS = 12
 LONG_SOURCE = 96
 RAGGED_ROWS = "ragged rows"
-RAGGED = (6, 11, 2, 8)  # lengths of rows that are run together
-LONGEST = 1024  # positions of the longest prompt that is compared; beyond, tables are proven but not run
+RAGGED_LENGTHS = (6, 11, 2, 8)  # lengths of rows that run together
+MAX_CHECKED_LENGTH = 1024  # tokens of the longest compared prompt; tables beyond are proven but not run
 
 
 @dataclass(frozen=True)
 class Case:
-    """prompts: the length of each row's prompt; after it, `steps` single tokens. sources: of each request input."""
+    """A case of the gate.
+
+    prompts: the length of each row's prompt.
+    steps: the number of single tokens after it.
+    sources: the length of each row's request inputs.
+    """
 
     name: str
     prompts: tuple[int, ...]
@@ -55,41 +61,50 @@ class Case:
 
 
 def cases(max_length: int) -> list[Case]:
-    """One row, ragged rows, and a long prompt, within what the model can hold."""
-    longest = min(LONGEST, max_length)
-    steps = max(1, min(STEPS, longest - 1))
-    room = longest - steps
+    """Return the cases: one row, ragged rows, and a long prompt, within the maximum length."""
+    checked_length = min(MAX_CHECKED_LENGTH, max_length)
+    steps = max(1, min(CASE_STEPS, checked_length - 1))
+    max_prompt = checked_length - steps
 
     def clip(*lengths: int) -> tuple[int, ...]:
-        return tuple(min(n, room) for n in lengths)
+        return tuple(min(n, max_prompt) for n in lengths)
 
     return [
         Case("one row", clip(1), steps, (4,)),
-        Case(RAGGED_ROWS, clip(2, 7, 1, 4), steps, RAGGED),
-        Case("long prompt", (room,), steps, (LONG_SOURCE,)),
+        Case(RAGGED_ROWS, clip(2, 7, 1, 4), steps, RAGGED_LENGTHS),
+        Case("long prompt", (max_prompt,), steps, (LONG_SOURCE,)),
     ]
 
 
-class Gate(Draws):
-    """Runs the cases. tolerance: the greatest |Δlogit|, as a share of the logits' range."""
+class ParityGate(InputDraws):
+    """Runs the cases. tolerance: the allowed max |Δlogit|, over the logits' range."""
 
     def __init__(
         self,
         source: Source,
-        inputs: Mapping[str, About],
-        landmarks: Landmarks | None = None,
+        inputs: Mapping[str, InputFacts],
+        locator: DifferenceLocator | None = None,
         seed: int = 0,
         gives_last: bool = False,
         tolerance: float = TOLERANCE,
-        series: Series | None = None,
+        series: SeriesPreprocessor | None = None,
     ) -> None:
         super().__init__(source, inputs, seed, gives_last, tolerance, series)
-        self.landmarks = landmarks
+        self.locator = locator
+
+    def with_tolerance(self, tolerance: float) -> ParityGate:
+        """Return the same gate with another tolerance. It shares the random draws."""
+        other = copy.copy(self)
+        other.tolerance = tolerance
+        return other
 
     def check(self, engine: Engine) -> ParityReport:
-        """The report, or ParityError with the first case, row and position that differ too much."""
+        """Compare a file with the source, and return the report.
+
+        Raises ParityError with the first case, row and position that differ too much.
+        """
         report = ParityReport()
-        if self.source.step is None:
+        if self.source.step_input is None:
             self._run_once(engine, report)
             if self.series is not None:
                 check_forecasts(self, engine, report)
@@ -97,42 +112,42 @@ class Gate(Draws):
         for case in cases(engine.manifest.max_length):
             requests = self.draw_requests(case.sources)
             sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
-            found, state, extras = run_case(engine, requests, sequences, case.prompts)
+            logits, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
                 positions, expected = self.reference.logits_at(request, tokens)
-                where = functools.partial(self._where, engine, state, row, request, tokens)
-                at = found[row] if len(positions) == len(tokens) else found[row][positions]
-                found_error = self._compare(case.name, row, case.prompts[row], at, expected, report, where, positions)
-                error = max(error, found_error)
+                locate = functools.partial(self._locate, engine, state, row, request, tokens)
+                compared = logits[row] if len(positions) == len(tokens) else logits[row][positions]
+                row_error = self._compare(
+                    case.name, row, case.prompts[row], compared, expected, report, locate, positions
+                )
+                error = max(error, row_error)
                 self._compare_extras(case.name, row, extras[row], request, tokens, report)
             report.errors[case.name] = error
         if self.series is not None:
             check_forecasts(self, engine, report)
         else:
-            self._greedy(engine, report)
+            self._check_greedy(engine, report)
         return report
 
-    def sensitivity(self, rounded: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
-        """How far the source's own logits move, as a share of their range, when its parameters are rounded, and nothing
-        else: what half precision must cost this model. rounded: puts numbers off by as much as rounding does.
+    def sensitivity(self, round_weight: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
+        """Return the change of the source's logits, over their range, when only its parameters are rounded.
 
-        A product rounds its weights, its input and its output, and so do the few operators around it, each
-        independently, so that their errors add up as the root of their number (Higham and Mary 2019, "A New Approach to
-        Probabilistic Rounding Error Analysis"): nine roundings like that of the weights do three times as much, and the
-        greatest of some thousand logits is not twice as far off in one draw as in another. So ROUNDINGS times this is
-        allowed. Memory: the weights once more.
+        It is the unavoidable cost of half precision for this model. ROUNDINGS times as much is allowed, because inputs
+        and outputs of products are rounded too: docs/design/staging.md#what-half-precision-may-cost.
+
+        round_weight: adds rounding errors to a parameter. Memory: a second copy of the weights.
         """
-        drawn: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
-        for case in cases(max_length) if self.source.step is not None else ():
+        samples: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
+        for case in cases(max_length) if self.source.step_input is not None else ():
             requests = self.draw_requests(case.sources)
-            drawn += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
-        if self.source.step is None:
-            drawn = [(self.draw_request(length), None) for length in (4, 11)]
-        with rounded_weights(self.source.module, rounded):
-            found = [self.reference.logits(*inputs) for inputs in drawn]
+            samples += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
+        if self.source.step_input is None:
+            samples = [(self.draw_request(length), None) for length in (4, 11)]
+        with rounded_weights(self.source.module, round_weight):
+            rounded_logits = [self.reference.logits(*inputs) for inputs in samples]
         worst = 0.0
-        for inputs, logits in zip(drawn, found, strict=True):
+        for inputs, logits in zip(samples, rounded_logits, strict=True):
             expected = self.reference.logits(*inputs)
             span = float(np.ptp(expected[np.isfinite(expected)])) or 1.0
             worst = max(
@@ -141,34 +156,35 @@ class Gate(Draws):
         return worst
 
     def _run_once(self, engine: Engine, report: ParityReport) -> None:
-        """A model without a step input: its outputs, for rows of one length, and ragged where it hides padding."""
+        """Compare a model without a step input on rows of one length, and on ragged rows if it hides padding."""
         assert engine.manifest.encode is not None
         self._run_rows(engine, "1 rows of 4", (4,), report)
         self._run_rows(engine, "4 rows of 11", (11,) * 4, report)
         if not engine.manifest.encode.ragged:
             return
-        beside = ParityReport()
+        ragged_report = ParityReport()
         try:
-            self._run_rows(engine, RAGGED_ROWS, RAGGED, beside)
+            self._run_rows(engine, RAGGED_ROWS, RAGGED_LENGTHS, ragged_report)
         except ParityError:
-            if self.source.masks:  # somebody said that they hide padding
+            if self.source.masks:  # the user declared that they hide padding
                 raise
             report.ragged = False
             return
-        report.errors |= beside.errors
-        report.extras = {name: max(error, beside.extras.get(name, 0.0)) for name, error in report.extras.items()}
-        report.relative_error = max(report.relative_error, beside.relative_error)
+        report.errors |= ragged_report.errors
+        report.extras = {name: max(error, ragged_report.extras.get(name, 0.0)) for name, error in report.extras.items()}
+        report.relative_error = max(report.relative_error, ragged_report.relative_error)
 
     def _run_rows(self, engine: Engine, case: str, lengths: Sequence[int], report: ParityReport) -> None:
+        """Compare the outputs of a model that is run once, for rows of these lengths together."""
         requests = [self.draw_request(length) for length in lengths]
         names = [extra.name for extra in engine.manifest.extras]
-        given = engine.encode(by_name(requests) or {}, len(requests), names)
-        values = {name: value.numpy() for name, value in given.items()}
+        outputs = engine.encode(by_name(requests) or {}, len(requests), names)
+        values = {name: value.numpy() for name, value in outputs.items()}
         errors = []
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             for spec, expected in zip(engine.manifest.encoded, self.reference.outputs(request, None), strict=True):
-                own = values[spec.name][row][tuple(slice(0, size) for size in expected.shape)]
-                errors.append(self._compare(case, row, length, own[None], expected[None], report))
+                output = values[spec.name][row][tuple(slice(0, size) for size in expected.shape)]
+                errors.append(self._compare(case, row, length, output[None], expected[None], report))
         report.errors[case] = max(errors)
         for row, request in enumerate(requests):
             self._compare_extras(case, row, {name: values[name][row] for name in names}, request, None, report)
@@ -177,18 +193,18 @@ class Gate(Draws):
         self,
         case: str,
         row: int,
-        found: Mapping[str, np.ndarray],
+        outputs: Mapping[str, np.ndarray],
         request: Mapping[str, np.ndarray],
         tokens: np.ndarray | None,
         report: ParityReport,
     ) -> None:
-        """What is given beside the logits; found may be padded at the end of its axes."""
-        if not found or self.landmarks is None:
+        """Compare extra outputs. The file's may be padded at the end of their axes."""
+        if not outputs or self.locator is None:
             return
-        for name, expected in self.reference.extras(self.landmarks, request, tokens).items():
-            own = found[name][tuple(slice(0, size) for size in expected.shape)]
+        for name, expected in self.reference.extras(self.locator, request, tokens).items():
+            output = outputs[name][tuple(slice(0, size) for size in expected.shape)]
             span = float(np.ptp(expected)) or 1.0
-            worst = float(np.abs(own - expected).max()) if own.shape == expected.shape else np.inf
+            worst = float(np.abs(output - expected).max()) if output.shape == expected.shape else np.inf
             report.extras[name] = max(report.extras.get(name, 0.0), worst)
             if not worst <= self.tolerance * span:
                 raise ParityError(
@@ -201,15 +217,20 @@ class Gate(Draws):
         case: str,
         row: int,
         prompt: int,
-        found: np.ndarray,
+        logits: np.ndarray,
         expected: np.ndarray,
         report: ParityReport,
-        where: Callable[[], str] = lambda: "",
+        locate: Callable[[], str] = lambda: "",
         positions: Sequence[int] | np.ndarray = (0,),
     ) -> float:
+        """Compare logits at these positions, add the error to the report, and return it.
+
+        prompt: the length of the row's prompt. locate: called for the message of a failure. Raises ParityError if the
+            error exceeds the tolerance.
+        """
         finite = np.isfinite(expected)
         scale = float(expected.max(where=finite, initial=-np.inf) - expected.min(where=finite, initial=np.inf)) or 1.0
-        differences = np.array([_difference(*position) for position in zip(found, expected, strict=True)])
+        differences = np.array([_difference(*position) for position in zip(logits, expected, strict=True)])
         worst = float(differences.max())
         report.relative_error = max(report.relative_error, worst / scale)
         if not worst <= self.tolerance * scale:
@@ -218,14 +239,14 @@ class Gate(Draws):
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
                 f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({self.tolerance:g} of that is allowed)"
-                f"{self._padding_seen() if case == RAGGED_ROWS else ''}{where()}; no file was written"
+                f"{self._explain_padding() if case == RAGGED_ROWS else ''}{locate()}; no file was written"
             )
         return worst
 
-    def _padding_seen(self) -> str:
-        """Why ragged rows alone would differ, for the message."""
+    def _explain_padding(self) -> str:
+        """Return a reason why only ragged rows would differ, for the message."""
         masks = self.source.masks
-        requests = [name for name in self.inputs if name != self.source.step and name not in masks]
+        requests = [name for name in self.inputs if name != self.source.step_input and name not in masks]
         unmasked = [name for name in requests if not self.inputs[name].masked]
         if unmasked:
             return (
@@ -234,21 +255,22 @@ class Gate(Draws):
             )
         return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
 
-    def _where(
+    def _locate(
         self, engine: Engine, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray
     ) -> str:
-        """The layer at which a row begins to differ, for the message."""
-        if self.landmarks is None:
+        """Return the layer at which a row begins to differ, for the message."""
+        if self.locator is None:
             return ""
         inputs = self.reference.inputs(request, tokens)
         encode, decode = engine.manifest.encode, engine.decode
-        held = encode.outputs if encode else ()
-        contexts = [numbers(value[row], spec.dtype) for value, spec in zip(state.context, held, strict=True)]
-        pasts = state.cache.past(state.cache.turn)
-        caches = [numbers(value.numpy()[row], c.dtype) for value, c in zip(pasts, decode.caches, strict=True)]
-        return f"; {self.landmarks.first_difference(inputs, contexts, caches)}"
+        specs = encode.outputs if encode else ()
+        contexts = [to_numeric(value[row], spec.dtype) for value, spec in zip(state.context, specs, strict=True)]
+        pasts = state.cache.past(state.cache.side)
+        caches = [to_numeric(value.numpy()[row], c.dtype) for value, c in zip(pasts, decode.caches, strict=True)]
+        return f"; {self.locator.first_difference(inputs, contexts, caches)}"
 
-    def _greedy(self, engine: Engine, report: ParityReport) -> None:
+    def _check_greedy(self, engine: Engine, report: ParityReport) -> None:
+        """Compare greedy tokens wherever the source's two best tokens differ by more than the error."""
         starts = [self.start(engine.manifest.max_length) for _ in range(3)]
         requests = [self.draw_request(n) for n in (3, 9, 5)]
         steps = min(GREEDY_STEPS, engine.manifest.max_length - max(map(len, starts)))
@@ -257,20 +279,20 @@ class Gate(Draws):
             _, expected = self.reference.logits_at(request, np.concatenate([start, tokens[:-1]]), len(start) - 1)
             expected[:, self.hidden] = -np.inf
             best = np.sort(expected, -1)
-            clear = best[:, -1] - best[:, -2] > 2 * max(report.max_abs_error, 1e-7)
-            wrong = clear & (expected.argmax(-1) != tokens)
+            is_clear = best[:, -1] - best[:, -2] > 2 * max(report.max_abs_error, 1e-7)
+            is_wrong = is_clear & (expected.argmax(-1) != tokens)
             report.tokens += len(tokens)
             report.tokens_equal += int((expected.argmax(-1) == tokens).sum())
-            if wrong.any():
+            if is_wrong.any():
                 raise ParityError(
                     f"the exported model's greedy tokens differ from its source's: row {row}, step "
-                    f"{int(wrong.argmax()) + 1}; no file was written"
+                    f"{int(is_wrong.argmax()) + 1}; no file was written"
                 )
 
 
-def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest of one position's logits; infinite where one is finite and the other is not."""
+def _difference(logits: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference of one position's logits; infinite where only one of two numbers is finite."""
     finite = np.isfinite(expected)
-    if (finite != np.isfinite(found)).any():
+    if (finite != np.isfinite(logits)).any():
         return np.inf
-    return float(np.subtract(found, expected, where=finite, out=np.zeros_like(expected)).__abs__().max())
+    return float(np.subtract(logits, expected, where=finite, out=np.zeros_like(expected)).__abs__().max())

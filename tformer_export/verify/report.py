@@ -1,4 +1,4 @@
-"""What the parity gate found."""
+"""The result of the parity gate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ TOLERANCE = 1e-3  # of the logits' range
 
 @dataclass
 class ParityReport:
-    """errors: case → max |Δlogit|. relative_error: the largest, over the logits' range. tokens: greedy, compared.
+    """The result of the parity gate.
 
-    forecast: of a series, the greatest |Δ| of a whole forecast, fed back step by step, as a share of its range;
-    forecast_allowed: what it may be. extras: what the file gives beside logits → max |Δ|. device: what the file ran on.
-    tolerance: of relative_error. exact_error: relative_error before the model was rounded to half precision, of such a
-    file. raw: from texts to final results, of a model that is run once. ragged: whether its rows are the same beside
-    longer ones, where it looked as if they were.
+    errors: case → max |Δlogit|.
+    extras: extra output → max |Δ|.
+    relative_error: the largest error, over the range of the logits.
+    tokens, tokens_equal: the number of compared greedy tokens, and of equal ones.
+    device: the device on which the file ran.
+    tolerance: the allowed relative_error.
+    exact_error: for half precision, relative_error before the model was rounded.
+    forecast: for a series, the greatest |Δ| of a whole forecast, fed back step by step, over its range.
+    forecast_allowed: its allowed value.
+    raw: the comparison from raw inputs to final results, for a model that is run once.
+    ragged: whether its rows have the same results next to longer rows, if the graph suggests so.
     """
 
     errors: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A file's rows side by side: prompts of any lengths at once, then a token at a time."""
+"""Feed several rows to a file: prompts of any lengths together, then a token at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ def run_case(
     prompts: tuple[int, ...],
     candidates: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], State, list[dict[str, np.ndarray]]]:
-    """Each row's logits (time, vocabulary): its prompt at once, beside the other rows', then a token at a time; and
-    what the file gives besides, in the same way. candidates: of each row, as `Engine.start` takes them."""
+    """Feed rows teacher-forced: their prompts together, then a token at a time.
+
+    prompts: the length of each row's prompt.
+    candidates: of each row, as in `Engine.start`.
+
+    Return each row's logits (time, vocabulary), the state, and each row's extra outputs.
+    """
     extra_names = [extra.name for extra in engine.manifest.extras]
     state = engine.start(by_name(requests), len(sequences), extras=extra_names, candidates=candidates)
     counts = np.array(prompts)
     tokens = padded([sequence[:count] for sequence, count in zip(sequences, prompts, strict=True)])
-    logits = engine.step(state, tokens, counts, want="all")
+    logits = engine.step(state, tokens, counts, logit_positions="all")
     steps = len(sequences[0]) - prompts[0]
     rows: list[dict[str, np.ndarray]] = [{} for _ in sequences]
     for name, values in {"": logits, **state.extras}.items():
@@ -35,12 +40,12 @@ def run_case(
         for name, values in {"": engine.step(state, new), **state.extras}.items():
             for row, count in enumerate(counts):
                 rows[row][name][count + i] = values[row]
-    once = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
-    return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, once, strict=True)]
+    request_extras = [{name: values[row] for name, values in state.encoded.items()} for row in range(len(rows))]
+    return [row.pop("") for row in rows], state, [row | more for row, more in zip(rows, request_extras, strict=True)]
 
 
 def padded(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of the step input, (rows, longest, …), with zeros at their ends."""
+    """Return rows of the step input with zeros at their ends, (rows, maximum length, …)."""
     first = sequences[0]
     kind = first.dtype if first.dtype.kind == "f" else np.dtype(np.int64)
     rows = np.zeros((len(sequences), max(map(len, sequences)), *first.shape[1:]), kind)
@@ -56,16 +61,16 @@ def decode_greedily(
     steps: int,
     hidden: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """`steps` tokens for each row, none of them `hidden`; an end token does not end."""
+    """Return `steps` tokens for each row, without the ids in `hidden`. Decoding goes on after end tokens."""
     state = engine.start(by_name(requests), len(starts))
     tokens = np.stack(starts)
-    chosen = []
+    decoded = []
     for _ in range(steps):
         logits = engine.step(state, tokens).copy()
         logits[:, list(hidden)] = -np.inf
         tokens = logits.argmax(-1)[:, None]
-        chosen.append(tokens)
-    return list(np.concatenate(chosen, 1))
+        decoded.append(tokens)
+    return list(np.concatenate(decoded, 1))
 
 
 def by_name(requests: list[dict[str, np.ndarray]]) -> dict[str, list[np.ndarray]] | None:

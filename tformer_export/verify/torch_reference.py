@@ -1,4 +1,4 @@
-"""The source model on one row at a time, which is what a file is compared with."""
+"""Run the source model on one row at a time. Files are compared with its results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import torch
 
 from tformer_export.analysis.interpreter import run
-from tformer_export.capture.submodule_outputs import find_modules, watched
-from tformer_export.common.source_lines import line_of_error, said
+from tformer_export.capture.submodule_outputs import find_modules, record_outputs
+from tformer_export.common.source_lines import error_summary, line_of_error
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
-from tformer_export.staging.landmarks import Landmarks
+from tformer_export.staging.difference_locator import DifferenceLocator
 from tformer_runtime.base.errors import UnsupportedModelError
 
-MOST_RUNS = 16  # of a source that gives one position a run; no less than the steps that are compared
+MAX_RUNS = 16  # of a source that returns one position for each run; at least the number of compared steps
 
 
 class Reference:
     """The source model on one row at a time: nothing is padded, so nothing can be masked wrongly.
 
-    gives_last: it gives logits of the last position alone, and is run for each position that is asked for.
+    gives_last: whether it returns logits of the last position only. It then runs for each compared position.
     """
 
     def __init__(self, source: Source, gives_last: bool = False) -> None:
@@ -31,76 +31,86 @@ class Reference:
     def logits_at(
         self, requests: Mapping[str, np.ndarray], tokens: np.ndarray, first: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Positions from `first` on, all or, where each costs a run, up to MOST_RUNS; and the logits at these."""
+        """Return positions from `first` on, and their logits: all positions, or MAX_RUNS if each costs a run."""
         if not self.gives_last:
             positions = np.arange(first, len(tokens))
             return positions, self.logits(requests, tokens)[positions]
-        positions = np.unique(np.linspace(first, len(tokens) - 1, MOST_RUNS).round().astype(int))
+        positions = np.unique(np.linspace(first, len(tokens) - 1, MAX_RUNS).round().astype(int))
         return positions, np.concatenate([self.logits(requests, tokens[: p + 1]) for p in positions])
 
     def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> np.ndarray:
-        """(time, vocabulary) for one row; time is 1 if the source gives the last position alone.
+        """Return the logits of one row, (time, vocabulary); time is 1 if the source returns the last position only.
 
-        requests: each request input without its batch axis; tokens: the step input, if there is one.
+        requests: each request input without its batch axis.
+        tokens: the step input, if there is one.
         """
         (logits, *_) = self.outputs(requests, tokens)
         return logits.reshape(1, -1) if self.gives_last else logits
 
     def outputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> list[np.ndarray]:
-        """All that the source gives for one row, without its batch axis."""
+        """Return all outputs of the source for one row, without the batch axis.
+
+        Raises UnsupportedModelError if forward fails, or if an output has no finite number.
+        """
         inputs = self.inputs(requests, tokens)
         try:
             with torch.no_grad():
                 returned = self.source.module(*inputs.values())
-            given = returned if self.source.outputs else (returned,)
-            outputs: list[np.ndarray] = [value[0].float().numpy() for value in given]
-        except Exception as error:  # whatever the user's code raises
+            returned_values = returned if self.source.outputs else (returned,)
+            outputs: list[np.ndarray] = [value[0].float().numpy() for value in returned_values]
+        except Exception as error:  # the user's code may raise anything
             sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
             raise UnsupportedModelError(
                 f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
-                f"{said(error)}. The file has to run at any size up to the maximum length: let forward do so too"
+                f"{error_summary(error)}. The file has to run at any size up to the maximum length: let forward do so "
+                "too"
             ) from error
         if not all(np.isfinite(values).any() for values in outputs):
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
         return outputs
 
     def extras(
-        self, landmarks: Landmarks, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None
+        self, locator: DifferenceLocator, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """What the file gives beside logits, for one row: hidden states as the source's own submodules return them,
-        alignments from the traced graph."""
-        inputs, extras = self.inputs(requests, tokens), landmarks.extras
-        modules = find_modules(self.source.owner, [e.module for e in extras if e.module])
-        with torch.no_grad(), watched(modules) as held:
+        """Return the extra outputs for one row.
+
+        Hidden states are the results of the source's own submodules, and cross-attentions come from the traced graph.
+        """
+        inputs, extras = self.inputs(requests, tokens), locator.extras
+        modules = find_modules(self.source.users_module, [e.module for e in extras if e.module])
+        with torch.no_grad(), record_outputs(modules) as recorded:
             self.source.module(*inputs.values())
-        values = run(landmarks.captured, inputs) if len(modules) < len(extras) else {}
-        return {e.name: e.rows(held[e.module] if e.module else values[e.node])[0].numpy() for e in extras}
+        values = run(locator.captured, inputs) if len(modules) < len(extras) else {}
+        return {e.name: e.rows(recorded[e.module] if e.module else values[e.node])[0].numpy() for e in extras}
 
     def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
-        """One row's inputs of the module, in forward's order, with their batch axis and the masks."""
-        given: dict[str, torch.Tensor] = {
+        """Return one row's inputs of the module, in forward's order, with their batch axis and the masks."""
+        values: dict[str, torch.Tensor] = {
             name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
         }
-        if self.source.step is not None and tokens is not None:
-            given[self.source.step] = torch.from_numpy(tokens)[None]
+        if self.source.step_input is not None and tokens is not None:
+            values[self.source.step_input] = torch.from_numpy(tokens)[None]
         masks = self.source.masks
         return {
-            name: build_mask(masks[name], given[masks[name].of]) if name in masks else given[name]
+            name: build_mask(masks[name], values[masks[name].of]) if name in masks else values[name]
             for name in self.source.example
         }
 
 
 @contextmanager
-def rounded_weights(module: torch.nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """The module with other parameters, for a while. Not with other buffers: what positions are multiplied with, and
-    tables of positions are made of, stays float32 in the file."""
-    held = {w: w.detach().clone() for w in module.parameters() if w.is_floating_point()}
+def rounded_weights(module: torch.nn.Module, round_weight: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Round the parameters of a module for the time of the `with` block. Buffers stay.
+
+    Positions are multiplied with buffers, and tables of positions are computed from them, so they stay float32 in the
+    file.
+    """
+    originals = {w: w.detach().clone() for w in module.parameters() if w.is_floating_point()}
     try:
         with torch.no_grad():
-            for weight in held:
-                weight.copy_(rounded(weight))
+            for weight in originals:
+                weight.copy_(round_weight(weight))
         yield
     finally:
         with torch.no_grad():
-            for weight, own in held.items():
-                weight.copy_(own)
+            for weight, original in originals.items():
+                weight.copy_(original)

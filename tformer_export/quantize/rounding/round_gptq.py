@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323): what rounding one weight loses, the next make up for.
+"""GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323): rounding with error feedback between weights.
 
-The result of a product x · w errs by x · (w − ŵ), whose mean square over the data is (w − ŵ)ᵀ H (w − ŵ), H = mean x xᵀ.
-Inputs are correlated, so that the error of one row of weights can be cancelled in part by those that are not rounded
-yet: row k of the upper Cholesky factor U of H⁻¹ tells how. Rows with the loudest inputs are rounded first (the paper's
-"act-order"), while all others can still make up for them; the scales are those of `round_least_error`, fixed
+The error of a product x · w is x · (w − ŵ), whose mean square over the data is (w − ŵ)ᵀ H (w − ŵ), H = mean x xᵀ.
+Inputs are correlated, so weights that are not rounded yet can cancel a part of the error of one row of weights; row k
+of the upper Cholesky factor U of H⁻¹ says how. Rows with the largest inputs are rounded first (the paper's
+"act-order"), while all others can still compensate for them. The scales are those of `round_least_error`, fixed
 beforehand, so the order is free. Last, each column's scale is fitted to its integers by least squares.
 """
 
@@ -15,14 +15,16 @@ import numpy as np
 
 from tformer_export.quantize.rounding import pair_sums, round_least_error, round_nearest
 
-DAMPING = 0.01  # of the mean diagonal, added to it: few samples do not tell all of H (the paper's value)
-TOGETHER = 128  # rows between two updates of all that follow, which bounds memory traffic and changes nothing
+DAMPING = (
+    0.01  # share of the mean diagonal that is added to it, because samples determine H in part (the paper's value)
+)
+LAZY_UPDATE_ROWS = 128  # rows between two updates of all later rows; bounds memory traffic, not the result
 
 
 class Hessian:
-    """The mean of x xᵀ over the inputs x of a product, (K, K), and what follows from it for any matrix that reads them.
+    """The mean of x xᵀ over the inputs x of a product, (K, K), and values that all matrices with these inputs share.
 
-    Memory: another three float64 (K, K) while the factor is made, then one.
+    Memory: three more float64 (K, K) while the factor is computed, then one.
     """
 
     def __init__(self, matrix: np.ndarray) -> None:
@@ -30,61 +32,63 @@ class Hessian:
 
     @property
     def importance(self) -> np.ndarray:
-        """(K,): the mean square of each input."""
+        """Return the mean square of each input, (K,)."""
         return np.diagonal(self.matrix)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Rows, the loudest first."""
+        """Return the row numbers, those with the largest inputs first."""
         return np.argsort(-self.importance, kind="stable")
 
     @cached_property
     def factor(self) -> np.ndarray:
-        """Upper U with UᵀU = (H + λ · mean diagonal · 1)⁻¹, rows in their order. Where that is not definite, more is
-        added."""
-        one = np.eye(len(self.matrix))
+        """Return the upper U with UᵀU = (H + λ · mean diagonal · 1)⁻¹, for rows in `order`.
+
+        λ is DAMPING, or greater where the matrix is not positive definite.
+        """
+        identity = np.eye(len(self.matrix))
         ordered = self.matrix[np.ix_(self.order, self.order)]
         size = float(self.importance.mean()) or 1.0
-        for more in 10.0 ** np.arange(6):
+        for damping_factor in 10.0 ** np.arange(6):
             try:
-                return np.linalg.cholesky(np.linalg.inv(ordered + more * DAMPING * size * one)).T
+                return np.linalg.cholesky(np.linalg.inv(ordered + damping_factor * DAMPING * size * identity)).T
             except np.linalg.LinAlgError:
                 continue
-        return one
+        return identity
 
 
 def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.ndarray]:
-    """int8 (K, N) and float32 scales (N,), as `round_nearest.per_column` gives them.
+    """Return int8 (K, N) and float32 scales (N,) in the format of `round_nearest.per_column`.
 
     Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
     """
     _, scale = round_least_error.per_column(weight, hessian.importance)
-    limits = -pair_sums.WEIGHT_MAX, pair_sums.WEIGHT_MAX
-    q = feed_back(weight, hessian, np.broadcast_to(scale, weight.shape), *limits, pair_sums.PAIR_MAX)
-    return q, _fitted(weight, q, scale, hessian)
+    limits = -pair_sums.MAX_WEIGHT, pair_sums.MAX_WEIGHT
+    q = round_with_feedback(weight, hessian, np.broadcast_to(scale, weight.shape), *limits, pair_sums.MAX_PAIR_SUM)
+    return q, _fit_scale(weight, q, scale, hessian)
 
 
 def in_blocks(weight: np.ndarray, hessian: Hessian, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """4-bit q (K, N), multipliers (⌈K / block⌉, N) and float32 scales (N,), as `round_nearest.in_blocks` gives them."""
+    """Return 4-bit q, multipliers and float32 scales in the format of `round_nearest.in_blocks`."""
     _, multipliers, scale = round_least_error.in_blocks(weight, block, hessian.importance)
     of_rows = np.repeat(multipliers, block, 0)[: len(weight)]
-    q = feed_back(weight, hessian, of_rows * scale, round_nearest.LOWEST, round_nearest.HIGHEST)
-    return q, multipliers, _fitted(weight, round_nearest.expanded(q, multipliers, block), scale, hessian)
+    q = round_with_feedback(weight, hessian, of_rows * scale, round_nearest.MIN_INT4, round_nearest.MAX_INT4)
+    return q, multipliers, _fit_scale(weight, round_nearest.expand(q, multipliers, block), scale, hessian)
 
 
-def feed_back(
+def round_with_feedback(
     weight: np.ndarray, hessian: Hessian, steps: np.ndarray, low: int, high: int, pair_max: int | None = None
 ) -> np.ndarray:
-    """Integers (K, N) in low … high for weights (K, N), row by row with error feedback. steps: (K, N).
+    """Round weights (K, N) to integers in low … high, row by row with error feedback. steps: (K, N).
 
-    pair_max: what rows 2i and 2i + 1 may add up to, as a size (`pair_sums.py`): the second of them to be rounded keeps
-    to it, and its error is fed back too.
+    pair_max: the largest magnitude of the sum of rows 2i and 2i + 1 (`pair_sums.py`). The row of a pair that is rounded
+        second keeps to it, and its error is fed back too.
     """
     order, upper = hessian.order, hessian.factor
     rest = weight[order].astype(np.float64)
-    q = np.zeros(weight.shape, np.int8)  # a row that is not rounded yet limits none
-    for begin in range(0, len(rest), TOGETHER):
-        end = min(begin + TOGETHER, len(rest))
+    q = np.zeros(weight.shape, np.int8)  # a row of zeros, which is not rounded yet, limits no other
+    for begin in range(0, len(rest), LAZY_UPDATE_ROWS):
+        end = min(begin + LAZY_UPDATE_ROWS, len(rest))
         errors = np.empty((end - begin, rest.shape[1]))
         for k in range(begin, end):
             row, step = order[k], steps[order[k]]
@@ -99,10 +103,10 @@ def feed_back(
     return q
 
 
-def _fitted(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, hessian: Hessian) -> np.ndarray:
-    """(N,): the scale s of least (w − s q)ᵀ H (w − s q); the old one where that is no positive number."""
+def _fit_scale(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, hessian: Hessian) -> np.ndarray:
+    """Return the scale s of least (w − s q)ᵀ H (w − s q), (N,); the old scale where that is not a positive number."""
     q = q.astype(np.float64)
     pulled = hessian.matrix @ q
     across, along = (pulled * weight).sum(0), (pulled * q).sum(0)
-    sound = (across > 0) & (along > 0)
-    return np.where(sound, across / np.where(sound, along, 1), scale).astype(np.float32)
+    is_positive = (across > 0) & (along > 0)
+    return np.where(is_positive, across / np.where(is_positive, along, 1), scale).astype(np.float32)

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face folder → tokenizers' JSON, checked: it reads and writes what the original does.
+"""Conversion of the tokenizer of a Hugging Face folder to tokenizers' JSON, checked against the original.
 
-Nobody asks what kind of tokenizer it is: `candidates` proposes several, and the first that agrees with the original
-(`reference`) on texts and ids (`check`) is taken. `sentencepiece` makes one of a SentencePiece model. `load` is the
-way.
+The class of the tokenizer does not matter: `candidates` proposes several conversions, and the first that agrees with
+the original (`reference`) on texts and ids (`check`) is used. `sentencepiece` converts a SentencePiece model. `load` is
+the entry point.
 """
 
 from tformer_export.sources.tokenizer.load import (

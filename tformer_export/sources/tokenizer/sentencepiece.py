@@ -1,13 +1,13 @@
-"""A tokenizer built on SentencePiece models, whatever it does with their ids → tokenizers' models.
+"""Conversion of a tokenizer that is built on SentencePiece models.
 
-Which id a piece has is asked of the original. The vocabulary of the original may hold tokens that the SentencePiece
-model does not make of any text (pieces of the other language, control symbols): they are kept to be written, and hidden
-from reading behind a character that no text has. And it may lack pieces that the model makes: these get ids beyond the
-vocabulary, which a runtime refuses as unknown.
+The ids of pieces come from the original. Its vocabulary may hold tokens that the SentencePiece model makes of no text,
+such as pieces of the other language and control symbols. They can be written, but a character that no text has hides
+them from reading. The vocabulary may also lack pieces that the model makes. These get ids beyond the vocabulary, which
+a runtime refuses as unknown.
 
-Characters that the model does not know, it leaves together, and the original looks them up in its vocabulary. So does
-the form made here, but what it does not find as a whole it looks up in parts: it knows some texts that the original
-does not, and reads all that the original knows as that does.
+A SentencePiece model leaves unknown characters together, and the original looks them up in its vocabulary. The
+conversion does the same, and looks up the parts of a text that it does not find as a whole. So it reads all texts that
+the original knows in the same way, and knows some more.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from tformer_export.sources.tokenizer.reference import Form, Original
+from tformer_export.sources.tokenizer.reference import CandidateTokenizer, ReferenceTokenizer
 
 SPACE = "▁"
-_HIDDEN, _ABSENT = "\U0010ffff", "\U0010fffe"  # no characters: the first marks what is hidden, the second replaces it
+_HIDDEN, _ABSENT = (
+    "\U0010ffff",
+    "\U0010fffe",
+)  # noncharacters: the first marks hidden tokens, the second replaces it in texts
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # types of pieces
-_WORSE = 100.0  # than any piece: what no piece is a part of
+_FOREIGN_PENALTY = 100.0  # subtracted from the least score, so that any other piece wins
 _UNIGRAM, _BPE = 1, 2  # types of models
 
 
-def from_pieces(original: Original) -> Iterator[Form]:
-    """Candidates for every SentencePiece model that the tokenizer holds."""
+def from_sentencepiece(original: ReferenceTokenizer) -> Iterator[CandidateTokenizer]:
+    """Yield candidates for every SentencePiece model that the tokenizer holds."""
     for model in original.models:
-        form = _model(original, model)
+        form = _make_candidate(original, model)
         if form is None:
             continue
-        made = form.tokenizer
-        for prefixed in ("every part", "the text"):  # of a text that added tokens divide
-            made.normalizer = _normalizer(model.normalizer_spec, prefixed == "every part")
+        tokenizer = form.tokenizer
+        for prefixed in ("every part", "the text"):  # added tokens divide a text into parts
+            tokenizer.normalizer = _normalizer(model.normalizer_spec, prefixed == "every part")
             if prefixed == "the text":
-                made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+                tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
             for decoder in _decoders(model.trainer_spec.byte_fallback):
-                made.decoder = decoder
-                yield Form(Tokenizer.from_str(made.to_str()), form.unknowns)
+                tokenizer.decoder = decoder
+                yield CandidateTokenizer(Tokenizer.from_str(tokenizer.to_str()), form.unknowns)
             if not model.normalizer_spec.add_dummy_prefix:
                 break
 
 
 def _decoders(has_bytes: bool) -> Iterator[decoders.Decoder]:
-    """From pieces to text: with bytes joined to characters or not, and with spaces at the ends of the text or not."""
+    """Yield decoders from pieces to text: with and without byte fallback, with and without spaces at the ends."""
     for ends in (r"\A ", r"\A +", r"\A +| +\z", None):
         strip = [] if ends is None else [decoders.Replace(Regex(ends), "")]
         for joined in ([decoders.ByteFallback()], []) if has_bytes else ([],):
@@ -53,13 +56,13 @@ def _decoders(has_bytes: bool) -> Iterator[decoders.Decoder]:
             yield decoders.Sequence(steps)
 
 
-def _model(original: Original, proto: Any) -> Form | None:
-    """The vocabulary and how it is applied, without what happens to spaces."""
+def _make_candidate(original: ReferenceTokenizer, proto: Any) -> CandidateTokenizer | None:
+    """Make a candidate without normalizer, pre-tokenizer and decoder; None for a model that is not supported."""
     pieces = {p.piece: p for p in proto.pieces}
     readable = {text for text, p in pieces.items() if p.type in (_NORMAL, _USER_DEFINED, _BYTE)}
     controls = {text for text, p in pieces.items() if p.type == _CONTROL}
-    given = {str(token): token for token in original.tokenizer.added_tokens_decoder.values()}
-    whole = {*given, *map(str, original.tokenizer.all_special_tokens)}
+    added_tokens = {str(token): token for token in original.tokenizer.added_tokens_decoder.values()}
+    whole = {*added_tokens, *map(str, original.tokenizer.all_special_tokens)}
     with original.mode() as tokenizer:
         ids = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in readable | whole}
         written = {i: original.token(i) for i in range(original.size)}
@@ -69,7 +72,7 @@ def _model(original: Original, proto: Any) -> Form | None:
     if proto.trainer_spec.model_type == _BPE:
         whole |= {text for text in readable if pieces[text].type == _USER_DEFINED}
     whole |= {*openers}
-    lacking = sorted(text for text in readable - whole if ids[text] == original.unknown)
+    missing = sorted(text for text in readable - whole if ids[text] == original.unknown)
     alphabet = set("".join(readable - {text for text in readable if pieces[text].type == _BYTE})) | {SPACE}
     foreign = {text: i for text, i in others.items() if text not in controls | whole and not alphabet & set(text)}
     if proto.trainer_spec.model_type == _BPE:
@@ -77,34 +80,36 @@ def _model(original: Original, proto: Any) -> Form | None:
     ids |= openers | foreign
     read = {i: text for text, i in ids.items() if i != original.unknown or text in whole}
     vocabulary = [read.get(i, _HIDDEN + (written[i] or str(i))) for i in range(original.size)]
-    made = _applied(proto, vocabulary + lacking, pieces, original.unknown, set(foreign))
-    if made is None:
+    applied = _make_tokenizer(proto, vocabulary + missing, pieces, original.unknown, set(foreign))
+    if applied is None:
         return None
-    made.add_tokens(
-        [added_token(t, i in original.special, given.get(t)) for i, t in sorted(read.items()) if t in whole]
+    applied.add_tokens(
+        [added_token(t, i in original.special, added_tokens.get(t)) for i, t in sorted(read.items()) if t in whole]
     )
     unread = [i for i in range(original.size) if i not in read and written[i] in controls]
-    made.add_tokens([added_token(vocabulary[i], special=True) for i in unread if not original.decode([i])])
-    beyond = range(original.size, original.size + len(lacking))
-    return Form(made, frozenset({*foreign.values(), *beyond}))
+    applied.add_tokens([added_token(vocabulary[i], special=True) for i in unread if not original.decode([i])])
+    beyond = range(original.size, original.size + len(missing))
+    return CandidateTokenizer(applied, frozenset({*foreign.values(), *beyond}))
 
 
 def added_token(text: str, special: bool, like: AddedToken | None = None) -> AddedToken:
-    """A token that is found in a text as a whole, before SentencePiece sees the rest."""
+    """Make a token that is found in a text as a whole, before SentencePiece reads the rest."""
     if like is None:
         return AddedToken(text, special=special, normalized=False)
     sides = {"lstrip": like.lstrip, "rstrip": like.rstrip, "single_word": like.single_word}
     return AddedToken(text, special=special, normalized=False, **sides)
 
 
-def _applied(
+def _make_tokenizer(
     proto: Any, vocabulary: list[str], pieces: dict[str, Any], unknown: int | None, foreign: set[str]
 ) -> Tokenizer | None:
     bytes_ = proto.trainer_spec.byte_fallback
     best = max((p.score for p in pieces.values() if p.type == _NORMAL), default=0.0)
     scores = {text: p.score for text, p in pieces.items()}
-    scores |= {t: len(t) * best - 0.1 for t, p in pieces.items() if p.type == _USER_DEFINED}  # so that it always wins
-    scores |= dict.fromkeys(foreign, min(scores.values()) - _WORSE)
+    scores |= {
+        t: len(t) * best - 0.1 for t, p in pieces.items() if p.type == _USER_DEFINED
+    }  # so that such a piece always wins
+    scores |= dict.fromkeys(foreign, min(scores.values()) - _FOREIGN_PENALTY)
     if proto.trainer_spec.model_type == _UNIGRAM and unknown is not None:
         scored = [(text, scores.get(text, 0.0)) for text in vocabulary]
         return Tokenizer(models.Unigram(scored, unknown, bytes_))

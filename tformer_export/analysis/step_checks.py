@@ -1,0 +1,115 @@
+"""Refusals of models that cannot be decoded step by step: their step input, their output and their special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tformer_export.analysis.determinism import unchanged
+from tformer_export.analysis.input_facts import InputFacts
+from tformer_export.capture.trace import CapturedGraph, vocabulary_size
+from tformer_export.common.fx_nodes import expression, meta, source_line
+from tformer_export.sources import Source
+from tformer_export.sources.adapter import Adapter, all_outputs
+from tformer_runtime.base.errors import OptionError, UnsupportedModelError
+
+PROBABILITY_SUM_ERROR = 1e-3  # by which a sum of probabilities may differ from 1
+
+
+def check_special_tokens(source: Source, inputs: Mapping[str, InputFacts]) -> None:
+    """Raise OptionError for special ids outside the vocabulary, which could be neither predicted nor fed."""
+    ids = inputs[source.step_input].vocabulary if source.step_input is not None else None
+    special = source.special_tokens
+    for name, special_ids in (("bos_token_id", special.bos_token_ids), ("eos_token_id", special.eos_token_ids)):
+        for i in special_ids:
+            if ids is not None and not 0 <= i < ids:
+                raise OptionError(f"the special id {name}={i} is not in the model's vocabulary, which has {ids} ids")
+
+
+def check_step_input(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> None:
+    """Raise UnsupportedModelError unless the step input holds token ids, or numbers (batch, time, features).
+
+    Decoding appends a token to it, or a step of a series.
+    """
+    assert captured.step_name is not None
+    value = captured.example[captured.step_name]
+    if value.is_floating_point() and value.dim() != 3:
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds numbers in {value.dim()} axes: let forward take (batch, "
+            "time, features), with one feature where there is one, or export it without a step input (step_input=None)"
+        )
+    if inputs[captured.step_name].ids is None and not value.is_floating_point():
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds {value.dtype}, neither token ids nor numbers: let forward "
+            "take the ids (int64) and look them up itself, or export it without a step input (step_input=None)"
+        )
+
+
+def check_output(captured: CapturedGraph, source: Source) -> None:
+    """Raise UnsupportedModelError unless the output has logits or numbers for every position of the step input.
+
+    Its shape is (batch, time, vocabulary), or with the first two axes exchanged.
+    """
+    shape = meta(captured.output).shape
+    first = [expression(size) for size in shape[:2]]
+    has_positions = len(shape) == 3 and isinstance(shape[2], int)
+    has_positions = has_positions and any(size == captured.time for size in first)
+    has_positions = has_positions and any(size in captured.batch for size in first)
+    assert captured.step_name is not None
+    ids = vocabulary_size(captured, captured.step_name)
+    if has_positions and ids in (None, shape[2]):
+        return
+    other = _wide_output(captured, source, ids) if ids else None
+    if has_positions and other is None:
+        return
+    of_ids = not captured.example[captured.step_name].is_floating_point()
+    expected = "(batch, time, vocabulary)" if of_ids else "(batch, time, features)"
+    names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
+    sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
+    if not any(captured.time in expression(size).free_symbols for size in shape):
+        difference = "which has no row for each position of it: it is pooled, or one position is taken out"
+    else:
+        difference = f"which is not {expected}"
+    if other is not None:
+        raise UnsupportedModelError(
+            f"forward returns ({sizes}) first, at {source_line(captured.output)}, which is not as wide as the "
+            f"vocabulary of {captured.step_name!r}, {ids}, and its output {other!r} is: name the logits, "
+            f"output={other!r}"
+        )
+    raise UnsupportedModelError(
+        f"forward returns ({sizes}) first, at {source_line(captured.output)}, {difference}. To be stepped over "
+        f"{captured.step_name!r} it must return {'logits' if of_ids else 'numbers'} for every position, {expected}; a "
+        "model that gives one answer for its input is exported without a step input (step_input=None)"
+    )
+
+
+def check_logits(captured: CapturedGraph, values: Mapping[Node, Any]) -> None:
+    """Raise UnsupportedModelError if the output holds probabilities.
+
+    They would be scored, sampled and searched as if they were logits.
+    """
+    output = values[captured.output]
+    if bool((output >= 0).all()) and bool(((output.sum(-1) - 1).abs() < PROBABILITY_SUM_ERROR).all()):
+        raise UnsupportedModelError(
+            f"forward returns probabilities, at {source_line(captured.output)}: they are not negative and sum to 1 at "
+            "every position. Return the logits, or the log-probabilities (log_softmax), from which they follow"
+        )
+
+
+def _wide_output(captured: CapturedGraph, source: Source, ids: int) -> str | int | None:
+    """Find another output that has a row for each position and is as wide as the vocabulary.
+
+    Return its name or index; None if there is none, or if the user chose an output.
+    """
+    module = source.module
+    if not isinstance(module, Adapter) or module.output is not None:
+        return None
+    assert captured.step_name is not None
+    with torch.no_grad(), unchanged(module):
+        outputs = all_outputs(module.call_module(*captured.example.values()))
+    rows = sorted(captured.example[captured.step_name].shape[:2])
+    wide = [name for name, v in outputs.items() if v.dim() == 3 and v.shape[2] == ids and sorted(v.shape[:2]) == rows]
+    return wide[0] if wide else None

@@ -1,0 +1,84 @@
+"""The end of reading a source: the caller's statements replace or complete the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tformer_export.sources.base import Source, parse_special_tokens
+from tformer_export.sources.chat_template import with_template
+from tformer_export.sources.hf_images import with_preprocessing
+from tformer_export.sources.hf_single_pass import with_tokenizer
+from tformer_export.sources.outcome import with_task
+from tformer_runtime.base.errors import OptionError
+from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.format.manifest import SpecialTokens
+
+
+@dataclass(frozen=True)
+class Statements:
+    """The caller's statements on a model. None stands for the model's own.
+
+    tokenizer: text in tokenizers' JSON format for all inputs, or one for each input by name; or a tokenizer of
+        transformers.
+
+    The other fields are arguments of `export` and fields of its `Task`.
+    """
+
+    tokenizer: str | Mapping[str, str] | Callable[..., Any] | None = None
+    task: str | None = None
+    special_tokens: SpecialTokens | Mapping[str, Any] | None = None
+    generation_defaults: Mapping[str, Any] | None = None
+    series: Mapping[str, Any] | None = None
+    chat_template: str | None = None
+    preprocessor: Any = None
+    labels: Any = None
+    problem_type: str | None = None
+    pooling: str | None = None
+    normalize: bool = False
+    max_length: int | None = None
+
+
+def finish(source: Source, statements: Statements) -> Source:
+    """Apply the statements to a source. Raises OptionError for statements that do not fit the model or each other."""
+    tokenizer, special = statements.tokenizer, statements.special_tokens
+    if callable(tokenizer):
+        source, tokenizer = with_tokenizer(source, tokenizer), None
+    elif tokenizer is not None:
+        source = replace(source, own_pipeline=None)
+    stated: dict[str, Any] = {
+        "tokenizers": dict.fromkeys(source.caller_inputs, tokenizer) if isinstance(tokenizer, str) else tokenizer,
+        "task": statements.task,
+        "special_tokens": parse_special_tokens(special) if isinstance(special, Mapping) else special,
+        "generation_defaults": statements.generation_defaults,
+        "series": statements.series,
+    }
+    source = replace(source, **{name: value for name, value in stated.items() if value is not None})
+    _check_texts(source)
+    if statements.chat_template is not None:
+        source = with_template(source, statements.chat_template)
+        if source.step_input not in source.tokenizers:
+            raise OptionError("a chat template makes texts, and there is no tokenizer to read them: give one")
+    if statements.preprocessor is not None:
+        source = with_preprocessing(
+            source, statements.preprocessor, statements.labels is not None or statements.problem_type is not None
+        )
+    source = with_task(source, statements.labels, statements.problem_type, statements.pooling, statements.normalize)
+    if source.step_input is None and statements.max_length is not None:
+        source = replace(source, max_length=min(statements.max_length, source.max_length or statements.max_length))
+    return source
+
+
+def _check_texts(source: Source) -> None:
+    """Raise OptionError for generation defaults and tokenizers that the runtime would refuse after the export."""
+    Settings.of(GenerationOptions(), source.generation_defaults)
+    for name, text in source.tokenizers.items():
+        if name not in source.example:
+            raise OptionError(f"there is no input {name!r} for the tokenizer of that name: {', '.join(source.example)}")
+        try:
+            Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise OptionError(f"the tokenizer of {name} is not in tokenizers' JSON format: {error}") from error
