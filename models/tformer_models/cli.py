@@ -1,4 +1,4 @@
-"""The command line of training: ``tformer-train RECIPE``."""
+"""The command ``tformer-train``."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ import click
 from tformer_export.common.checkpoint import MissingExtraError, TformerError
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Folder of the run [default: runs/<name of the recipe>]."
 )
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint, if there is one.")
-@click.option("--force", is_flag=True, help="Begin anew in a folder that holds a run already.")
-@click.option("--threads", type=click.IntRange(min=1), help="Processor threads to use [default: PyTorch's choice].")
+@click.option("--resume", is_flag=True, help="Continue from the last checkpoint in the folder, if there is one.")
+@click.option("--force", is_flag=True, help="Start again in a folder that already holds a run.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads to use [default: PyTorch's choice].")
+@click.version_option(package_name="tformer")
 def main(recipe: Path, output: Path | None, resume: bool, force: bool, threads: int | None) -> None:
-    """Train a model by RECIPE, a TOML file; prints the path of the model.pt that comes of it."""
+    """Train a model by RECIPE, a TOML file, and print the path of the resulting model.pt."""
     if resume and force:
-        raise click.UsageError("--resume goes on with a run and --force begins anew; choose one")
+        raise click.UsageError("--resume continues a run and --force starts again: use one of them")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # a recipe may name factories in files beside it, as `python -m` would find them
+    # A recipe may name factories in files of the current folder, as `python -m` would find them.
+    sys.path.insert(0, str(Path.cwd()))
     try:
-        click.echo(run(recipe, output or _default_output(recipe), resume=resume, force=force, threads=threads))
+        click.echo(train_recipe(recipe, output or _default_output(recipe), resume, force, threads))
     except TformerError as error:
         click.echo(f"tformer-train: {error}", err=True)
         sys.exit(1)
 
 
-def run(recipe: Path, output: Path, *, resume: bool, force: bool, threads: int | None) -> Path:
+def train_recipe(recipe: Path, output: Path, resume: bool, force: bool, threads: int | None) -> Path:
+    """Train by the file `recipe` in the folder `output`; return the path of model.pt.
+
+    Raises MissingExtraError if a package of the extra `train` is not installed, and the errors of `load_recipe` and
+    `tformer_models.training.train`.
+    """
     from tformer_models.recipe import load_recipe
 
-    options = load_recipe(recipe)
+    loaded = load_recipe(recipe)
     try:
         import torch
 
@@ -51,9 +56,9 @@ def run(recipe: Path, output: Path, *, resume: bool, force: bool, threads: int |
     warnings.filterwarnings("ignore", module="lightning")
     if threads:
         torch.set_num_threads(threads)
-    return train(options, output, resume=resume, force=force)
+    return train(loaded, output, resume=resume, force=force)
 
 
 def _default_output(recipe: Path) -> Path:
-    """models/g2p/recipe.toml → runs/g2p, tiny.toml → runs/tiny"""
+    """Return the default folder of a run: models/g2p/recipe.toml → runs/g2p, tiny.toml → runs/tiny."""
     return Path("runs") / (recipe.absolute().parent.name if recipe.stem == "recipe" else recipe.stem)

@@ -1,4 +1,4 @@
-"""The metrics of a run as a table and as a picture."""
+"""The validation metrics of a run as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import csv
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LOWER_IS_BETTER = ("loss", "forecast_error")  # of the metrics that a recipe can monitor
+FIGURE_INCHES = (10, 3.5)
+FIGURE_DPI = 100
 
 
-def write_curves(rows: Sequence[Mapping[str, float]], output: Path) -> None:
-    """Write metrics.csv and curves.png into `output`, each in one go."""
+def write_curves(rows: Sequence[Mapping[str, float]], output: Path, monitor: str) -> None:
+    """Write metrics.csv and curves.png into the folder `output`; each file is replaced atomically.
+
+    rows: the metrics of each validation, in the order of the steps. monitor: the metric that selects the saved weights;
+    the picture marks its best step.
+    """
     table = output / "metrics.csv.part"
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -17,28 +29,46 @@ def write_curves(rows: Sequence[Mapping[str, float]], output: Path) -> None:
         writer.writerows({name: f"{value:.10g}" for name, value in row.items()} for row in rows)
     os.replace(table, output / "metrics.csv")
     picture = output / "curves.png.part"
-    _draw(rows, picture)
+    _draw(rows, find_best_step(rows, monitor), monitor, picture)
     os.replace(picture, output / "curves.png")
 
 
-def _draw(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    from matplotlib.figure import Figure  # without pyplot there is no window system to look for
+def find_best_step(rows: Sequence[Mapping[str, float]], monitor: str) -> int:
+    """Return the first step with the best value of `monitor`, whose weights Lightning's ModelCheckpoint keeps."""
+    best = min if monitor in LOWER_IS_BETTER else max
+    return int(best(rows, key=lambda row: row[monitor])["step"])
+
+
+def _draw(rows: Sequence[Mapping[str, float]], best_step: int, monitor: str, path: Path) -> None:
+    """Draw losses (left) and accuracies or forecast errors (right) over the steps."""
+    from matplotlib.figure import Figure  # pyplot would look for a window system
 
     steps = [row["step"] for row in rows]
-    figure = Figure(figsize=(10, 3.5), layout="constrained")
-    losses, accuracies = figure.subplots(1, 2)
-    losses.plot(steps, [row["train_loss"] for row in rows], label="training (dropout, label smoothing)")
-    losses.plot(steps, [row["loss"] for row in rows], label="validation")
-    losses.set(xlabel="step", ylabel="cross-entropy, nats", yscale="log")
-    if "forecast_error" in rows[0]:
-        losses.set(ylabel="mean squared error")
-        accuracies.plot(steps, [row["forecast_error"] for row in rows], label="whole forecasts, validation")
-        accuracies.set(xlabel="step", ylabel="root mean squared error")
+    figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
+    loss_axes, metric_axes = figure.subplots(1, 2)
+    is_forecast = "forecast_error" in rows[0]
+    regularisation = "dropout and noise" if is_forecast else "dropout and label smoothing"
+    loss_axes.plot(steps, [row["train_loss"] for row in rows], label=f"training, with {regularisation}")
+    loss_axes.plot(steps, [row["loss"] for row in rows], label="validation")
+    loss_axes.set_yscale("log")
+    if is_forecast:
+        loss_axes.set_ylabel("mean squared error (log scale)")
+        metric_axes.plot(steps, [row["forecast_error"] for row in rows], label="whole forecasts, validation")
+        metric_axes.set_ylabel("root mean squared error (linear scale)")
     else:
+        loss_axes.set_ylabel("cross-entropy in nats (log scale)")
         for name in [name for name in rows[0] if name.endswith("accuracy")]:
-            accuracies.plot(steps, [row[name] for row in rows], label=name.replace("_", " "))
-        accuracies.set(xlabel="step", ylabel="share right, validation", ylim=(0, 1))
-    for axes in (losses, accuracies):
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100, format="png")
+            metric_axes.plot(steps, [row[name] for row in rows], label=f"{name.replace('_', ' ')}, validation")
+        metric_axes.set(ylabel="share of correct predictions (linear scale)", ylim=(0, 1))
+    for axes in (loss_axes, metric_axes):
+        _finish_axes(axes, best_step, monitor)
+    figure.savefig(path, dpi=FIGURE_DPI, format="png")
+
+
+def _finish_axes(axes: Axes, best_step: int, monitor: str) -> None:
+    """Label the steps, mark the step whose weights are saved, and add the legend."""
+    label = f"saved weights: step {best_step}, best {monitor.replace('_', ' ')}"
+    axes.axvline(best_step, color="black", linestyle="--", linewidth=1, label=label)
+    axes.set_xlabel("training step (linear scale)")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)

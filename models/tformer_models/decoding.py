@@ -1,4 +1,4 @@
-"""Greedy decoding in PyTorch, as plain as can be: the yardstick that faster decoders are measured by."""
+"""Greedy decoding in plain PyTorch without a cache: the reference that faster decoders are compared with."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from tformer_models.data import pad_rows
 
 
 @torch.inference_mode()
-def greedy(
-    model: nn.Module, rows: Sequence[Sequence[int]], *, start: int, end: int, pad: int, max_new_tokens: int
+def decode_greedily(
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    *,
+    bos_token_id: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    max_new_tokens: int,
 ) -> list[list[int]]:
-    """The most probable next token, again and again, until `end`: the new ids of each row, without start and end.
+    """Return the generated ids of each source row, without the start and end tokens.
 
-    The whole of forward(src, tgt) runs anew for each token.
+    The most probable token is appended until every row has ended or has `max_new_tokens`. All of forward(src, tgt) is
+    computed again for each token.
     """
-    src = pad_rows(rows, pad)
-    tgt = torch.full((len(rows), 1), start)
-    ended = torch.zeros(len(rows), dtype=torch.bool)
+    src = pad_rows(rows, pad_token_id)
+    tgt = torch.full((len(rows), 1), bos_token_id)
+    finished = torch.zeros(len(rows), dtype=torch.bool)
     for _ in range(max_new_tokens):
-        token = model(src, tgt)[:, -1].argmax(-1).masked_fill(ended, pad)
-        tgt = torch.cat([tgt, token[:, None]], dim=1)
-        ended |= token == end
-        if ended.all():
+        next_tokens = model(src, tgt)[:, -1].argmax(-1).masked_fill(finished, pad_token_id)
+        tgt = torch.cat([tgt, next_tokens[:, None]], dim=1)
+        finished |= next_tokens == eos_token_id
+        if finished.all():
             break
-    return [[token for token in row if token not in (end, pad)] for row in tgt[:, 1:].tolist()]
+    return [[token for token in row if token not in (eos_token_id, pad_token_id)] for row in tgt[:, 1:].tolist()]

@@ -1,9 +1,9 @@
-"""A sentence encoder and a classifier in plain PyTorch, and the layers that they share with the language model.
+"""A sentence encoder and a text classifier in plain PyTorch, and the layers that they share with the language model.
 
-Shapes are written with B = batch, T = time, D = width, H = heads, V = vocabulary.
+Shapes use B = batch, T = time, D = width, H = heads, V = vocabulary.
 """
 
-# Calling a module gives Any.
+# Calling a module returns Any.
 # mypy: no-warn-return-any
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ from torch import Tensor, nn
 
 from tformer_models.seq2seq import Embedding, FeedForward, Residual
 
-POOLS = ("first", "mean", "max")
+POOLINGS = ("first", "mean", "max")
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence to itself in H heads, its queries, keys and values from one matrix (3 D, D)."""
+    """Multi-head self-attention with one projection (3 D, D) for queries, keys and values.
+
+    Raises ValueError if `width` is not a multiple of `heads`.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"a width of {width} cannot be shared by {heads} heads")
+            raise ValueError(f"the width {width} is not a multiple of {heads} heads")
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, D) → (B, T, D). mask, broadcast to (B, H, T, T), is true where a query may look."""
+        """Attend within x (B, T, D); return (B, T, D).
+
+        mask: bool, broadcast to (B, H, T, T); true where a query may attend to a key.
+        """
         batch, time, width = x.shape
         query, key, value = self.qkv(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-2, -1) / math.sqrt(width // self.heads)  # (B, H, T, T)
-        # The lowest finite number, not -inf: a row that is all padding must not become NaN.
+        # The lowest finite number instead of -inf: softmax of a row with padding alone must not become NaN.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         heads = self.dropout(scores.softmax(-1)) @ value
         return self.output(heads.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
-    """Self-attention, then feed-forward, each after a norm and with a way around it."""
+class PreNormLayer(nn.Module):
+    """Self-attention, then feed-forward with gelu, each with a norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -51,14 +57,14 @@ class Layer(nn.Module):
         self.residuals = nn.ModuleList(Residual(width, "pre", dropout) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, D), mask as of `SelfAttention` → (B, T, D)"""
-        attend, transform = self.residuals
-        x = attend(x, lambda y: self.attention(y, mask))
-        return transform(x, self.feedforward)
+        """Transform x (B, T, D), with the mask of `SelfAttention`; return (B, T, D)."""
+        attention_residual, feedforward_residual = self.residuals
+        x = attention_residual(x, lambda y: self.attention(y, mask))
+        return feedforward_residual(x, self.feedforward)
 
 
-class Layers(nn.Module):
-    """Ids → states: embedding with positions, layers, and a last norm."""
+class PreNormStack(nn.Module):
+    """Token and position embedding, `layers` pre-norm layers and a final norm."""
 
     def __init__(
         self,
@@ -74,31 +80,39 @@ class Layers(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary, width, max_length, positions, dropout)
-        self.layers = nn.ModuleList(Layer(width, heads, feedforward, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(PreNormLayer(width, heads, feedforward, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids (B, T), mask as of `SelfAttention` → (B, T, D)"""
+        """Return the hidden states (B, T, D) of ids (B, T), with the mask of `SelfAttention`."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, mask)
         return self.norm(x)
 
 
-def pool_rows(states: Tensor, real: Tensor, pool: str) -> Tensor:
-    """states (B, T, D), real (B, T), true where there is a token → (B, D): the first state, their mean, or of each
-    number the greatest. Padding has no part in it."""
+def pool_states(states: Tensor, token_mask: Tensor, pool: str) -> Tensor:
+    """Pool states (B, T, D) over time; return (B, D).
+
+    token_mask: bool (B, T), true at tokens; padding is left out.
+    pool: "first" (the state of the first token), "mean" or "max" (element-wise).
+    """
     if pool == "first":
         return states[:, 0]
     if pool == "max":
-        return states.masked_fill(~real[:, :, None], torch.finfo(states.dtype).min).amax(1)
-    weights = real[:, :, None].to(states.dtype)
+        return states.masked_fill(~token_mask[:, :, None], torch.finfo(states.dtype).min).amax(1)
+    weights = token_mask[:, :, None].to(states.dtype)
     return (states * weights).sum(1) / weights.sum(1)
 
 
 class SentenceEncoder(nn.Module):
-    """A vector for each row of ids: its states pooled, projected to `vector` numbers if that is given, and of length 1
-    if `normalize` is set. `pad` is the id of padding, which is never looked at; every row has a token that is none."""
+    """Encode each row of ids as one vector: the pooled hidden states, optionally projected and normalised.
+
+    pool: one of POOLINGS; ValueError otherwise.
+    vector: size of the vector after a linear projection; None for no projection and a vector of `width` numbers.
+    normalize: scale each vector to length 1.
+    pad: padding id, which is masked. Every row needs at least one token.
+    """
 
     def __init__(
         self,
@@ -117,11 +131,11 @@ class SentenceEncoder(nn.Module):
         pad: int = 0,
     ) -> None:
         super().__init__()
-        if pool not in POOLS:
-            raise ValueError(f"pool must be one of {', '.join(POOLS)}, not {pool!r}")
+        if pool not in POOLINGS:
+            raise ValueError(f"pool must be one of {', '.join(POOLINGS)}, not {pool!r}")
         self.pad, self.pool, self.normalize = pad, pool, normalize
         self.max_length = max_length
-        self.states = Layers(
+        self.states = PreNormStack(
             vocabulary,
             width=width,
             heads=heads,
@@ -135,14 +149,18 @@ class SentenceEncoder(nn.Module):
         self.width = vector or width
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T) → (B, D), or (B, vector)"""
-        real = ids != self.pad
-        vectors = self.project(pool_rows(self.states(ids, real[:, None, None, :]), real, self.pool))
+        """Return the vectors (B, D), or (B, vector), of ids (B, T)."""
+        token_mask = ids != self.pad
+        states = self.states(ids, token_mask[:, None, None, :])
+        vectors = self.project(pool_states(states, token_mask, self.pool))
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
 
 class SentenceClassifier(nn.Module):
-    """A sentence encoder and a linear layer: a score for each of `labels`. options: of the `SentenceEncoder`."""
+    """A sentence encoder, dropout and a linear layer with one score per label.
+
+    labels: number of labels. options: passed to `SentenceEncoder`.
+    """
 
     def __init__(self, vocabulary: int, labels: int, *, dropout: float = 0.1, **options: object) -> None:
         super().__init__()
@@ -152,5 +170,5 @@ class SentenceClassifier(nn.Module):
         self.output = nn.Linear(self.encoder.width, labels)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T) → scores (B, labels)"""
+        """Return the scores (B, labels) of ids (B, T)."""
         return self.output(self.dropout(self.encoder(ids)))

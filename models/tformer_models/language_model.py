@@ -1,19 +1,23 @@
-"""A decoder-only language model, in plain PyTorch."""
+"""A decoder-only language model in plain PyTorch.
 
-# Calling a module gives Any.
+Shapes use B = batch, T = time, V = vocabulary.
+"""
+
+# Calling a module returns Any.
 # mypy: no-warn-return-any
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tformer_models.encoder import Layers
+from tformer_models.encoder import PreNormStack
 
 
 class LanguageModel(nn.Module):
-    """p(ids[t + 1] | ids[..t]) = softmax(forward(ids)[:, t]). `pad` is the id of padding, which is never looked at.
+    """A causal Transformer: p(ids[t + 1] | ids[..t]) = softmax(forward(ids)[:, t]).
 
-    `tie_output` uses the embedding as the output projection, which then has a bias of its own only.
+    tie_output: use the token embedding as the weight of the output projection; its bias is separate.
+    pad: padding id, which is masked in attention.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.pad = pad
         self.max_length = max_length
-        self.states = Layers(
+        self.states = PreNormStack(
             vocabulary,
             width=width,
             heads=heads,
@@ -48,7 +52,7 @@ class LanguageModel(nn.Module):
             self.output.weight = self.states.embedding.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T) → logits (B, T, V); logits at t see ids[: t + 1]"""
+        """Return logits (B, T, V) for ids (B, T). The logits at t depend on ids[: t + 1]."""
         time = ids.shape[1]
         causal = torch.ones(time, time, dtype=torch.bool, device=ids.device).tril()
         return self.output(self.states(ids, (ids != self.pad)[:, None, None, :] & causal))

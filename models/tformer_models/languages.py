@@ -1,12 +1,12 @@
-"""Text → the language that it is written in, learnt from Django's message catalogues: one text in 72 languages.
+"""The languages benchmark: text → its language, from the message catalogues of Django in 72 languages.
 
-A language is a subtag of BCP 47, with its script where it is written in two; regional variants are one language. What
-is not language is taken out of a message: placeholders, HTML. Messages are split 90/5/5 by a hash of the English one,
-so a message is on one side in all languages; a text of the training side is on no other.
+A language is a BCP 47 subtag, with the script if Django has it in two scripts; regional variants are one language.
+Placeholders and HTML are removed from messages. Messages are split 90/5/5 by a hash of the English message, so a
+message is in one split in all languages, and a text of the training split is in no other split.
 
-    python -m tformer_models.languages texts --split test     the texts of one side, one a line
-    python -m tformer_models.languages score RESULTS.json     what `tformer-run --json` made of these
-    python -m tformer_models.languages evaluate MODEL.pt      the checkpoint, and naive Bayes over characters
+    python -m tformer_models.languages texts --split test     print the texts of a split, one per line
+    python -m tformer_models.languages score RESULTS.json     score the results of `tformer-run --json` for them
+    python -m tformer_models.languages evaluate MODEL.pt      score a checkpoint in PyTorch, and naive Bayes
 """
 
 from __future__ import annotations
@@ -26,38 +26,42 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from tformer_export.common.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
-from tformer_models.g2p import SIDE, split_of
+from tformer_models.g2p import SPLIT_OPTION, assign_split
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset
 
-NO_LANGUAGE = re.compile(r"%\(\w+\)[\d.]*[a-z]|%[a-z%]|\{[^{}]*\}|<[^<>]*>|&\w+;|\s+")
-SOURCE = "en"  # what messages are translated from
-FEWEST = 300  # messages that a language is kept with
-SHORTEST = 12  # bytes of UTF-8, and LETTERS letters: less does not tell a language
-LETTERS = 4
-PAD = 0
+NON_LANGUAGE = re.compile(r"%\(\w+\)[\d.]*[a-z]|%[a-z%]|\{[^{}]*\}|<[^<>]*>|&\w+;|\s+")
+SOURCE_LANGUAGE = "en"  # the language that Django's messages are translated from
+MIN_LANGUAGE_MESSAGES = 300  # languages with fewer messages are left out
+MIN_TEXT_BYTES = 12  # of UTF-8; shorter texts do not identify a language
+MIN_TEXT_LETTERS = 4
+MIN_CROP_WORDS = 2
+PAD = 0  # the padding id
 
 Texts = list[tuple[str, str]]  # (text, language)
 
 
 @functools.cache
-def messages() -> dict[str, dict[str, frozenset[str]]]:
-    """Language → English message → its texts in that language, of all catalogues."""
-    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for language, english, text in _translations():
-        for name, written in ((language, text), (SOURCE, english)):
-            if (cleaned := clean(written)) and (name == SOURCE or cleaned != clean(english)):
-                found[name][english].add(cleaned)
+def load_messages() -> dict[str, dict[str, frozenset[str]]]:
+    """Return language → English message → its texts in that language, from all catalogues."""
+    texts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for language, english, translation in _read_translations():
+        for name, text in ((language, translation), (SOURCE_LANGUAGE, english)):
+            if (cleaned := clean_text(text)) and (name == SOURCE_LANGUAGE or cleaned != clean_text(english)):
+                texts[name][english].add(cleaned)
     return {
-        language: {english: frozenset(texts) for english, texts in sorted(of.items())}
-        for language, of in sorted(found.items())
-        if len(of) >= FEWEST
+        language: {english: frozenset(translations) for english, translations in sorted(messages.items())}
+        for language, messages in sorted(texts.items())
+        if len(messages) >= MIN_LANGUAGE_MESSAGES
     }
 
 
-def _translations() -> Iterator[tuple[str, str, str]]:
-    """(language, English message, its translation)"""
+def _read_translations() -> Iterator[tuple[str, str, str]]:
+    """Yield (language, English message, translation) of Django's catalogues.
+
+    Raises MissingExtraError if the package babel or django is not installed.
+    """
     try:
         from babel.messages.mofile import read_mo
     except ModuleNotFoundError as error:
@@ -69,131 +73,140 @@ def _translations() -> Iterator[tuple[str, str, str]]:
         language = language_of(path.parent.parent.name)
         with path.open("rb") as file:
             for message in read_mo(file):
-                english, text = _singular(message.id), _singular(message.string)
-                if english and text:
-                    yield language, english, text
+                english, translation = _singular(message.id), _singular(message.string)
+                if english and translation:
+                    yield language, english, translation
 
 
-def _singular(said: str | Sequence[str] | None) -> str:
-    """Of a message that has forms for numbers, the first."""
-    return said if isinstance(said, str) else (said or ("",))[0]
+def _singular(message: str | Sequence[str] | None) -> str:
+    """Return the first form of a message, which has several if it depends on a number."""
+    return message if isinstance(message, str) else (message or ("",))[0]
 
 
 def language_of(locale: str) -> str:
-    """zh_Hans → zh-Hans, pt_BR → pt"""
-    language, _, rest = locale.partition("_")
-    return f"{language}-{rest}" if re.fullmatch("[A-Z][a-z]{3}", rest) else language
+    """Return the language of a Django locale: zh_Hans → zh-Hans, pt_BR → pt."""
+    language, _, suffix = locale.partition("_")
+    return f"{language}-{suffix}" if re.fullmatch("[A-Z][a-z]{3}", suffix) else language
 
 
-def clean(message: str) -> str:
-    """The message's language, between single spaces; "" for too little of it."""
-    text = " ".join(NO_LANGUAGE.sub(" ", unicodedata.normalize("NFC", message)).split())
-    enough = len(text.encode()) >= SHORTEST and sum(map(str.isalpha, text)) >= LETTERS
-    return text if enough else ""
+def clean_text(message: str) -> str:
+    """Return the message without placeholders and HTML, with single spaces; "" if too little text remains."""
+    text = " ".join(NON_LANGUAGE.sub(" ", unicodedata.normalize("NFC", message)).split())
+    is_enough = len(text.encode()) >= MIN_TEXT_BYTES and sum(map(str.isalpha, text)) >= MIN_TEXT_LETTERS
+    return text if is_enough else ""
 
 
 @functools.cache
-def split(side: str) -> Texts:
-    """The texts of one side, by language and then by the alphabet."""
-    texts = {
-        language: {text for english, found in of.items() if split_of(english) == side for text in found}
-        for language, of in messages().items()
-    }
-    if side != "train":
-        learned = set(split("train"))
-        texts = {language: {t for t in found if (t, language) not in learned} for language, found in texts.items()}
-    return [(text, language) for language, found in texts.items() for text in sorted(found)]
+def load_split(split: str) -> Texts:
+    """Return the texts of a split, sorted by language and then alphabetically."""
+    texts: dict[str, set[str]] = {}
+    for language, messages in load_messages().items():
+        in_split = (translations for english, translations in messages.items() if assign_split(english) == split)
+        texts[language] = set().union(*in_split)
+    if split != "train":
+        train_texts = set(load_split("train"))
+        texts = {
+            language: {text for text in language_texts if (text, language) not in train_texts}
+            for language, language_texts in texts.items()
+        }
+    return [(text, language) for language, language_texts in texts.items() for text in sorted(language_texts)]
 
 
-def dataset(vocabulary: int = 6000, longest: int = 128, crops: int = 1, mixes: int = 4, seed: int = 1) -> Dataset:
-    """The data factory of the recipe. vocabulary: byte pairs. longest: tokens of a text, behind which it is cut.
+def dataset(vocabulary: int = 6000, max_tokens: int = 128, crops: int = 1, mixes: int = 4, seed: int = 1) -> Dataset:
+    """Return the data of the recipe.
 
-    A text is learned from as it will be read, and as many runs of its words as `crops`, drawn by the seed; and there
-    are as many texts again as `mixes`, of words that are drawn from two of a language each: what tells it are its words
-    and pieces, each of them, and few texts learned by heart would not do.
+    vocabulary: size of the byte pair vocabulary. max_tokens: length at which texts are truncated.
+    crops, mixes: augmentation: cropped and mixed copies of the training texts, drawn by `seed`. Mixed texts make the
+        model learn words and their pieces, because there are too few texts to learn from as wholes.
     """
     from tokenizers import Tokenizer
 
     from tformer_models.data import Dataset
 
-    learned, draw = split("train"), random.Random(seed)
-    held_out = {text for side in ("validation", "test") for text, _ in split(side)}
-    text = tokenizer([text for text, _ in learned], vocabulary)
-    labels = list(messages())
+    train_texts, rng = load_split("train"), random.Random(seed)
+    held_out = {text for split in ("validation", "test") for text, _ in load_split(split)}
+    tokenizer_json = tokenizer([text for text, _ in train_texts], vocabulary)
+    labels = list(load_messages())
+    encode = Tokenizer.from_str(tokenizer_json).encode
 
-    encode = Tokenizer.from_str(text).encode
-
-    def pairs(texts: Texts) -> list[tuple[list[int], list[int]]]:
-        return [(encode(text).ids[:longest], [labels.index(language)]) for text, language in texts]
+    def make_pairs(texts: Texts) -> list[tuple[list[int], list[int]]]:
+        return [(encode(text).ids[:max_tokens], [labels.index(language)]) for text, language in texts]
 
     return Dataset(
         train=[
-            *pairs(learned),
-            *(pair for _ in range(crops) for pair in pairs(cropped(learned, draw, held_out))),
-            *(pair for _ in range(mixes) for pair in pairs(mixed(learned, draw, held_out))),
+            *make_pairs(train_texts),
+            *(pair for _ in range(crops) for pair in make_pairs(crop_texts(train_texts, rng, held_out))),
+            *(pair for _ in range(mixes) for pair in make_pairs(mix_texts(train_texts, rng, held_out))),
         ],
-        validation=pairs(split("validation")),
-        model_arguments={"vocabulary": Tokenizer.from_str(text).get_vocab_size(), "labels": len(labels)},
-        tokenizers={"ids": text},
-        special={"start": [], "end": [], "pad": PAD},
+        validation=make_pairs(load_split("validation")),
+        model_arguments={"vocabulary": Tokenizer.from_str(tokenizer_json).get_vocab_size(), "labels": len(labels)},
+        tokenizers={"ids": tokenizer_json},
+        special_tokens={"bos_token_id": [], "eos_token_id": [], "pad_token_id": PAD},
         labels=labels,
     )
 
 
-def cropped(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
-    """A run of the words of each text, of those that have three or more, if it is long enough to tell a language and
-    not among those that are held out."""
-    found = []
+def crop_texts(texts: Texts, rng: random.Random, held_out: Set[str] = frozenset()) -> Texts:
+    """Return a random run of consecutive words of each text.
+
+    Texts of fewer than three words are left out, and so are crops that are too short or in `held_out`.
+    """
+    crops = []
     for text, language in texts:
         words = text.split()
-        if len(words) < 3:
+        if len(words) <= MIN_CROP_WORDS:
             continue
-        count = draw.randint(2, len(words) - 1)
-        first = draw.randint(0, len(words) - count)
-        found.append((" ".join(words[first : first + count]), language))
-    return _learnable(found, held_out)
+        count = rng.randint(MIN_CROP_WORDS, len(words) - 1)
+        start = rng.randint(0, len(words) - count)
+        crops.append((" ".join(words[start : start + count]), language))
+    return _drop_unusable(crops, held_out)
 
 
-def mixed(texts: Texts, draw: random.Random, held_out: Set[str] = frozenset()) -> Texts:
-    """As many texts as are given, each of as many words as one of them has, drawn from it and another of its language,
-    if it is long enough to tell a language and not among those that are held out."""
-    of: dict[str, list[str]] = defaultdict(list)
+def mix_texts(texts: Texts, rng: random.Random, held_out: Set[str] = frozenset()) -> Texts:
+    """Return one text per text, of as many words, drawn from it and from a random text of its language.
+
+    Mixtures that are too short or in `held_out` are left out.
+    """
+    by_language: dict[str, list[str]] = defaultdict(list)
     for text, language in texts:
-        of[language].append(text)
-    found = []
+        by_language[language].append(text)
+    mixtures = []
     for text, language in texts:
         words = text.split()
-        both = [*words, *draw.choice(of[language]).split()]
-        found.append((" ".join(draw.sample(both, len(words))), language))
-    return _learnable(found, held_out)
+        candidates = [*words, *rng.choice(by_language[language]).split()]
+        mixtures.append((" ".join(rng.sample(candidates, len(words))), language))
+    return _drop_unusable(mixtures, held_out)
 
 
-def _learnable(texts: Texts, held_out: Set[str]) -> Texts:
-    """Those that are long enough to tell a language, and not held out."""
-    cleaned = ((clean(text), language) for text, language in texts)
+def _drop_unusable(texts: Texts, held_out: Set[str]) -> Texts:
+    """Return the cleaned texts, except texts that are too short or in `held_out`."""
+    cleaned = ((clean_text(text), language) for text, language in texts)
     return [(text, language) for text, language in cleaned if text and text not in held_out]
 
 
 def tokenizer(texts: Sequence[str], vocabulary: int) -> str:
-    """Byte pairs learnt from texts, as tokenizers' JSON. There is nothing that it cannot read."""
+    """Train byte-level BPE on `texts`; return tokenizers' JSON. It encodes every text, as it has all bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = decoders.ByteLevel()
+    result = Tokenizer(models.BPE())
+    result.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    result.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    result.train_from_iterator(
         texts,
         trainers.BpeTrainer(
             vocab_size=vocabulary, special_tokens=["<pad>"], initial_alphabet=sorted(alphabet), show_progress=False
         ),
     )
-    return made.to_str()
+    return result.to_str()
 
 
 def predict(checkpoint: Path, texts: Sequence[str], batch_size: int = 256) -> list[str]:
-    """The languages of `texts`, in their order, by PyTorch from a model.pt."""
+    """Return the language of each text, predicted in PyTorch by a model.pt.
+
+    Raises InputError if the checkpoint has no labels.
+    """
     import torch
     from tokenizers import Tokenizer
 
@@ -201,76 +214,82 @@ def predict(checkpoint: Path, texts: Sequence[str], batch_size: int = 256) -> li
 
     loaded = load_checkpoint(checkpoint)
     if not loaded.labels:
-        raise InputError(f"{checkpoint} has no labels: it does not classify")
+        raise InputError(f"{checkpoint} has no labels: it is not a classifier")
     model = loaded.build()
     encode = Tokenizer.from_str(loaded.tokenizers["ids"]).encode
     rows = [encode(text).ids[: loaded.max_length] for text in texts]
-    found: dict[int, str] = {}
+    predictions: dict[int, str] = {}
     by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     with torch.inference_mode():
-        for first in range(0, len(rows), batch_size):
-            chosen = by_length[first : first + batch_size]
-            best = model(pad_rows([rows[i] for i in chosen], PAD)).argmax(-1).tolist()
-            found |= {i: loaded.labels[label] for i, label in zip(chosen, best, strict=True)}
-    return [found[i] for i in range(len(rows))]
+        for start in range(0, len(rows), batch_size):
+            batch = by_length[start : start + batch_size]
+            label_indices = model(pad_rows([rows[i] for i in batch], PAD)).argmax(-1).tolist()
+            predictions |= {i: loaded.labels[index] for i, index in zip(batch, label_indices, strict=True)}
+    return [predictions[i] for i in range(len(rows))]
 
 
-def naive_bayes(texts: Sequence[str]) -> list[str]:
-    """The baseline: multinomial naive Bayes over runs of one to four characters within words, of the same texts.
+def predict_naive_bayes(texts: Sequence[str]) -> list[str]:
+    """Return the language of each text by the baseline, trained on the same texts.
 
-    Its smoothing, 0.1, is the best on the validation side of 0.01, 0.03, 0.1, 0.3 and 1.
+    The baseline is multinomial naive Bayes over character n-grams (1 to 4) within words. The smoothing is the best of
+    0.01, 0.03, 0.1, 0.3 and 1 on the validation split.
     """
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.naive_bayes import MultinomialNB
 
-    learned, languages = zip(*split("train"), strict=True)
-    counter = CountVectorizer(analyzer="char_wb", ngram_range=(1, 4), min_df=2, lowercase=False)
-    model = MultinomialNB(alpha=0.1).fit(counter.fit_transform(learned), languages)
-    return [str(language) for language in model.predict(counter.transform(texts))]
+    train_texts, languages = zip(*load_split("train"), strict=True)
+    vectorizer = CountVectorizer(analyzer="char_wb", ngram_range=(1, 4), min_df=2, lowercase=False)
+    model = MultinomialNB(alpha=0.1).fit(vectorizer.fit_transform(train_texts), languages)
+    return [str(language) for language in model.predict(vectorizer.transform(texts))]
 
 
-def report(label: str, predictions: Sequence[str], side: str) -> str:
-    """The share that is right, of all texts, and as the mean over languages. Raises InputError unless there is one
-    prediction for each text of `side`."""
-    chosen = split(side)
-    if len(predictions) != len(chosen):
-        raise InputError(f"there are {len(predictions)} predictions for the {len(chosen)} texts of the {side} split")
-    right: dict[str, list[bool]] = defaultdict(list)
-    for found, (_, language) in zip(predictions, chosen, strict=True):
-        right[language].append(found == language)
-    every = sum(map(sum, right.values())) / len(chosen)
-    mean = sum(sum(of) / len(of) for of in right.values()) / len(right)
-    return f"{label}: {side}, {len(chosen)} texts of {len(right)} languages, {every:.2%} right, {mean:.2%} by language"
+def format_report(name: str, predictions: Sequence[str], split: str) -> str:
+    """Return the accuracy of a split as text: over all texts, and the mean over languages.
+
+    Raises InputError unless there is one prediction per text of the split.
+    """
+    texts = load_split(split)
+    if len(predictions) != len(texts):
+        raise InputError(f"there are {len(predictions)} predictions for the {len(texts)} texts of the {split} split")
+    correct: dict[str, list[bool]] = defaultdict(list)
+    for prediction, (_, language) in zip(predictions, texts, strict=True):
+        correct[language].append(prediction == language)
+    accuracy = sum(map(sum, correct.values())) / len(texts)
+    language_mean = sum(sum(results) / len(results) for results in correct.values()) / len(correct)
+    return (
+        f"{name}: {split}, {len(texts)} texts of {len(correct)} languages, accuracy {accuracy:.2%}, "
+        f"mean over languages {language_mean:.2%}"
+    )
 
 
 @click.group()
 def main() -> None:
-    """Languages of Django's messages: which texts there are, and how well they are told apart."""
+    """Print and score the texts of the languages benchmark."""
 
 
 @main.command("texts")
-@SIDE
-def print_texts(side: str) -> None:
-    """Print the texts of a split, one a line."""
-    click.echo("\n".join(text for text, _ in split(side)))
+@SPLIT_OPTION
+def print_texts(split: str) -> None:
+    """Print the texts of a split, one per line."""
+    click.echo("\n".join(text for text, _ in load_split(split)))
 
 
 @main.command("score")
 @click.argument("results", type=click.File(encoding="utf-8"), default="-")
-@SIDE
-def print_score(results: TextIO, side: str) -> None:
-    """Score RESULTS, lines of `tformer-run --json` for the texts of `texts`."""
-    click.echo(report("the file", [json.loads(line)["label"] for line in results], side))
+@SPLIT_OPTION
+def print_score(results: TextIO, split: str) -> None:
+    """Score RESULTS, the lines of `tformer-run --json` for the texts of the command `texts`."""
+    click.echo(format_report("the file", [json.loads(line)["label"] for line in results], split))
 
 
 @main.command("evaluate")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@SIDE
-def print_evaluation(checkpoint: Path, side: str) -> None:
-    """Tell the languages of a split with CHECKPOINT, a model.pt, and with the baseline."""
-    texts = [text for text, _ in split(side)]
-    click.echo(report(checkpoint.name, predict(checkpoint, texts), side))
-    click.echo(report("naive Bayes", naive_bayes(texts), side))
+@SPLIT_OPTION
+def print_evaluation(checkpoint: Path, split: str) -> None:
+    """Predict the languages of a split with CHECKPOINT, a model.pt, and with naive Bayes, and score both."""
+    texts = [text for text, _ in load_split(split)]
+    click.echo(format_report(checkpoint.name, predict(checkpoint, texts), split))
+    click.echo(format_report("naive Bayes", predict_naive_bayes(texts), split))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""A recipe: everything that decides how a model is trained, as one TOML file.
+"""Recipes: one TOML file with every choice that decides how a model is trained.
 
     [data]                                    [model]
     factory = "package.module:callable"       factory = "package.module:callable"
     arguments = {}                            arguments = {width = 128, ...}
 
     [training]                                [checkpoint]
-    see Training below                        task, defaults, max_length of the model.pt that is written
+    see TrainingOptions                       task, generation_defaults, max_length of the model.pt
 
-The data factory returns a `tformer_models.data.Dataset`, or for a forecaster a `tformer_models.windows.SeriesDataset`.
-The model factory is called with what that decides, such as the sizes of vocabularies, and with its own arguments.
+The data factory returns a `tformer_models.data.Dataset` or, for a forecaster, a
+`tformer_models.windows.SeriesDataset`. The model factory is called with that dataset's `model_arguments`, such as
+vocabulary sizes, and with its own arguments, which take precedence.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from tformer_export.common.checkpoint import OptionError, SourceError
 
-CHOICES = {
+TRAINING_CHOICES = {
     "optimizer": ("adam", "adamw"),
     "schedule": ("inverse-sqrt", "cosine"),
     "precision": ("32", "bf16"),
@@ -30,31 +31,37 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """Something that is made by calling `factory` with `arguments`."""
+class FactoryCall:
+    """An object that is made by calling `factory`, an import path, with `arguments`."""
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Training:
-    """How long, how fast, how large.
+class TrainingOptions:
+    """The options of the training loop. Raises OptionError for wrong types and values.
 
-    batch_tokens     a batch holds as many pairs as fit, padded, on either side
-    validate_every   steps between validations; a checkpoint is written at each, so this is what a kill can cost
-    schedule         the rate rises linearly to `learning_rate` over `warmup` steps, then falls as 1/√step or as half
-                     a cosine that reaches zero at the last step
-    label_smoothing  this much of the probability is spread over the vocabulary in the loss
-    clip             gradients longer than this are shortened to it; 0 leaves them alone
-    average          decay of the moving average of the weights, which is what is validated and kept; 0 keeps the last
-    monitor          validation metric that chooses the best weights and stops a run that no longer improves
-    patience         validations without improvement after which a run stops; 0 never stops
-    noise            of a forecaster: deviation of what is added to the numbers that it reads
-    rollout          of a forecaster: the share that whole forecasts, fed back, have in the loss; the rest is of single
-                     steps after true ones
+    steps            optimizer steps
+    batch_tokens     maximum ids in a batch, padding included, in each of source and target; steps for a forecaster
+    validate_every   steps between validations; a checkpoint is written at each, so a kill loses at most these steps
+    seed             seed of weights, batches, dropout and noise
+    optimizer        "adam" or "adamw"
+    learning_rate    peak learning rate
+    betas            coefficients of the optimizer's running averages
+    weight_decay     weight decay of matrices; biases and norms have none
+    schedule         decay of the learning rate after the warm-up: 1/√step or half a cosine down to zero
+    warmup           steps in which the learning rate rises linearly to its peak
+    label_smoothing  share of the target probability that is spread over the vocabulary in the loss
+    clip             maximum norm of the gradient; 0 disables clipping
+    average          decay of the moving average of the weights, which is validated and saved; 0 uses the weights as is
+    monitor          validation metric that selects the saved weights and stops the run
+    patience         validations without improvement after which the run stops; 0 never stops
+    noise            forecasters only: standard deviation of the noise that is added to the inputs
+    rollout          forecasters only: weight in the loss of forecasts that feed predictions back; single steps have
+                     the rest
     precision        "32", or "bf16" for matrix products in bfloat16 with float32 weights
-    start            a model.pt whose weights to begin with, such as that of an earlier recipe; "" begins at random
+    start            path of a model.pt with the initial weights; "" begins with random weights
     """
 
     steps: int
@@ -79,50 +86,64 @@ class Training:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            wanted = int if f.default is MISSING else type(f.default)
-            accepted = {float: (float, int), tuple: (tuple, list)}.get(wanted, (wanted,))
+            expected = int if f.default is MISSING else type(f.default)
+            accepted = {float: (float, int), tuple: (tuple, list)}.get(expected, (expected,))
             if not isinstance(getattr(self, f.name), accepted):
-                raise OptionError(f"{f.name} must be of type {wanted.__name__}, not {getattr(self, f.name)!r}")
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise OptionError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+                raise OptionError(f"{f.name} must be of type {expected.__name__}, not {getattr(self, f.name)!r}")
+        for name, choices in TRAINING_CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("steps", "batch_tokens", "validate_every"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
-class Output:
-    """What the finished model.pt says of itself beside its weights."""
+class CheckpointOptions:
+    """The fields of model.pt that neither the data nor the model decides; `tformer_export.common.checkpoint` has all.
+
+    max_length is the maximum length of a sequence; training data with longer sequences is refused.
+    """
 
     task: str = "text2text-generation"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    data: Part
-    model: Part
-    training: Training
-    checkpoint: Output = Output()
+    """A recipe file; the fields are its sections."""
+
+    data: FactoryCall
+    model: FactoryCall
+    training: TrainingOptions
+    checkpoint: CheckpointOptions = CheckpointOptions()
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the recipe as nested dictionaries."""
         return asdict(self)
 
 
-SECTIONS: dict[str, type] = {"data": Part, "model": Part, "training": Training, "checkpoint": Output}
+SECTIONS: dict[str, type] = {
+    "data": FactoryCall,
+    "model": FactoryCall,
+    "training": TrainingOptions,
+    "checkpoint": CheckpointOptions,
+}
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Raises SourceError for a file that is not TOML, OptionError for names and values that no recipe has."""
+    """Read the recipe file at `path`.
+
+    Raises SourceError for a file that cannot be read or is not TOML, OptionError for unknown names and wrong values.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SourceError(f"the recipe {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SourceError(f"the recipe {path} is not TOML: {error}") from error
-    problems = _problems(content)
+    problems = _find_problems(content)
     if problems:
         raise OptionError(f"the recipe {path} cannot be used: {'; '.join(problems)}")
     try:
@@ -131,10 +152,10 @@ def load_recipe(path: Path) -> Recipe:
         raise OptionError(f"the recipe {path} cannot be used: {error}") from error
 
 
-def _problems(content: dict[str, Any]) -> list[str]:
-    """Every unknown and every missing name, in words."""
+def _find_problems(content: dict[str, Any]) -> list[str]:
+    """Return one message per unknown or missing name."""
     problems = [f"there is no section [{name}]" for name in content if name not in SECTIONS]
-    for section, kind in SECTIONS.items():
+    for section, section_class in SECTIONS.items():
         values = content.get(section)
         if values is None:
             if section != "checkpoint":
@@ -143,11 +164,11 @@ def _problems(content: dict[str, Any]) -> list[str]:
         if not isinstance(values, dict):
             problems.append(f"{section} must be a section")
             continue
-        known = {f.name: f for f in fields(kind)}
-        problems += [f"[{section}] has no {name}" for name in values if name not in known]
+        section_fields = {f.name: f for f in fields(section_class)}
+        problems += [f"[{section}] has no {name}" for name in values if name not in section_fields]
         problems += [
             f"[{section}] lacks {name}"
-            for name, f in known.items()
+            for name, f in section_fields.items()
             if name not in values and f.default is MISSING and f.default_factory is MISSING
         ]
     return problems

@@ -1,9 +1,10 @@
-"""An encoder-decoder Transformer, as in "Attention Is All You Need" (Vaswani et al., 2017), in plain PyTorch.
+"""An encoder-decoder Transformer in plain PyTorch, after "Attention Is All You Need" (Vaswani et al., 2017).
 
-Shapes are written with B = batch, S = source time, T = target time, D = width, H = heads, V = vocabulary.
+Section numbers (§) in this module refer to that paper. Shapes use B = batch, S = source time, T = target time,
+D = width, H = heads, V = vocabulary.
 """
 
-# Calling a module gives Any.
+# Calling a module returns Any.
 # mypy: no-warn-return-any
 from __future__ import annotations
 
@@ -20,12 +21,15 @@ ACTIVATIONS = ("relu", "gelu")
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention(Q, K, V) = softmax(Q Kᵀ / √(D / H)) V in each of H heads, which are joined and projected (§3.2)."""
+    """Multi-head attention (§3.2): softmax(Q Kᵀ / √(D / H)) V in each of H heads, concatenated and projected.
+
+    Raises ValueError if `width` is not a multiple of `heads`.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"a width of {width} cannot be shared by {heads} heads")
+            raise ValueError(f"the width {width} is not a multiple of {heads} heads")
         self.heads = heads
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
@@ -34,24 +38,27 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """x (B, T, D), memory (B, S, D) → (B, T, D). mask, broadcast to (B, H, T, S), is true where x may look."""
-        query = self._split(self.query(x))
-        key = self._split(self.key(memory))
-        value = self._split(self.value(memory))
+        """Attend from x (B, T, D) to memory (B, S, D); return (B, T, D).
+
+        mask: bool, broadcast to (B, H, T, S); true where a query may attend to a key.
+        """
+        query = self._split_heads(self.query(x))
+        key = self._split_heads(self.key(memory))
+        value = self._split_heads(self.value(memory))
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(query.shape[-1])  # (B, H, T, S)
-        # The lowest finite number, not -inf: a row that is all padding must not become NaN.
+        # The lowest finite number instead of -inf: softmax of a row with padding alone must not become NaN.
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         weights = self.dropout(torch.softmax(scores, dim=-1))
         heads = torch.matmul(weights, value)  # (B, H, T, D / H)
         return self.output(heads.transpose(1, 2).flatten(2))
 
-    def _split(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, H, T, D / H)"""
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Reshape (B, T, D) to (B, H, T, D / H)."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = W₂ f(W₁ x + b₁) + b₂ at each position, with f = relu or gelu (§3.3)."""
+    """Feed-forward layer (§3.3): W₂ f(W₁ x + b₁) + b₂ at each position, with f = relu or gelu."""
 
     def __init__(self, width: int, hidden: int, activation: str, dropout: float) -> None:
         super().__init__()
@@ -61,12 +68,15 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)"""
+        """Transform x (B, T, D); return (B, T, D)."""
         return self.contract(self.dropout(self.activation(self.expand(x))))
 
 
 class Residual(nn.Module):
-    """A sublayer f and the way around it: LayerNorm(x + f(x)) if `norm` is post, x + f(LayerNorm(x)) if it is pre."""
+    """Residual connection around a sublayer f.
+
+    norm: "post" computes LayerNorm(x + f(x)) (§3.1); "pre" computes x + f(LayerNorm(x)) (Xiong et al., 2020).
+    """
 
     def __init__(self, width: int, norm: str, dropout: float) -> None:
         super().__init__()
@@ -75,14 +85,14 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """(B, T, D) → (B, T, D)"""
+        """Apply `sublayer` to x (B, T, D); return (B, T, D)."""
         if self.pre:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward."""
+    """An encoder layer (§3.1): self-attention, then feed-forward."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float, norm: str, activation: str) -> None:
         super().__init__()
@@ -91,14 +101,14 @@ class EncoderLayer(nn.Module):
         self.residuals = nn.ModuleList(Residual(width, norm, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, S, D), mask (B, 1, 1, S) → (B, S, D)"""
-        attend, transform = self.residuals
-        x = attend(x, lambda y: self.self_attention(y, y, mask))
-        return transform(x, self.feedforward)
+        """Encode x (B, S, D) with mask (B, 1, 1, S); return (B, S, D)."""
+        attention_residual, feedforward_residual = self.residuals
+        x = attention_residual(x, lambda y: self.self_attention(y, y, mask))
+        return feedforward_residual(x, self.feedforward)
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention over what is written so far, attention to the source, then feed-forward."""
+    """A decoder layer (§3.1): causal self-attention, cross-attention to the source, then feed-forward."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float, norm: str, activation: str) -> None:
         super().__init__()
@@ -108,22 +118,29 @@ class DecoderLayer(nn.Module):
         self.residuals = nn.ModuleList(Residual(width, norm, dropout) for _ in range(3))
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """x (B, T, D), mask (B, 1, T, T), memory (B, S, D), memory_mask (B, 1, 1, S) → (B, T, D)"""
-        attend, consult, transform = self.residuals
-        x = attend(x, lambda y: self.self_attention(y, y, mask))
-        x = consult(x, lambda y: self.cross_attention(y, memory, memory_mask))
-        return transform(x, self.feedforward)
+        """Decode x (B, T, D) with mask (B, 1, T, T); return (B, T, D).
+
+        memory: (B, S, D), the encoder's output. memory_mask: (B, 1, 1, S).
+        """
+        attention_residual, cross_residual, feedforward_residual = self.residuals
+        x = attention_residual(x, lambda y: self.self_attention(y, y, mask))
+        x = cross_residual(x, lambda y: self.cross_attention(y, memory, memory_mask))
+        return feedforward_residual(x, self.feedforward)
 
 
 class Embedding(nn.Module):
-    """√D · token embedding + position, with dropout (§3.4, §3.5)."""
+    """√D · token embedding + position embedding, then dropout (§3.4, §3.5).
+
+    positions: "sinusoidal" (a constant table) or "learned" (a weight), of `max_length` rows.
+    """
 
     positions: Tensor
 
     def __init__(self, vocabulary: int, width: int, max_length: int, positions: str, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        # So that a token has unit variance after the factor √D, and a tied output projection starts with small logits.
+        # With this deviation a token has unit variance after the factor √D, and a tied output projection starts with
+        # small logits.
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
         if positions == "learned":
             self.positions = nn.Parameter(torch.randn(max_length, width) * 0.02)
@@ -133,26 +150,32 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids (B, T) → (B, T, D)"""
+        """Embed ids (B, T); return (B, T, D)."""
         return self.dropout(self.tokens(ids) * self.scale + self.positions[: ids.shape[1]])
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i + 1) = cos(p / 10000^(2i/D)): (length, width), §3.5."""
+    """Return the sinusoidal position table (length, width) of §3.5.
+
+    PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i + 1) = cos(p / 10000^(2i/D)).
+    """
     position = torch.arange(length, dtype=torch.float32).unsqueeze(1)
-    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float32) * (-math.log(10000.0) / width))
+    frequency = torch.exp(torch.arange(0, width, 2, dtype=torch.float32) * (-math.log(10000.0) / width))
     table = torch.zeros(length, width)
-    table[:, 0::2] = torch.sin(position * rate)
-    table[:, 1::2] = torch.cos(position * rate[: width // 2])
+    table[:, 0::2] = torch.sin(position * frequency)
+    table[:, 1::2] = torch.cos(position * frequency[: width // 2])
     return table
 
 
 class Seq2SeqTransformer(nn.Module):
-    """Translates one sequence of ids into another: p(tgt[t + 1] | tgt[..t], src) = softmax(forward(src, tgt)[:, t]).
+    """An encoder-decoder over ids: p(tgt[t + 1] | tgt[..t], src) = softmax(forward(src, tgt)[:, t]).
 
-    Every argument is a number or a word, so a model can be described in JSON. `source_pad` and `target_pad` are the
-    ids of padding, which is never looked at and stands at the end of a row. Sequences hold at most `max_length` ids.
-    `tie_output` uses the target embedding as the output projection (§3.4), which then has a bias of its own only.
+    Every argument is a JSON value, so that a checkpoint can store the arguments.
+
+    max_length: positions in the tables, and so the maximum length of src and of tgt.
+    positions, norm, activation: one of POSITIONS, NORMS, ACTIVATIONS; ValueError otherwise.
+    tie_output: use the target embedding as the weight of the output projection (§3.4); its bias is separate.
+    source_pad, target_pad: padding ids. Padding follows the last token of a row and is masked in attention.
     """
 
     def __init__(
@@ -175,22 +198,22 @@ class Seq2SeqTransformer(nn.Module):
         target_pad: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, known in (
+        for name, value, choices in (
             ("positions", positions, POSITIONS),
             ("norm", norm, NORMS),
             ("activation", activation, ACTIVATIONS),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         self.source_pad = source_pad
         self.target_pad = target_pad
         self.max_length = max_length
         self.source = Embedding(source_vocabulary, width, max_length, positions, dropout)
         self.target = Embedding(target_vocabulary, width, max_length, positions, dropout)
-        layer = (width, heads, feedforward, dropout, norm, activation)
-        self.encoder = nn.ModuleList(EncoderLayer(*layer) for _ in range(encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(*layer) for _ in range(decoder_layers))
-        # With norms before the sublayers the stream itself is never normalised, so it is at the end.
+        layer_arguments = (width, heads, feedforward, dropout, norm, activation)
+        self.encoder = nn.ModuleList(EncoderLayer(*layer_arguments) for _ in range(encoder_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(*layer_arguments) for _ in range(decoder_layers))
+        # Pre-norm layers do not normalise the residual stream, so one more norm follows the last layer.
         self.encoder_norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
         self.output = nn.Linear(width, target_vocabulary)
@@ -200,29 +223,32 @@ class Seq2SeqTransformer(nn.Module):
             self.output.weight = self.target.tokens.weight
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """src (B, S), tgt (B, T) → logits (B, T, V); logits at t see tgt[: t + 1] and all of src."""
+        """Return logits (B, T, V) for src (B, S) and tgt (B, T).
+
+        The logits at t depend on tgt[: t + 1] and on all of src.
+        """
         source_mask = self.source_mask(src)
         return self.decode(tgt, self.encode(src, source_mask), source_mask)
 
     def source_mask(self, src: Tensor) -> Tensor:
-        """(B, S) → (B, 1, 1, S), true where there is a token."""
+        """Return the padding mask (B, 1, 1, S) of src (B, S): true at tokens."""
         return (src != self.source_pad)[:, None, None, :]
 
     def target_mask(self, tgt: Tensor) -> Tensor:
-        """(B, T) → (B, 1, T, T), true where the key is a token and not later than the query."""
+        """Return the mask (B, 1, T, T) of tgt (B, T): true where the key is a token and not later than the query."""
         time = tgt.shape[1]
         causal = torch.ones(time, time, dtype=torch.bool, device=tgt.device).tril()
         return (tgt != self.target_pad)[:, None, None, :] & causal
 
     def encode(self, src: Tensor, source_mask: Tensor) -> Tensor:
-        """src (B, S) → memory (B, S, D)"""
+        """Encode src (B, S) with source_mask (B, 1, 1, S); return the memory (B, S, D)."""
         x = self.source(src)
         for layer in self.encoder:
             x = layer(x, source_mask)
         return self.encoder_norm(x)
 
     def decode(self, tgt: Tensor, memory: Tensor, source_mask: Tensor) -> Tensor:
-        """tgt (B, T), memory (B, S, D) → logits (B, T, V)"""
+        """Return logits (B, T, V) for tgt (B, T), memory (B, S, D) and source_mask (B, 1, 1, S)."""
         mask = self.target_mask(tgt)
         x = self.target(tgt)
         for layer in self.decoder:

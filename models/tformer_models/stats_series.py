@@ -1,12 +1,12 @@
-"""Series of statsmodels' data sets: which part of them is learned from, and how well the rest is forecast.
+"""Forecasting benchmarks from the data sets of statsmodels, with baselines.
 
-    python -m tformer_models.stats_series evaluate MODEL.pt            the checkpoint and baselines on the held-out end
-    python -m tformer_models.stats_series histories elnino FOLDER      a CSV for each forecast of it, for tformer-run
-    python -m tformer_models.stats_series score elnino FORECASTS.json  what `tformer-run --json` made of these
+    python -m tformer_models.stats_series evaluate MODEL.pt            score a checkpoint and the baselines
+    python -m tformer_models.stats_series histories elnino FOLDER      write a CSV per forecast, for tformer-run
+    python -m tformer_models.stats_series score elnino FORECASTS.json  score the results of `tformer-run --json`
 
-A series is cut in time: the model learns from its beginning, the part behind that chooses the recipe, and the end is
-forecast from every step of it on. A baseline is fitted anew for each forecast to all that came before; the model is
-not, and reads as many steps as it was trained to.
+A series is split in time: its beginning is for training, the next part (validation) selects the recipe, and the rest
+(test) is held out. A split is forecast from each of its steps that leaves a whole horizon in the split. A baseline is
+fitted again for each forecast, to all steps before it. The model is not, and reads as many steps as in training.
 """
 
 from __future__ import annotations
@@ -27,112 +27,129 @@ from tformer_export.common.checkpoint import InputError, MissingExtraError, Opti
 if TYPE_CHECKING:
     from tformer_models.windows import SeriesDataset
 
-SIDES = ("validation", "test")
+SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """period: steps of a season. learned, chosen: how many steps are for training, and behind these for validation;
-    the rest is the held-out end. horizon: steps of a forecast. column: the series' name."""
+    """One series.
+
+    period: steps of a season. train_steps: steps of the training split, from the first step on. validation_steps: steps
+    of the validation split, after these. horizon: steps of a forecast. column: name of the series.
+    """
 
     period: int
-    learned: int
-    chosen: int
+    train_steps: int
+    validation_steps: int
     horizon: int
     column: str
 
 
 BENCHMARKS = {
-    # Sea surface temperature, °C, by month, in the region Niño 1 + 2, from January 1950 to December 2010.
-    "elnino": Benchmark(period=12, learned=36 * 12, chosen=10 * 12, horizon=12, column="sst"),
-    # Wolf's numbers by year, from 1700 to 2008.
-    "sunspots": Benchmark(period=11, learned=200, chosen=50, horizon=11, column="sunspots"),
+    # Sea surface temperature in °C, per month, in the region Niño 1 + 2, from January 1950 to December 2010.
+    "elnino": Benchmark(period=12, train_steps=36 * 12, validation_steps=10 * 12, horizon=12, column="sst"),
+    # Wolf's sunspot numbers, per year, from 1700 to 2008.
+    "sunspots": Benchmark(period=11, train_steps=200, validation_steps=50, horizon=11, column="sunspots"),
 }
 
 
-def load(name: str) -> np.ndarray:
-    """(time,) float64, the whole of a series."""
+def load_series(name: str) -> np.ndarray:
+    """Return a whole series, (time,) float64.
+
+    Raises OptionError for an unknown name, MissingExtraError if the package statsmodels is not installed.
+    """
     if name not in BENCHMARKS:
-        raise OptionError(f"there is no series {name}: {', '.join(BENCHMARKS)}")
+        raise OptionError(f"there is no series {name}: use one of {', '.join(BENCHMARKS)}")
     try:
         import statsmodels.datasets as datasets
     except ModuleNotFoundError as error:
         raise MissingExtraError("the package statsmodels is not installed: pip install 'tformer[train]'") from error
     if name == "sunspots":
         return np.asarray(datasets.sunspots.load_pandas().data["SUNACTIVITY"], np.float64)
-    months = datasets.elnino.load_pandas().data.iloc[:, 1:]  # a row a year
-    return np.asarray(months, np.float64).reshape(-1)
+    monthly = datasets.elnino.load_pandas().data.iloc[:, 1:]  # one row per year, one column per month
+    return np.asarray(monthly, np.float64).reshape(-1)
 
 
 def dataset(name: str, context: int) -> SeriesDataset:
-    """The data factory of the recipes: normalised by the mean and deviation of what is learned from."""
+    """Return the data of the recipes, normalised by the mean and the deviation of the training split.
+
+    context: steps of history in a window.
+    """
     from tformer_models.windows import SeriesDataset
 
-    values, of = load(name), BENCHMARKS[name]
-    mean, scale = float(values[: of.learned].mean()), float(values[: of.learned].std())
+    values, benchmark = load_series(name), BENCHMARKS[name]
+    train_end = benchmark.train_steps
+    validation_end = train_end + benchmark.validation_steps
+    mean, scale = float(values[:train_end].mean()), float(values[:train_end].std())
     normalised = ((values - mean) / scale)[:, None]
     return SeriesDataset(
-        train=normalised[: of.learned],
-        validation=normalised[of.learned - context : of.learned + of.chosen],
+        train=normalised[:train_end],
+        validation=normalised[train_end - context : validation_end],
         context=context,
-        horizon=of.horizon,
+        horizon=benchmark.horizon,
         series={
-            "columns": [of.column],
+            "columns": [benchmark.column],
             "normalize": {"mean": [mean], "scale": [scale]},
-            "horizon": of.horizon,
+            "horizon": benchmark.horizon,
             "longest": context,
         },
         model_arguments={"features": 1},
     )
 
 
-def origins(name: str, side: str) -> range:
-    """The steps that are forecast first: all of a side from which a whole forecast stays within it."""
-    of = BENCHMARKS[name]
-    begin, end = of.learned, of.learned + of.chosen
-    if side == "test":
-        begin, end = end, len(load(name))
-    return range(begin, end - of.horizon + 1)
+def forecast_origins(name: str, split: str) -> range:
+    """Return the first step of each forecast of a split: every step that leaves a whole horizon in the split."""
+    benchmark = BENCHMARKS[name]
+    start, end = benchmark.train_steps, benchmark.train_steps + benchmark.validation_steps
+    if split == "test":
+        start, end = end, len(load_series(name))
+    return range(start, end - benchmark.horizon + 1)
 
 
-def truth(name: str, side: str) -> np.ndarray:
-    """(forecasts, horizon)"""
-    values, horizon = load(name), BENCHMARKS[name].horizon
-    return np.stack([values[at : at + horizon] for at in origins(name, side)])
+def load_targets(name: str, split: str) -> np.ndarray:
+    """Return the true values of each forecast of a split, (forecasts, horizon)."""
+    values, horizon = load_series(name), BENCHMARKS[name].horizon
+    return np.stack([values[origin : origin + horizon] for origin in forecast_origins(name, split)])
 
 
-def predict(checkpoint: Path, side: str) -> tuple[str, np.ndarray]:
-    """The series' name, and (forecasts, horizon) of a model.pt, by PyTorch."""
+def predict(checkpoint: Path, split: str) -> tuple[str, np.ndarray]:
+    """Forecast a split in PyTorch with a model.pt.
+
+    Return the name of its series, and the forecasts (forecasts, horizon) in the units of the series. Raises InputError
+    if the checkpoint is of no series of BENCHMARKS.
+    """
     import torch
 
     loaded = load_checkpoint(checkpoint)
     series: Mapping[str, Any] = loaded.series or {}
-    name = next((n for n, of in BENCHMARKS.items() if [of.column] == series.get("columns")), None)
+    columns = series.get("columns")
+    name = next((name for name, benchmark in BENCHMARKS.items() if [benchmark.column] == columns), None)
     if name is None:
         raise InputError(f"{checkpoint} forecasts none of {', '.join(BENCHMARKS)}")
     model: Any = loaded.build()
     (mean,), (scale,) = series["normalize"]["mean"], series["normalize"]["scale"]
-    normalised = (load(name) - mean) / scale
-    histories = np.stack([normalised[at - series["longest"] : at] for at in origins(name, side)])
+    normalised = (load_series(name) - mean) / scale
+    context = series["longest"]
+    histories = np.stack([normalised[origin - context : origin] for origin in forecast_origins(name, split)])
     with torch.inference_mode():
-        given = torch.from_numpy(histories.astype(np.float32))[..., None]
-        forecasts: np.ndarray = model.forecast(given, BENCHMARKS[name].horizon)[..., 0].numpy()
+        inputs = torch.from_numpy(histories.astype(np.float32))[..., None]
+        forecasts: np.ndarray = model.forecast(inputs, BENCHMARKS[name].horizon)[..., 0].numpy()
     return name, forecasts.astype(np.float64) * scale + mean
 
 
-# -- baselines: (history, period, horizon) → (horizon,) ----------------------------------------------------------------
+# -- baselines: (history, period, horizon) → forecast (horizon,) -------------------------------------------------------
 
 
 def seasonal_naive(history: np.ndarray, period: int, horizon: int) -> np.ndarray:
-    """The last season again."""
+    """Repeat the last season."""
     return np.resize(history[-period:], horizon)
 
 
 def exponential_smoothing(history: np.ndarray, period: int, horizon: int) -> np.ndarray:
-    """ETS with additive errors: of those with and without a damped trend and a season, the one of the least AICc."""
+    """Forecast by ETS with additive errors, with or without damped trend and season, selected by AICc."""
     from statsmodels.tsa.holtwinters import ExponentialSmoothing
 
-    fitted = [
+    fits = [
         ExponentialSmoothing(
             history,
             trend=trend,
@@ -144,21 +161,21 @@ def exponential_smoothing(history: np.ndarray, period: int, horizon: int) -> np.
         for trend in (None, "add")
         for seasonal in (None, "add")
     ]
-    return np.asarray(min(fitted, key=lambda fit: fit.aicc).forecast(horizon))
+    return np.asarray(min(fits, key=lambda fit: fit.aicc).forecast(horizon))
 
 
 def autoregression(history: np.ndarray, period: int, horizon: int) -> np.ndarray:
-    """Linear, of the order of the least AIC up to two seasons, with a constant."""
+    """Forecast by a linear autoregression with a constant, of an order up to two seasons, selected by AIC."""
     from statsmodels.tsa.ar_model import ar_select_order
 
-    chosen = ar_select_order(history, maxlag=2 * period, ic="aic")
-    return np.asarray(chosen.model.fit().predict(len(history), len(history) + horizon - 1))
+    selection = ar_select_order(history, maxlag=2 * period, ic="aic")
+    return np.asarray(selection.model.fit().predict(len(history), len(history) + horizon - 1))
 
 
 def climatology(history: np.ndarray, period: int, horizon: int) -> np.ndarray:
-    """The mean of all seasons so far."""
-    at = len(history)
-    return np.array([history[(at + k) % period :: period].mean() for k in range(horizon)])
+    """Forecast the mean over all earlier seasons, for each step of the season."""
+    origin = len(history)
+    return np.array([history[(origin + step) % period :: period].mean() for step in range(horizon)])
 
 
 BASELINES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
@@ -169,75 +186,82 @@ BASELINES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
 }
 
 
-def baseline(which: str, name: str, side: str) -> np.ndarray:
-    """(forecasts, horizon), each from all of the series before it."""
-    values, of = load(name), BENCHMARKS[name]
+def forecast_baseline(baseline: str, name: str, split: str) -> np.ndarray:
+    """Return the forecasts (forecasts, horizon) of a baseline, each fitted to all steps before it."""
+    values, benchmark = load_series(name), BENCHMARKS[name]
+    forecast = BASELINES[baseline]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # statsmodels warns where an optimum is not found to the last digit
-        return np.stack([BASELINES[which](values[:at], of.period, of.horizon) for at in origins(name, side)])
+        warnings.simplefilter("ignore")  # statsmodels warns when an optimiser does not converge to the last digit
+        return np.stack(
+            [forecast(values[:origin], benchmark.period, benchmark.horizon) for origin in forecast_origins(name, split)]
+        )
 
 
-def errors(forecasts: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Mean absolute error and root mean squared error, in the series' units."""
-    if forecasts.shape != expected.shape:
-        raise InputError(f"there are forecasts of {forecasts.shape} for {expected.shape}, (forecasts, steps)")
-    differences = forecasts - expected
+def compute_errors(forecasts: np.ndarray, targets: np.ndarray) -> tuple[float, float]:
+    """Return the mean absolute error and the root mean squared error, in the units of the series.
+
+    Raises InputError unless both have the same shape, (forecasts, horizon).
+    """
+    if forecasts.shape != targets.shape:
+        raise InputError(f"the forecasts have shape {forecasts.shape}, not {targets.shape}, (forecasts, steps)")
+    differences = forecasts - targets
     return float(np.abs(differences).mean()), float(np.sqrt(np.square(differences).mean()))
 
 
-def row(label: str, forecasts: np.ndarray, expected: np.ndarray) -> str:
-    """MAE, RMSE, and the MAE at the first step and the last."""
-    mean, root = errors(forecasts, expected)
-    first, last = (float(np.abs(forecasts - expected)[:, at].mean()) for at in (0, -1))
+def format_errors(name: str, forecasts: np.ndarray, targets: np.ndarray) -> str:
+    """Return the MAE, the RMSE, and the MAE at the first and the last step, as a line of text."""
+    mae, rmse = compute_errors(forecasts, targets)
+    first_mae, last_mae = (float(np.abs(forecasts - targets)[:, step].mean()) for step in (0, -1))
     return (
-        f"{label:20} MAE {mean:.3f}, RMSE {root:.3f}, MAE of step 1 {first:.3f}, of step {expected.shape[1]} {last:.3f}"
+        f"{name:20} MAE {mae:.3f}, RMSE {rmse:.3f}, MAE of step 1 {first_mae:.3f}, of step {targets.shape[1]} "
+        f"{last_mae:.3f}"
     )
 
 
-SIDE = click.option("--split", "side", type=click.Choice(SIDES), default="test", show_default=True)
-NAME = click.argument("name", type=click.Choice([*BENCHMARKS]))
+SPLIT_OPTION = click.option("--split", type=click.Choice(SPLITS), default="test", show_default=True)
+NAME_ARGUMENT = click.argument("name", type=click.Choice([*BENCHMARKS]))
 
 
 @click.group()
 def main() -> None:
-    """Series of statsmodels' data sets, and how well they are forecast."""
+    """Score forecasts of the series of statsmodels' data sets."""
 
 
 @main.command("evaluate")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@SIDE
-def print_evaluation(checkpoint: Path, side: str) -> None:
-    """Forecast a side with CHECKPOINT, a model.pt, and with the baselines."""
-    name, forecasts = predict(checkpoint, side)
-    expected = truth(name, side)
-    click.echo(f"{name}, {side}: {len(expected)} forecasts of {expected.shape[1]} steps")
-    click.echo(row(checkpoint.name, forecasts, expected))
-    for which in BASELINES:
-        click.echo(row(which, baseline(which, name, side), expected))
+@SPLIT_OPTION
+def print_evaluation(checkpoint: Path, split: str) -> None:
+    """Forecast a split with CHECKPOINT, a model.pt, and with the baselines, and score them."""
+    name, forecasts = predict(checkpoint, split)
+    targets = load_targets(name, split)
+    click.echo(f"{name}, {split}: {len(targets)} forecasts of {targets.shape[1]} steps")
+    click.echo(format_errors(checkpoint.name, forecasts, targets))
+    for baseline in BASELINES:
+        click.echo(format_errors(baseline, forecast_baseline(baseline, name, split), targets))
 
 
 @main.command("histories")
-@NAME
+@NAME_ARGUMENT
 @click.argument("folder", type=click.Path(path_type=Path))
-@SIDE
-def write_histories(name: str, folder: Path, side: str) -> None:
-    """Write what comes before each forecast of a side into FOLDER, and print the files' names, one a line."""
-    values = load(name)
+@SPLIT_OPTION
+def write_histories(name: str, folder: Path, split: str) -> None:
+    """Write the history of each forecast of a split to a CSV file in FOLDER, and print the file names, one per line."""
+    values = load_series(name)
     folder.mkdir(parents=True, exist_ok=True)
-    for at in origins(name, side):
-        path = folder / f"{at:04}.csv"
-        path.write_text("\n".join([BENCHMARKS[name].column, *map(repr, values[:at].tolist())]) + "\n")
+    for origin in forecast_origins(name, split):
+        path = folder / f"{origin:04}.csv"
+        path.write_text("\n".join([BENCHMARKS[name].column, *map(repr, values[:origin].tolist())]) + "\n")
         click.echo(path)
 
 
 @main.command("score")
-@NAME
+@NAME_ARGUMENT
 @click.argument("forecasts", type=click.File(encoding="utf-8"), default="-")
-@SIDE
-def print_score(name: str, forecasts: TextIO, side: str) -> None:
-    """Score FORECASTS, lines of `tformer-run --json` for the files of `histories`."""
-    found = np.array([json.loads(line)["forecast"] for line in forecasts])[..., 0]
-    click.echo(row("the file", found, truth(name, side)))
+@SPLIT_OPTION
+def print_score(name: str, forecasts: TextIO, split: str) -> None:
+    """Score FORECASTS, the lines of `tformer-run --json` for the files of the command `histories`."""
+    predictions = np.array([json.loads(line)["forecast"] for line in forecasts])[..., 0]
+    click.echo(format_errors("the file", predictions, load_targets(name, split)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Training by a recipe, with Lightning's Trainer: of a sequence model, a language model, a classifier or a forecaster.
+"""Training by a recipe with Lightning's Trainer: encoder-decoders, language models, classifiers and forecasters.
 
-A Lightning "epoch" is here the stretch of `validate_every` steps between two validations: at its end the weights are
-checkpointed, and that is where a killed run resumes. What happens in a step (its batch, its dropout, its rate) follows
-from the seed and the number of the step alone, so a resumed run walks the same path as one that was never killed.
+A Lightning "epoch" is here the `validate_every` steps between two validations. At its end the weights are saved, and a
+killed run resumes there. The batch, the dropout and the learning rate of a step depend only on the seed and the number
+of the step, so a resumed run computes the same weights as an uninterrupted one.
 """
 
 # Lightning's classes are Any to mypy.
@@ -27,23 +27,34 @@ from torch import Tensor, nn
 from tformer_export.common.checkpoint import (
     OptionError,
     OutputError,
+    Task,
     TformerError,
     import_callable,
     load_checkpoint,
     load_weights,
     save_checkpoint,
 )
-from tformer_models.curves import write_curves
+from tformer_models.curves import LOWER_IS_BETTER, write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
-from tformer_models.objectives import ClassificationTask, ForecastTask, LanguageTask, Seq2SeqTask, Task
-from tformer_models.recipe import Recipe, Training
-from tformer_models.windows import SeriesDataset, Windows
+from tformer_models.objectives import (
+    ClassificationObjective,
+    ForecastObjective,
+    LanguageModelObjective,
+    Objective,
+    Seq2SeqObjective,
+)
+from tformer_models.recipe import Recipe, TrainingOptions
+from tformer_models.windows import SeriesDataset, WindowBatches
 
 logger = logging.getLogger(__name__)
 
-LAST, BEST, RECIPE, MODEL = "last", "best", "recipe.json", "model.pt"
-STEPS = {"tgt": Seq2SeqTask, "ids": LanguageTask}  # what pairs are for
+CHECKPOINT_FOLDER = "checkpoints"  # of Lightning, in the folder of a run
+LAST_CHECKPOINT = "last"
+BEST_CHECKPOINT = "best"
+RECIPE_FILE = "recipe.json"
+MODEL_FILE = "model.pt"
+OBJECTIVES = {"tgt": Seq2SeqObjective, "ids": LanguageModelObjective}  # by the step input of a Dataset
 METRICS = {
     "pairs": ("loss", "token_accuracy", "sequence_accuracy"),
     "labels": ("loss", "accuracy"),
@@ -52,26 +63,68 @@ METRICS = {
 
 
 def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = False) -> Path:
-    """Train by `recipe` in the folder `output`; returns the path of the finished model.pt.
+    """Train by `recipe` in the folder `output`; return the path of the finished model.pt.
 
-    `resume` goes on from the folder's last checkpoint, or starts if there is none; `force` removes the run that the
-    folder holds. Raises OutputError where it holds one and neither is set.
+    resume: continue from the last checkpoint in the folder, or start if there is none.
+    force: remove the run in the folder.
+
+    Raises OutputError if the folder holds a run and neither is set, or cannot be written; OptionError for data or
+    options that cannot be trained with; SourceError for factories and initial weights that cannot be loaded.
     """
     options = recipe.training
     _open_run(recipe, output, resume=resume, force=force)
-    dataset = _make(recipe.data.factory, recipe.data.arguments)
-    _check(dataset, recipe)
+    dataset = _call_factory(recipe.data.factory, recipe.data.arguments)
+    _check_dataset(dataset, recipe)
     arguments = {**dataset.model_arguments, **recipe.model.arguments}
     torch.manual_seed(options.seed)
-    model = _make(recipe.model.factory, arguments)
+    model = _call_factory(recipe.model.factory, arguments)
     if options.start:
         load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
-    task, stream = _kind(model, dataset, options)
-    keeper = ModelCheckpoint(
-        dirpath=output / "checkpoints",
-        filename=BEST,
+    objective, batches = _build_objective(model, dataset, options)
+    _fit(objective, batches, output, resume)
+    _load_best_weights(model, output)
+    save_checkpoint(
+        model,
+        output / MODEL_FILE,
+        factory=recipe.model.factory,
+        arguments=arguments,
+        generation_defaults=recipe.checkpoint.generation_defaults,
+        max_length=recipe.checkpoint.max_length,
+        **_data_fields(model, dataset, recipe.checkpoint.task),
+    )
+    return output / MODEL_FILE
+
+
+def _build_objective(
+    model: nn.Module, dataset: Dataset | SeriesDataset, options: TrainingOptions
+) -> tuple[Objective, BatchModule]:
+    """Return the objective for `dataset` and its batches."""
+    batch_tokens, seed = options.batch_tokens, options.seed
+    if isinstance(dataset, SeriesDataset):
+        length = dataset.context + dataset.horizon
+        train_windows = WindowBatches(dataset.train, length, batch_tokens, seed)
+        validation_windows = WindowBatches(dataset.validation, length, batch_tokens, seed)
+        forecast_objective = ForecastObjective(model, options, dataset.context, dataset.horizon)
+        return forecast_objective, BatchModule(train_windows, validation_windows, options)
+    pad_token_id = int(dataset.special_tokens["pad_token_id"])
+    train_batches = Batches(dataset.train, batch_tokens, seed, pad_token_id)
+    validation_batches = Batches(dataset.validation, batch_tokens, seed, pad_token_id)
+    objective: Objective
+    if dataset.labels:
+        objective = ClassificationObjective(model, options)
+    else:
+        objective = OBJECTIVES[dataset.step_input](model, options, pad_token_id)
+    return objective, BatchModule(train_batches, validation_batches, options)
+
+
+def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool) -> None:
+    """Run the training loop; the folder `output` then holds the best checkpoint."""
+    options = objective.options
+    best_checkpoint = ModelCheckpoint(
+        dirpath=output / CHECKPOINT_FOLDER,
+        filename=BEST_CHECKPOINT,
         monitor=options.monitor,
-        mode=_mode(options),
+        mode=_monitor_mode(options),
         save_last=True,
         save_on_train_epoch_end=False,
         enable_version_counter=False,
@@ -85,108 +138,97 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         logger=False,
-        callbacks=[*_callbacks(options, output), keeper],
+        callbacks=[*_make_callbacks(options, output), best_checkpoint],
         enable_progress_bar=sys.stderr.isatty(),
         enable_model_summary=False,
         default_root_dir=output,
     )
     if trainer.strategy.root_device.type == "cpu":
-        use_byte_dropout(model)
-    last = output / "checkpoints" / f"{LAST}.ckpt"
+        use_byte_dropout(objective.model)
+    last_checkpoint = output / CHECKPOINT_FOLDER / f"{LAST_CHECKPOINT}.ckpt"
+    resumed = last_checkpoint if resume and last_checkpoint.exists() else None
     try:
-        trainer.fit(task, datamodule=stream, ckpt_path=last if resume and last.exists() else None)
+        trainer.fit(objective, datamodule=batches, ckpt_path=resumed)
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
-    # With averaging, the state dict of a checkpoint is the average.
-    best = torch.load(output / "checkpoints" / f"{BEST}.ckpt", map_location="cpu", weights_only=True)["state_dict"]
-    model.load_state_dict({name.removeprefix("model."): value for name, value in best.items()})
-    save_checkpoint(
-        model,
-        output / MODEL,
-        factory=recipe.model.factory,
-        arguments=arguments,
-        task=recipe.checkpoint.task,
-        defaults=recipe.checkpoint.defaults,
-        max_length=recipe.checkpoint.max_length,
-        **_of_data(model, dataset),
-    )
-    return output / MODEL
 
 
-def _kind(model: nn.Module, dataset: Dataset | SeriesDataset, options: Training) -> tuple[Task, Stream]:
-    """What a step of training is, and where its batches come from."""
-    tokens, seed = options.batch_tokens, options.seed
+def _load_best_weights(model: nn.Module, output: Path) -> None:
+    """Load the weights of the best validation; with weight averaging, a checkpoint's state dict is the average."""
+    path = output / CHECKPOINT_FOLDER / f"{BEST_CHECKPOINT}.ckpt"
+    state_dict = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    model.load_state_dict({name.removeprefix("model."): value for name, value in state_dict.items()})
+
+
+def _data_fields(model: nn.Module, dataset: Dataset | SeriesDataset, task: str) -> dict[str, Any]:
+    """Return the arguments of `save_checkpoint` that depend on the data. `task` is the name of the task."""
     if isinstance(dataset, SeriesDataset):
-        length = dataset.context + dataset.horizon
-        train, validation = (Windows(side, length, tokens, seed) for side in (dataset.train, dataset.validation))
-        return ForecastTask(model, options, dataset.context, dataset.horizon), Stream(train, validation, options)
-    pad = int(dataset.special["pad"])
-    pairs, others = (Batches(side, tokens, seed, pad) for side in (dataset.train, dataset.validation))
-    task = ClassificationTask(model, options) if dataset.labels else STEPS[dataset.step](model, options, pad)
-    return task, Stream(pairs, others, options)
-
-
-def _of_data(model: nn.Module, dataset: Dataset | SeriesDataset) -> dict[str, Any]:
-    """What the checkpoint says that follows from the data."""
-    if isinstance(dataset, SeriesDataset):
-        one_length: dict[str, Any] = {"shortest": dataset.context} if model.step is None else {}
-        return {"series": {**dataset.series, **one_length}, "step": model.step}
-    said: dict[str, Any] = {"tokenizer": dataset.tokenizers, "special": dataset.special}
+        # A model without a step input reads histories of one length only.
+        fixed_length: dict[str, Any] = {"shortest": dataset.context} if model.step_input is None else {}
+        return {"task": task, "series": {**dataset.series, **fixed_length}, "step_input": model.step_input}
+    tokens: dict[str, Any] = {"tokenizer": dataset.tokenizers, "special_tokens": dataset.special_tokens}
     if dataset.labels:
-        return {**said, "labels": dataset.labels, "step": None}
-    return {**said, "step": dataset.step, "chat_template": dataset.chat_template}
+        return {**tokens, "task": Task(task, labels=dataset.labels), "step_input": None}
+    return {**tokens, "task": task, "step_input": dataset.step_input, "chat_template": dataset.chat_template}
 
 
-class Stream(L.LightningDataModule):
-    """The batches of the coming stretch of steps, made anew at its beginning."""
+class BatchModule(L.LightningDataModule):
+    """The batches of the steps until the next validation, for Lightning."""
 
-    def __init__(self, train: Batches | Windows, validation: Batches | Windows, options: Training) -> None:
+    def __init__(
+        self, train: Batches | WindowBatches, validation: Batches | WindowBatches, options: TrainingOptions
+    ) -> None:
         super().__init__()
         self.options = options
         self.train, self.validation = train, validation
 
-    def train_dataloader(self) -> Loader:
+    def train_dataloader(self) -> SizedLoader:
+        """Return the batches from the current step to the next validation."""
         assert self.trainer is not None
-        first = self.trainer.global_step
-        count = min(self.options.validate_every, self.options.steps - first)
-        return Loader(lambda: self.train.shuffled(first, count), count)
+        first_step = self.trainer.global_step
+        step_count = min(self.options.validate_every, self.options.steps - first_step)
+        return SizedLoader(lambda: self.train.shuffled(first_step, step_count), step_count)
 
-    def val_dataloader(self) -> Loader:
-        return Loader(self.validation.in_order, len(self.validation))
+    def val_dataloader(self) -> SizedLoader:
+        """Return the batches of the validation data."""
+        return SizedLoader(self.validation.in_order, len(self.validation))
 
 
-class Loader:
-    """A sized iterable, which is all that Lightning asks of one."""
+class SizedLoader:
+    """An iterable with a length, which is the interface that Lightning needs of a data loader."""
 
-    def __init__(self, batches: Callable[[], Iterator[Any]], count: int) -> None:
-        self.batches, self.count = batches, count
+    def __init__(self, make_batches: Callable[[], Iterator[Any]], batch_count: int) -> None:
+        self.make_batches, self.batch_count = make_batches, batch_count
 
     def __len__(self) -> int:
-        return self.count
+        return self.batch_count
 
     def __iter__(self) -> Iterator[Any]:
-        return self.batches()
+        return self.make_batches()
 
 
-class History(Callback):
-    """Keeps a row of metrics for each validation, and writes metrics.csv and curves.png after each.
+class MetricsHistory(Callback):
+    """Records a row of metrics per validation, logs it, and writes metrics.csv and curves.png.
 
-    The rows are part of the checkpoint, so a resumed run goes on with the very rows that lead to it.
+    The rows are part of the checkpoint, so a resumed run continues the table.
     """
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, monitor: str) -> None:
         self.output = output
+        self.monitor = monitor
         self.rows: list[dict[str, float]] = []
-        self.before = 0.0  # seconds spent by the runs that this one resumes
-        self.began = time.monotonic()
+        self.previous_seconds = 0.0  # of the runs that this one resumes
+        self.start_time = time.monotonic()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.began = time.monotonic()
+        """Start the clock."""
+        self.start_time = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, Task)
-        loss = torch.stack(pl_module.train_loss).double().mean().item()
-        pl_module.train_loss.clear()
+        """Add a row. Raises OptionError if the training loss is not finite."""
+        assert isinstance(pl_module, Objective)
+        loss = torch.stack(pl_module.train_losses).double().mean().item()
+        pl_module.train_losses.clear()
         if not math.isfinite(loss):
             raise OptionError(
                 f"the loss is {loss} at step {trainer.global_step}: lower learning_rate or lengthen warmup"
@@ -196,26 +238,29 @@ class History(Callback):
             "train_loss": loss,
             **{name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-            "seconds": self.before + time.monotonic() - self.began,
+            "seconds": self.previous_seconds + time.monotonic() - self.start_time,
         }
         self.rows.append(row)
-        write_curves(self.rows, self.output)
+        write_curves(self.rows, self.output, self.monitor)
         logger.info(", ".join(f"{name} {value:.6g}" for name, value in row.items()))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the rows for the checkpoint."""
         return {"rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the rows of a checkpoint."""
         self.rows = list(state_dict["rows"])
-        self.before = self.rows[-1]["seconds"]
+        self.previous_seconds = self.rows[-1]["seconds"]
 
 
-def _callbacks(options: Training, output: Path) -> list[Callback]:
-    callbacks: list[Callback] = [History(output)]
+def _make_callbacks(options: TrainingOptions, output: Path) -> list[Callback]:
+    """Return the callbacks of the training loop, except the one that saves checkpoints."""
+    callbacks: list[Callback] = [MetricsHistory(output, options.monitor)]
     if options.average:
 
         def average(mean: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
-            """Exponential, but shorter at first, so that the random beginning is forgotten."""
+            """Return the exponential moving average; a smaller decay at first forgets the random initial weights."""
             decay = min(options.average, (1 + int(count)) / (10 + int(count)))
             return mean.lerp(current, 1 - decay)
 
@@ -223,7 +268,7 @@ def _callbacks(options: Training, output: Path) -> list[Callback]:
     if options.patience:
         callbacks.append(
             EarlyStopping(
-                options.monitor, mode=_mode(options), patience=options.patience, check_on_train_epoch_end=False
+                options.monitor, mode=_monitor_mode(options), patience=options.patience, check_on_train_epoch_end=False
             )
         )
     if sys.stderr.isatty():
@@ -231,79 +276,94 @@ def _callbacks(options: Training, output: Path) -> list[Callback]:
     return callbacks
 
 
-def _mode(options: Training) -> str:
-    return "min" if options.monitor in ("loss", "forecast_error") else "max"
+def _monitor_mode(options: TrainingOptions) -> str:
+    return "min" if options.monitor in LOWER_IS_BETTER else "max"
 
 
-def _make(factory: str, arguments: Mapping[str, Any]) -> Any:
-    make = import_callable(factory)
+def _call_factory(factory: str, arguments: Mapping[str, Any]) -> Any:
+    """Import and call `factory`. Raises SourceError if it cannot be imported, OptionError if it fails."""
+    function = import_callable(factory)
     try:
-        return make(**arguments)
+        return function(**arguments)
     except TformerError:
         raise
-    except Exception as error:  # the recipe's own code: whatever it raises means that the recipe cannot be followed
+    except Exception as error:  # the user's code may raise anything
         raise OptionError(f"the factory {factory} failed with the recipe's arguments: {error}") from error
 
 
-def _check(dataset: Any, recipe: Recipe) -> None:
-    """Raises OptionError for data that cannot be trained on."""
-    factory, limit = recipe.data.factory, recipe.checkpoint.max_length
+def _check_dataset(dataset: Any, recipe: Recipe) -> None:
+    """Raise OptionError for data that cannot be trained on."""
     if isinstance(dataset, SeriesDataset):
         _check_series(dataset, recipe)
-        return
-    if not isinstance(dataset, Dataset):
+    elif isinstance(dataset, Dataset):
+        _check_pairs(dataset, recipe)
+    else:
         raise OptionError(
-            f"the data factory {factory} must return a tformer_models.data.Dataset, or a "
+            f"the data factory {recipe.data.factory} must return a tformer_models.data.Dataset or a "
             "tformer_models.windows.SeriesDataset"
         )
-    if not dataset.labels and dataset.step not in STEPS:
+
+
+def _check_pairs(dataset: Dataset, recipe: Recipe) -> None:
+    """Raise OptionError for a wrong step input or metric, an empty split, or a sequence beyond max_length."""
+    factory, max_length = recipe.data.factory, recipe.checkpoint.max_length
+    if not dataset.labels and dataset.step_input not in OBJECTIVES:
         raise OptionError(
-            f"{factory} gives pairs for a step input {dataset.step!r}: it is 'tgt', of a model that reads 'src' beside "
-            "it, or 'ids', of a language model"
+            f"{factory} returns pairs for the step input {dataset.step_input!r}: it must be 'tgt' for an "
+            "encoder-decoder or 'ids' for a language model"
         )
-    told = METRICS["labels" if dataset.labels else "pairs"]
-    if recipe.training.monitor not in told:
-        given = "rows of ids with labels" if dataset.labels else "pairs of ids"
+    metrics = METRICS["labels" if dataset.labels else "pairs"]
+    if recipe.training.monitor not in metrics:
+        content = "rows of ids with labels" if dataset.labels else "pairs of ids"
         raise OptionError(
-            f"{factory} gives {given}, whose metrics are {', '.join(told)}: not {recipe.training.monitor}"
+            f"{factory} returns {content}, with the metrics {', '.join(metrics)}: monitor cannot be "
+            f"{recipe.training.monitor}"
         )
-    for side, pairs in (("training", dataset.train), ("validation", dataset.validation)):
+    for split, pairs in (("training", dataset.train), ("validation", dataset.validation)):
         if not pairs:
-            raise OptionError(f"the data factory {factory} returned no {side} pairs")
-        longest = max(len(ids) for pair in pairs for ids in pair)
-        if limit and longest > limit:
+            raise OptionError(f"the data factory {factory} returned no {split} pairs")
+        length = max(len(ids) for pair in pairs for ids in pair)
+        if max_length and length > max_length:
             raise OptionError(
-                f"the {side} data has a sequence of {longest} ids, but the recipe's max_length is {limit}"
+                f"the {split} data has a sequence of {length} ids, but the recipe's max_length is {max_length}"
             )
 
 
 def _check_series(dataset: SeriesDataset, recipe: Recipe) -> None:
+    """Raise OptionError for a wrong metric, or a series that is shorter than one window."""
     factory, length = recipe.data.factory, dataset.context + dataset.horizon
-    told = METRICS["series"]
-    if recipe.training.monitor not in told:
+    metrics = METRICS["series"]
+    if recipe.training.monitor not in metrics:
         raise OptionError(
-            f"{factory} gives a series of numbers, whose metrics are {', '.join(told)}: not {recipe.training.monitor}"
+            f"{factory} returns a series of numbers, with the metrics {', '.join(metrics)}: monitor cannot be "
+            f"{recipe.training.monitor}"
         )
-    for side, series in (("training", dataset.train), ("validation", dataset.validation)):
+    for split, series in (("training", dataset.train), ("validation", dataset.validation)):
         if len(series) < length:
             raise OptionError(
-                f"the {side} series has {len(series)} steps, and a window of context and horizon {length}"
+                f"the {split} series has {len(series)} steps, fewer than a window of context and horizon, {length}"
             )
 
 
 def _open_run(recipe: Recipe, output: Path, *, resume: bool, force: bool) -> None:
-    """Make the folder of a run, and note there by which recipe it is trained."""
-    note = output / RECIPE
+    """Create the folder of a run and write its recipe there.
+
+    Raises OutputError if the folder holds a run and neither `resume` nor `force` is set, or cannot be written;
+    OptionError if `resume` is set and the run has another recipe.
+    """
+    recipe_file = output / RECIPE_FILE
     text = json.dumps(recipe.as_dict(), indent=1)
     try:
-        if note.exists() and force:
-            shutil.rmtree(output / "checkpoints", ignore_errors=True)
-        elif note.exists():
+        if recipe_file.exists() and force:
+            shutil.rmtree(output / CHECKPOINT_FOLDER, ignore_errors=True)
+        elif recipe_file.exists():
             if not resume:
-                raise OutputError(f"{output} holds a run already; go on with --resume, or begin anew with --force")
-            if note.read_text(encoding="utf-8") != text:
-                raise OptionError(f"{output} was begun by another recipe, so it cannot be resumed by this one")
+                raise OutputError(
+                    f"{output} already holds a run: continue it with --resume or start again with --force"
+                )
+            if recipe_file.read_text(encoding="utf-8") != text:
+                raise OptionError(f"{output} holds a run of another recipe, so this recipe cannot resume it")
         output.mkdir(parents=True, exist_ok=True)
-        note.write_text(text, encoding="utf-8")
+        recipe_file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error

@@ -1,4 +1,7 @@
-"""Windows of a series, and the batches that training sees: a function of seed and step, so that runs can be resumed."""
+"""Windows of a series in batches that depend only on the seed and the step, so that runs can be resumed.
+
+Shapes use B = batch, F = features.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SeriesDataset:
-    """What a recipe's data factory returns for a forecaster.
+    """The return value of a recipe's data factory for forecasters.
 
-    train, validation: (time, features) float, normalised. A forecast of the validation side may read the steps before
-    it, of which `validation` holds `context` first. context, horizon: steps that a window has of each.
-    series: what is said of the series at export (`tformer_export.analysis.series`), for the checkpoint.
-    model_arguments: what the data decides about the model.
+    train, validation: float arrays (time, features), normalised. `validation` begins with `context` steps of history,
+        so that its first forecast has a full window.
+    context, horizon: steps of history and of forecast in a window.
+    series: the description of the series in the checkpoint; its keys are in `tformer_export.analysis.series`.
+    model_arguments: arguments of the model factory that follow from the data.
     """
 
     train: np.ndarray
@@ -29,37 +33,38 @@ class SeriesDataset:
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Windows:
-    """Batches of windows (B, context + horizon, F), as many as `batch_tokens` steps allow.
+class WindowBatches:
+    """Batches of windows (B, length, F), with as many windows as fit into `batch_tokens` steps.
 
-    A pass over the data has every window once, in an order that is drawn anew for each pass, from the seed and its
-    number.
+    A pass over the data has every window once, in an order that is drawn from the seed and the number of the pass.
     """
 
     def __init__(self, series: np.ndarray, length: int, batch_tokens: int, seed: int) -> None:
-        self.series, self.length, self.seed = np.asarray(series, np.float32), length, seed
-        self.count = len(series) - length + 1
-        self.rows = max(1, min(batch_tokens // length, self.count))
+        self.series = np.asarray(series, np.float32)
+        self.length = length
+        self.seed = seed
+        self.window_count = len(series) - length + 1
+        self.batch_rows = max(1, min(batch_tokens // length, self.window_count))
 
     def __len__(self) -> int:
-        """Batches in one pass."""
-        return -(-self.count // self.rows)
+        """Return the number of batches in one pass."""
+        return -(-self.window_count // self.batch_rows)
 
     def in_order(self) -> Iterator[Tensor]:
-        """One pass, nothing shuffled."""
+        """Yield the batches of one pass in time order, without shuffling."""
         for i in range(len(self)):
-            yield self._batch(np.arange(self.count), i)
+            yield self._make_batch(np.arange(self.window_count), i)
 
-    def shuffled(self, first_step: int, count: int) -> Iterator[Tensor]:
-        """The batches of the steps first_step … first_step + count - 1, through as many passes as that takes."""
-        current = -1
-        for step in range(first_step, first_step + count):
-            number, place = divmod(step, len(self))
-            if number != current:
-                current = number
-                order = np.random.default_rng([self.seed, number]).permutation(self.count)
-            yield self._batch(order, place)
+    def shuffled(self, first_step: int, step_count: int) -> Iterator[Tensor]:
+        """Yield the batches of the steps first_step … first_step + step_count - 1, over as many passes as needed."""
+        current_pass = -1
+        for step in range(first_step, first_step + step_count):
+            pass_number, step_in_pass = divmod(step, len(self))
+            if pass_number != current_pass:
+                current_pass = pass_number
+                order = np.random.default_rng([self.seed, pass_number]).permutation(self.window_count)
+            yield self._make_batch(order, step_in_pass)
 
-    def _batch(self, order: np.ndarray, i: int) -> Tensor:
-        starts = order[i * self.rows : (i + 1) * self.rows]
+    def _make_batch(self, order: np.ndarray, i: int) -> Tensor:
+        starts = order[i * self.batch_rows : (i + 1) * self.batch_rows]
         return torch.from_numpy(self.series[starts[:, None] + np.arange(self.length)])
