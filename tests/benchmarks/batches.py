@@ -138,7 +138,14 @@ def prepare(folder: Path) -> None:
         ids = torch.randint(10, 100, (2, 6))
         special = {"start": [START], "end": [END], "pad": 0}
         for quantize, name in (("none", "float32"), ("int8", "int8")):
-            export(model, folder / f"{name}.onnx", {"src": ids, "tgt": ids}, "tgt", quantize=quantize, special=special)
+            export(
+                model,
+                folder / f"{name}.onnx",
+                {"src": ids, "tgt": ids},
+                "tgt",
+                quantization=quantize,
+                special_tokens=special,
+            )
             to_ctranslate2(model, folder / name, quantize if quantize != "none" else None, END)
     few = sources(6)
     one = ours(folder / "float32.onnx", 2, 1, 8)(few)

@@ -82,7 +82,7 @@ def _export(size: str, quantize: str, file: Path) -> dict[str, float]:
     torch.manual_seed(0)
     source = _encoder_decoder() if size == "60M" else _llama()
     begin = time.perf_counter()
-    report = export(source, file, quantize=quantize)
+    report = export(source, file, quantization=quantize)
     seconds = time.perf_counter() - begin
     weights = 4 * report.parameters
     return {
@@ -95,7 +95,12 @@ def _encoder_decoder() -> Source:
     module = Seq2SeqTransformer(32000, 32000, **shape, max_length=128).eval()
     module.source.tokens.weight = module.target.tokens.weight
     ids = torch.randint(3, 40, (2, 6))
-    return from_module(module, {"src": ids, "tgt": ids}, "tgt", special=SpecialTokens(start=(1,), end=(2,), pad=0))
+    return from_module(
+        module,
+        {"src": ids, "tgt": ids},
+        "tgt",
+        special_tokens=SpecialTokens(bos_token_ids=(1,), eos_token_ids=(2,), pad_token_id=0),
+    )
 
 
 def _llama() -> Source:

@@ -5,7 +5,8 @@
 The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
 weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
 device copies a gigabyte, is the floor. Ours is timed as a user meets it, `Model.generate`, and without what is around
-the steps, `Engine.choose`; and sampling, from the likeliest tokens of a row as it is, and from whole rows. Each time is
+the steps, `Engine.step_one_token`; and sampling, from the likeliest tokens of a row as it is,
+and from whole rows. Each time is
 the difference of a long and a short run over the tokens between them, the median of `--repeats`, after a run that
 captures and compiles.
 """
@@ -32,7 +33,7 @@ from onnx import TensorProto, helper
 
 from tformer_export import export
 from tformer_runtime import Model
-from tformer_runtime.backend.session import cuda_missing
+from tformer_runtime.backend.session import find_missing_cuda
 from tformer_runtime.decoding.sampling import Sampler
 
 SIZES: dict[str, dict[str, int]] = {
@@ -121,7 +122,7 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
         state = engine.start(None, 1)
         tokens = engine.step(state, prompt[None]).argmax(-1)[:, None]
         for _ in range(count):
-            chosen = engine.choose(state, tokens)
+            chosen = engine.step_one_token(state, tokens)
             tokens = chosen.argmax(-1)[:, None] if isinstance(chosen, np.ndarray) else chosen.tokens[:, None]
         state.release()
 
@@ -129,16 +130,16 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
         model.generate(prompt, max_new_tokens=count, **SAMPLING)
 
     found = {
-        "captured": engine.session.captures,
+        "captured": engine.session.captures_graphs,
         "generate": per_token(lambda count: model.generate(prompt, max_new_tokens=count), repeats),
         "steps": per_token(steps, repeats),
         "sampled": per_token(sampled, repeats),
     }
-    of_few, Sampler.of_few = Sampler.of_few, property(lambda sampler: False)  # type: ignore[method-assign]
+    of_few, Sampler.draws_from_few = Sampler.draws_from_few, property(lambda sampler: False)  # type: ignore[method-assign]
     try:
         return {**found, "sampled from whole rows": per_token(sampled, repeats)}
     finally:
-        Sampler.of_few = of_few  # type: ignore[method-assign]
+        Sampler.draws_from_few = of_few  # type: ignore[method-assign]
 
 
 def theirs(size: str, repeats: int, precision: str) -> dict[str, float]:
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="A file that was exported before, of the same size.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    missing = cuda_missing()
+    missing = find_missing_cuda()
     if missing:
         sys.exit(f"gpu.py: there is nothing to measure on: {missing}")
     copied = bandwidth()

@@ -27,11 +27,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tformer_export import export
 from tformer_export.common.onnx_writer import save
 from tformer_export.quantize import quantize
-from tformer_export.shortlist import SHARE, set_apart, with_columns
+from tformer_export.shortlist import MIN_EQUAL_SHARE, separate_projection, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
 from tformer_runtime import Model
 from tformer_runtime.engine.shortlist import Shortlist, together
-from tformer_runtime.format.manifest import KEY, Manifest
+from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 
 BYTE_PAIRS = 16000
 STEPS, ROUNDS, BATCHES = 32, 3, 4
@@ -55,13 +55,14 @@ def coverage(lines: list[Line]) -> None:
     every, part = associate(lines, VOCABULARY), associate(others, VOCABULARY)
     seen, unseen = every.needs(lines), part.needs(held)
     for common in (64, 256, 1024, 2048):
-        each = int(np.sort(each_needed(seen, len(lines), common))[int(np.ceil(SHARE * len(lines))) - 1])
+        each = int(np.sort(each_needed(seen, len(lines), common))[int(np.ceil(MIN_EQUAL_SHARE * len(lines))) - 1])
         table = shortlist(every, common, each)
         count = np.mean([len(table.candidates({"src": line.source - 1})) for line in lines[:500]])
         covered = np.mean(each_needed(unseen, len(held), common) <= each)
         tokens = np.mean((unseen[1] < common) | (unseen[2] < each))
         print(
-            f"{SHARE:.1%} of {len(lines)} lines: {common} common, {each} a source id, {count:.0f} candidates; "
+            f"{MIN_EQUAL_SHARE:.1%} of {len(lines)} lines: {common} common, {each} a source id, {count:.0f} "
+            f"candidates; "
             f"of others {covered:.1%}, {tokens:.1%} of tokens",
             flush=True,
         )
@@ -78,15 +79,15 @@ def prepared(folder: Path, precision: str) -> Path:
     plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
     if not plain.exists():
         ids = torch.randint(10, 100, (2, 6))
-        export(module(), plain, {"src": ids, "tgt": ids}, "tgt", special={"start": [1], "end": [2], "pad": 0})
+        export(module(), plain, {"src": ids, "tgt": ids}, "tgt", special_tokens={"start": [1], "end": [2], "pad": 0})
     model = ir.load(plain)
-    manifest = Manifest.from_json(model.metadata_props[KEY])
-    set_apart(model)
+    manifest = Manifest.from_json(model.metadata_props[MANIFEST_KEY])
+    separate_projection(model)
     if precision == "int8":
         quantize(model)
         manifest = replace(manifest, quantization="int8")
     manifest = with_columns(model, manifest)
-    return save(model, replace(manifest, special=replace(manifest.special, end=())), made)
+    return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), made)
 
 
 def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, beams: int) -> str:

@@ -55,7 +55,7 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        return "num_return_sequences" not in self.options and "alignments" not in self.options
+        return "num_return_sequences" not in self.options and "cross_attentions" not in self.options
 
 
 @dataclass
@@ -136,8 +136,8 @@ def _kinds(model: Model, texts: list[str]) -> dict[str, Callable[[np.random.Gene
                 "regex": f"({_escaped(texts[0])}|{_escaped(texts[-1])})",
                 "max_new_tokens": None,
             }
-    if any(extra.name == "alignments" for extra in model.manifest.extras):
-        kinds["alignments"] = lambda rng: {"alignments": True}
+    if any(extra.name == "cross_attentions" for extra in model.manifest.extras):
+        kinds["cross_attentions"] = lambda rng: {"cross_attentions": True}
     return kinds
 
 
@@ -159,7 +159,11 @@ def _input(model: Model, rng: np.random.Generator) -> list[int]:
     size, most = int(manifest.decode.logits.shape[-1]), manifest.max_length // 2
     if specs:
         size, most = specs[0].vocabulary or size, specs[0].max_length or 64
-    special = {*manifest.special.start, *manifest.special.end, manifest.special.pad}
+    special = {
+        *manifest.special_tokens.bos_token_ids,
+        *manifest.special_tokens.eos_token_ids,
+        manifest.special_tokens.pad_token_id,
+    }
     usual = [i for i in range(size) if i not in special]
     length = min(int(rng.geometric(0.12)), most, 40)
     return [int(i) for i in rng.choice(usual, length)]
@@ -194,7 +198,9 @@ def _difference(found: Result, expected: Result, close: float = CLOSE) -> str | 
                 return f"{name} {getattr(one, name)!r} instead of {getattr(other, name)!r}"
         if not np.allclose((one.score, *one.token_logprobs), (other.score, *other.token_logprobs), atol=close):
             return f"log-probabilities {one.token_logprobs} instead of {other.token_logprobs}"
-        if other.alignments is not None and not np.allclose(one.alignments, other.alignments, atol=close):
+        if other.cross_attentions is not None and not np.allclose(
+            one.cross_attentions, other.cross_attentions, atol=close
+        ):
             return "other alignments"
     return None
 
@@ -210,7 +216,7 @@ async def soak(
     running: set[asyncio.Task[None]] = set()
     # As many as there will ever be, and the longest first, so that memory is what it will be.
     burst, most = sorted(requests, key=lambda request: -len(request.input))[: 14 * rows], 0
-    async with AsyncModel(model, rows=rows, queue=4 * rows) as aio:
+    async with AsyncModel(model, max_batch_size=rows, max_pending=4 * rows) as aio:
         while more(not running):
             for request in burst:
                 running.add(asyncio.create_task(_one(aio, request, np.random.default_rng(rng.integers(2**32)), tally)))

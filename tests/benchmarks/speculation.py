@@ -92,7 +92,7 @@ def made(folder: Path, name: str, quantize: str, *described: Any) -> Path:
     special = {"start": [START], "end": [END], "pad": 0}
     export(
         written(*described), path, {"src": ids, "tgt": ids}, "tgt",
-        quantize=quantize, special=special, tokenizer=words, max_length=LENGTH,
+        quantization=quantize, special_tokens=special, tokenizer=words, max_length=LENGTH,
     )  # fmt: skip
     print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB", flush=True)
     return path
@@ -118,7 +118,7 @@ def measure(folder: Path, quantize: str, repeats: int, threads: int) -> list[dic
             for name, draft in ways.items():
                 time.sleep(QUIET)
                 begin = time.perf_counter()
-                result = model.generate(source, GenerationOptions(draft=draft))
+                result = model.generate(source, GenerationOptions(draft_model=draft))
                 seconds = time.perf_counter() - begin
                 assert list(result.token_ids) == becomes[source].tolist()
                 if repeat:

@@ -54,7 +54,7 @@ def _started(engine: Engine, rows: int, cached: int) -> State:
     state.cache.reserve(cached + 1, 0)
     for value in state.cache.past(0):
         value.numpy()[...] = 1
-    state.lengths[:] = state.longest = cached
+    state.lengths[:] = state.max_row_length = cached
     return state
 
 
@@ -62,7 +62,7 @@ def _milliseconds(states: list[State], engines: list[Engine]) -> list[float]:
     times: list[list[float]] = [[] for _ in states]
     for _ in range(ROUNDS):
         for engine, state, own in zip(engines, states, times, strict=True):
-            cached, tokens = state.longest, np.full((state.rows, 1), 5, np.int64)
+            cached, tokens = state.max_row_length, np.full((state.rows, 1), 5, np.int64)
             begun = time.perf_counter()
             for _ in range(STEPS):
                 engine.step(state, tokens)

@@ -31,7 +31,7 @@ def picture(path):
 
 
 def test_one_input_is_one_picture_and_the_results_are_as_ever(path, tmp_path):
-    drawn = run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")
+    drawn = run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")
     assert drawn.stdout == run(path, "hello", *SHORT).stdout
     assert os.listdir(tmp_path) == ["out.png"]
     assert min(picture(tmp_path / "out.png").shape[:2]) > 100
@@ -41,7 +41,7 @@ def test_one_input_is_one_picture_and_the_results_are_as_ever(path, tmp_path):
 def test_several_inputs_are_numbered_pictures(path, tmp_path, given):
     words = ["hello", "a", "zebra"]
     arguments = [*words] if given == "arguments" else []
-    result = run(path, *arguments, *SHORT, "--alignments", tmp_path / "out.png", stdin="\n".join(words))
+    result = run(path, *arguments, *SHORT, "--cross-attentions", tmp_path / "out.png", stdin="\n".join(words))
     assert len(result.stdout.splitlines()) == 3
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png", "out-3.png"]
     shapes = [picture(tmp_path / f"out-{i}.png").shape for i in (1, 2, 3)]
@@ -61,63 +61,66 @@ def test_a_cell_is_as_dark_as_its_weight(tmp_path):
 
 def test_json_holds_the_weights(path, tmp_path):
     words = ["hello", "abc"]
-    result = run(path, *words, *SHORT, "--json", "--alignments", "-", "--num-beams", 3, "--num-return-sequences", 2)
+    result = run(
+        path, *words, *SHORT, "--json", "--cross-attentions", "-", "--num-beams", 3, "--num-return-sequences", 2
+    )
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     model = Model.load(path, "cpu")
     assert [(line["index"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for line in lines:
-        found = np.array(line["alignments"])
+        found = np.array(line["cross_attentions"])
         expected = model.align(words[line["index"]], line["token_ids"])
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-        assert "hidden" not in line
-    assert "alignments" not in json.loads(run(path, "hello", *SHORT, "--json").stdout)
+        assert "hidden_states" not in line
+    assert "cross_attentions" not in json.loads(run(path, "hello", *SHORT, "--json").stdout)
 
 
 def test_json_holds_hidden_states(path):
-    line = json.loads(run(path, "hello", *SHORT, "--json", "--hidden").stdout)
-    expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6, hidden=True).hidden
-    assert set(line["hidden"]) == set(expected) == {"last", "source"}
+    line = json.loads(run(path, "hello", *SHORT, "--json", "--hidden-states").stdout)
+    expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6, hidden_states=True).hidden_states
+    assert set(line["hidden_states"]) == set(expected) == {"last", "source"}
     for name, value in expected.items():
-        np.testing.assert_allclose(np.array(line["hidden"][name]), value, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(np.array(line["hidden_states"][name]), value, rtol=1e-4, atol=1e-4)
 
 
 def test_a_picture_that_is_there_is_kept(path, tmp_path):
     out = tmp_path / "out.png"
     out.write_text("old")
-    assert failed(run(path, "hello", *SHORT, "--alignments", out)) == (
+    assert failed(run(path, "hello", *SHORT, "--cross-attentions", out)) == (
         f"{out} exists already: give --force to overwrite it"
     )
     assert out.read_text() == "old"
-    assert run(path, "hello", *SHORT, "--alignments", out, "--force").exit_code == 0
+    assert run(path, "hello", *SHORT, "--cross-attentions", out, "--force").exit_code == 0
     assert picture(out).size
 
 
 def test_what_cannot_be_asked_for(path, tmp_path):
     plain, out = Toy().write(tmp_path / "plain.onnx"), tmp_path / "out.png"
-    assert failed(run(plain, "hello", *SHORT, "--alignments", out)) == (
-        f"{plain} holds no alignments: export the model with --alignments (alignments=True)"
+    assert failed(run(plain, "hello", *SHORT, "--cross-attentions", out)) == (
+        f"{plain} holds no cross-attention weights: export the model with --cross-attentions "
+        f"(ExtraOutputs(cross_attentions=True))"
     )
-    assert failed(run(path, "hello", "--alignments", "hello"), 2) == (
-        "alignments can be drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
+    assert failed(run(path, "hello", "--cross-attentions", "hello"), 2) == (
+        "--cross-attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
-    assert "--alignments - adds to --json" in misused(run(path, "hello", "--alignments", "-"))
-    assert "--hidden adds to --json" in misused(run(path, "hello", "--hidden"))
-    assert "not with --alignments" in misused(run(path, "hello", "--stream", "--alignments", out))
-    resumed = run(path, "hello", "--alignments", out, "--resume", "--output-file", tmp_path / "out")
-    assert misused(resumed) == "--resume goes on with results alone: not with --alignments OUT.png"
+    assert "--cross-attentions - adds to --json" in misused(run(path, "hello", "--cross-attentions", "-"))
+    assert "--hidden-states adds to --json" in misused(run(path, "hello", "--hidden-states"))
+    assert "not with --cross-attentions" in misused(run(path, "hello", "--stream", "--cross-attentions", out))
+    resumed = run(path, "hello", "--cross-attentions", out, "--resume", "--output-file", tmp_path / "out")
+    assert misused(resumed) == "--resume goes on with results alone: not with --cross-attentions OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
-    result = run(path, "hello", *SHORT, "--alignments", missing)
+    result = run(path, "hello", *SHORT, "--cross-attentions", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
     results = tmp_path / "results"
-    several = run(path, "hello", "a", *SHORT, "--alignments", missing, "--output-file", results)
+    several = run(path, "hello", "a", *SHORT, "--cross-attentions", missing, "--output-file", results)
     assert "nowhere/out-1.png cannot be written" in failed(several)
     assert not list(tmp_path.glob("results*"))  # pictures are not resumed, so nothing is kept
 
 
 def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert failed(run(path, "hello", *SHORT, "--alignments", tmp_path / "out.png")) == (
-        "drawing alignments needs matplotlib; pip install tformer[plot]"
+    assert failed(run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")) == (
+        "--cross-attentions needs matplotlib: pip install 'tformer[plot]'"
     )
 
 
@@ -148,8 +151,8 @@ class Looking(nn.Module):
 
 def make():
     torch.manual_seed(0)
-    special = {"start": 1, "end": 2, "pad": 0}
-    return Looking(), {n: torch.tensor([[3, 4, 5], [6, 7, 8]]) for n in ("src", "tgt")}, {"special": special}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Looking(), {n: torch.tensor([[3, 4, 5], [6, 7, 8]]) for n in ("src", "tgt")}, {"special_tokens": special}
 """
 
 
@@ -158,16 +161,25 @@ def test_export_and_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "looking.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     made = tmp_path / "model.onnx"
-    command = ["tformer-export", "looking:make", "--step", "tgt", "--alignments", "0:0", "--hidden", "embed"]
+    command = [
+        "tformer-export",
+        "looking:make",
+        "--step-input",
+        "tgt",
+        "--cross-attentions",
+        "0:0",
+        "--hidden-states",
+        "embed",
+    ]
     monkeypatch.setattr(sys, "argv", [*command, "-o", str(made)])
     tformer_export.cli.main()
     table = capsys.readouterr().err
     assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [
-        ["hidden.embed", "max"],
-        ["alignments", "max"],
+        ["hidden_states.embed", "max"],
+        ["cross_attentions", "max"],
     ]
-    result = run(made, "3 4 5", "--ids", *SHORT, "--alignments", tmp_path / "out.png")
+    result = run(made, "3 4 5", "--ids", *SHORT, "--cross-attentions", tmp_path / "out.png")
     assert result.exit_code == 0
     assert picture(tmp_path / "out.png").size
     info = json.loads(run(made, "--info", "--json").stdout)
-    assert info["extras"] == ["hidden.embed", "alignments"]
+    assert info["extra_outputs"] == ["hidden_states.embed", "cross_attentions"]

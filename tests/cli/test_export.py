@@ -91,7 +91,8 @@ def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "letters.pt"
     save_checkpoint(
         seq2seq(), path, factory="tformer_models.seq2seq:Seq2SeqTransformer", arguments=ARGUMENTS,
-        tokenizer=tokenizer(), special={"start": [1], "end": [2], "pad": 0}, defaults={"max_new_tokens": 7},
+        tokenizer=tokenizer(), special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+        generation_defaults={"max_new_tokens": 7},
         max_length=20,
     )  # fmt: skip
     return path
@@ -104,7 +105,7 @@ def plain(folder):
 
     save_checkpoint(
         factories.plain()[0], "plain.pt", factory="factories:Plain", arguments={}, tokenizer=tokenizer(),
-        special={"start": [1], "end": [2], "pad": 0}, max_length=20,
+        special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0}, max_length=20,
     )  # fmt: skip
     return "plain.pt"
 
@@ -164,7 +165,7 @@ def test_options_reach_the_file(plain, run):
 
 
 def test_a_factory(folder, run):
-    assert run("factories:plain", "--step", "tgt")[0] == 0
+    assert run("factories:plain", "--step-input", "tgt")[0] == 0
     assert os.listdir() == ["plain.onnx"]
     import factories
 
@@ -178,7 +179,7 @@ def test_a_factory(folder, run):
 
 
 def test_a_factory_in_a_package(folder, run):
-    status, err = run("packaged.factories:plain", "--step", "tgt", "-o", "out.onnx")
+    status, err = run("packaged.factories:plain", "--step-input", "tgt", "-o", "out.onnx")
     assert status == 0, err
     assert os.listdir() == ["out.onnx"]
 
@@ -189,7 +190,7 @@ def test_a_state_dict_with_a_factory(folder, run):
     torch.manual_seed(9)
     module = factories.Plain()
     torch.save(module.state_dict(), "weights.pt")
-    assert run("weights.pt", "--factory", "factories:plain", "--step", "tgt", "--pad", "0")[0] == 0
+    assert run("weights.pt", "--factory", "factories:plain", "--step-input", "tgt", "--pad-id", "0")[0] == 0
     assert sorted(os.listdir()) == ["weights.onnx", "weights.pt"]
     scores = Model.load("weights.onnx", "cpu").score([3, 4, 5], [6, 7, 8])
     with torch.no_grad():
@@ -205,9 +206,9 @@ def test_a_pickle_only_with_trust(folder, run, refused):
     message = refused("pickle.pt", "-o", "out.onnx")
     assert "unpickling runs code" in message
     assert "--trust-pickle" in message
-    special = ("--start", "1", "--end", "2", "--pad", "0")
-    assert run("pickle.pt", "-o", "out.onnx", "--trust-pickle", "--step", "tgt", *special)[0] == 0
-    assert read_manifest("out.onnx").special == SpecialTokens((1,), (2,), 0)
+    special = ("--bos-id", "1", "--eos-id", "2", "--pad-id", "0")
+    assert run("pickle.pt", "-o", "out.onnx", "--trust-pickle", "--step-input", "tgt", *special)[0] == 0
+    assert read_manifest("out.onnx").special_tokens == SpecialTokens((1,), (2,), 0)
     assert sorted(os.listdir()) == ["out.onnx", "pickle.pt"]
 
 
@@ -215,7 +216,7 @@ def test_an_output_that_exists(plain, run, refused):
     Path("out.onnx").write_text("old")
     assert "exists: give --force" in refused(plain, "-o", "out.onnx")
     assert Path("out.onnx").read_text() == "old"
-    refused("factories:looks_ahead", "--step", "tgt", "-o", "out.onnx", "--force")
+    refused("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx", "--force")
     assert Path("out.onnx").read_text() == "old"
     assert run(plain, "-o", "out.onnx", "--force")[0] == 0
     assert Model.load("out.onnx", "cpu").generate("face").token_ids
@@ -242,7 +243,7 @@ def test_an_output_where_no_file_can_be_made(checkpoint, folder, refused):
 
 
 def test_a_report_of_a_refusal(folder, run):
-    status, err = run("factories:looks_ahead", "--step", "tgt", "-o", "out.onnx", "--report", "report.json")
+    status, err = run("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx", "--report", "report.json")
     assert status == 1
     assert sorted(path for path in os.listdir() if path.endswith((".onnx", ".json"))) == ["report.json"]
     report = json.loads(Path("report.json").read_text())
@@ -291,7 +292,7 @@ def test_a_pickle_that_is_no_module(folder, refused):
     ],
 )
 def test_a_factory_that_does_not_work(spec, message, folder, refused):
-    assert message in refused(spec, "--step", "tgt", "-o", "out.onnx")
+    assert message in refused(spec, "--step-input", "tgt", "-o", "out.onnx")
 
 
 def test_a_factory_for_weights_that_does_not_exist(folder, refused):
@@ -302,13 +303,13 @@ def test_a_factory_for_weights_that_does_not_exist(folder, refused):
 
 def test_weights_that_do_not_fit_the_factory(folder, refused):
     torch.save(Seq2SeqTransformer(**{**ARGUMENTS, "width": 32}).state_dict(), "weights.pt")
-    message = refused("weights.pt", "--factory", "factories:seq2seq", "--step", "tgt", "-o", "out.onnx")
+    message = refused("weights.pt", "--factory", "factories:seq2seq", "--step-input", "tgt", "-o", "out.onnx")
     assert "do not fit" in message
     assert "(12, 32), not (12, 16)" in message
 
 
 def test_a_step_that_is_no_input(checkpoint, folder, refused):
-    assert "target" in refused(checkpoint, "-o", "out.onnx", "--step", "target")
+    assert "target" in refused(checkpoint, "-o", "out.onnx", "--step-input", "target")
 
 
 def test_a_length_that_the_model_cannot_hold(plain, refused):
@@ -333,7 +334,7 @@ def test_a_chat_template_that_is_none(checkpoint, folder, refused):
 
 
 def test_a_model_that_cannot_be_stepped(folder, refused):
-    message = refused("factories:looks_ahead", "--step", "tgt", "-o", "out.onnx")
+    message = refused("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx")
     assert "`aten.mean.dim`" in message
     line = next(i for i, text in enumerate(FACTORIES.splitlines(), 1) if "x.mean" in text)
     assert f"factories.py:{line}: return self.out(x - x.mean(1, keepdim=True)" in message
@@ -356,7 +357,7 @@ def test_a_goal_that_nothing_serves(plain, refused):
     message = refused(plain, "-o", "out.onnx", "--optimize-for", "latency")
     assert "latency chooses among kernels of quantised products" in message
     message = refused(
-        plain, "-o", "out.onnx", "--optimize-for", "balanced", "--quantize", "int8", "--target", "portable"
+        plain, "-o", "out.onnx", "--optimize-for", "latency", "--quantize", "int8", "--target", "portable"
     )
     assert "leave out either it or the target portable" in message
 

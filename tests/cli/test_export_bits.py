@@ -49,7 +49,8 @@ def checkpoint(tmp_path_factory):
     torch.manual_seed(3)
     save_checkpoint(
         plain_model.Plain(), folder / "plain.pt", factory="plain_model:Plain", arguments={},
-        tokenizer=tokenizer.to_str(), special={"start": [1], "end": [2], "pad": 0}, max_length=24,
+        tokenizer=tokenizer.to_str(), special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+        max_length=24,
     )  # fmt: skip
     yield folder / "plain.pt"
     sys.path.remove(str(folder))
@@ -74,11 +75,11 @@ def lines(tmp_path, monkeypatch):
 def test_a_mixture_within_its_budget(checkpoint, lines, run):
     status, err = run(
         checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
-        "--report", "report.json",
+        "--report", "report.json", "--plot", "mixed.png",
     )  # fmt: skip
     assert status == 0, err
-    assert sorted(os.listdir()) == ["lines.txt", "out.onnx", "report.json", "report.png"]
-    assert Path("report.png").read_bytes().startswith(PNG)
+    assert sorted(os.listdir()) == ["lines.txt", "mixed.png", "out.onnx", "report.json"]
+    assert Path("mixed.png").read_bytes().startswith(PNG)
     report = json.loads(Path("report.json").read_text())
     mixture, degradation = report["mixture"], report["degradation"]
     chosen = mixture["frontier"][mixture["chosen"]]
@@ -95,18 +96,19 @@ def test_a_mixture_within_its_budget(checkpoint, lines, run):
     assert len(model.generate("abc").token_ids) > 0
 
 
-def test_a_picture_without_matplotlib(checkpoint, lines, run, monkeypatch):
+def test_a_picture_without_matplotlib_is_refused_before_the_work(checkpoint, lines, refused, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    status, err = run(
-        checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--max-degradation", "0.5", "--report", "r.json"
-    )
-    assert status == 0, err
-    assert "needs matplotlib; pip install 'tformer[plot]'" in " ".join(err.split())
-    assert sorted(os.listdir()) == ["lines.txt", "out.onnx", "r.json"]
-    assert json.loads(Path("r.json").read_text())["mixture"]["frontier"]
+    options = (checkpoint, "-o", "out.onnx", "--quantize", "mixed")
+    assert refused(*options, "--plot", "m.png") == "--plot needs matplotlib: pip install 'tformer[plot]'"
+
+
+def test_a_picture_is_of_a_mixture(checkpoint, lines, run):
+    status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--plot", "mixed.png")
+    assert status == 2
+    assert "--plot draws the mixtures of --quantize mixed" in err
 
 
 def test_four_bits_beyond_their_budget(checkpoint, lines, refused):
@@ -128,24 +130,19 @@ def test_calibration_is_used(checkpoint, lines, run):
     assert len({tuple(value) for value in held.values()}) == 4
 
 
-def test_a_file_that_is_not_fast_enough(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--min-speed", "1000")
-    assert "times as fast as the unquantised one, for one row, and 1000 is asked for; no file was written" in message
-
-
 def test_lines_that_cannot_be_used(checkpoint, lines, refused):
     Path("bad.txt").write_text("abc\nabC\n")
     options = (checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
     assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
     assert refused(*options, "none.txt") == "there is no file none.txt to calibrate with"
-    Path("report.png").write_text("old")
-    report = ("--quantize", "mixed", "--report", "report.json")
-    assert "report.png exists: give --force" in refused(checkpoint, "-o", "out.onnx", *report)
+    Path("mixed.png").write_text("old")
+    plot = ("--quantize", "mixed", "--plot", "mixed.png")
+    assert "mixed.png exists: give --force" in refused(checkpoint, "-o", "out.onnx", *plot)
 
 
 def test_data_without_quantisation(checkpoint, lines, refused):
-    for option in (("--calibration", lines), ("--min-speed", "1")):
-        assert "choose quantize='int8', 'int4' or 'mixed'" in refused(checkpoint, "-o", "out.onnx", *option)
+    message = refused(checkpoint, "-o", "out.onnx", "--calibration", lines)
+    assert "choose quantization 'int8', 'int4' or 'mixed'" in message
 
 
 @pytest.mark.parametrize("budget", ["2", "much", "0.5x", "101%"])
@@ -156,26 +153,26 @@ def test_a_budget_that_is_none(budget, checkpoint, lines, run):
 
 
 def test_caches_in_int8_are_for_the_cpu(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--cache", "int8", "--target", "portable")
+    message = refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8", "--target", "portable")
     assert message == (
         "caches in int8 need onnxruntime's own operator, as measured on the CPU: leave out either them or the target "
         "portable"
     )
-    assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--cache", "int8")
+    assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
 
 
 def test_activations_with_fixed_scales(checkpoint, lines, run):
     held = {}
     for data in ((), ("--calibration", lines)):
         status, err = run(
-            checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activations", "fixed", *data, "--force",
+            checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activation-scales", "static", *data, "--force",
             "--report", "report.json",
         )  # fmt: skip
         assert status == 0, err
         report = json.loads(Path("report.json").read_text())
-        assert report["activations"] == "fixed"
+        assert report["activation_scales"] == "static"
         assert report["found"]["fixed"] + report["found"]["by_row"] == 3
-        assert f"{report['found']['fixed']} of 3 values that products read, the others by row" in err
+        assert f"{report['found']['fixed']} of 3 inputs of products, the others per row" in err
         assert sum(product["fixed"] for product in report["products"].values()) == report["found"]["fixed"] > 0
         held[data] = [t.raw_data for t in onnx.load("out.onnx").graph.initializer if t.name.endswith(".steps.scale")]
         assert len(Model.load("out.onnx", "cpu").generate("abc").token_ids) > 0
@@ -183,7 +180,16 @@ def test_activations_with_fixed_scales(checkpoint, lines, run):
 
 
 def test_fixed_scales_of_a_mixture(checkpoint, lines, run):
-    options = ("--quantize", "mixed", "--activations", "fixed", "--calibration", lines, "--max-degradation", "6%")
+    options = (
+        "--quantize",
+        "mixed",
+        "--activation-scales",
+        "static",
+        "--calibration",
+        lines,
+        "--max-degradation",
+        "6%",
+    )
     status, err = run(checkpoint, "-o", "out.onnx", *options, "--report", "report.json")
     assert status == 0, err
     report = json.loads(Path("report.json").read_text())
@@ -193,5 +199,5 @@ def test_fixed_scales_of_a_mixture(checkpoint, lines, run):
 
 
 def test_fixed_scales_of_what_is_not_quantised(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--activations", "fixed")
-    assert message == "fixed activations are those of quantised products: quantize to int8 or int4 too"
+    message = refused(checkpoint, "-o", "out.onnx", "--activation-scales", "static")
+    assert message == "static activation scales are for quantised products: quantize to int8 or int4 too"

@@ -44,7 +44,8 @@ class Averaged(Plain):
 
 
 def averaged(width):
-    options = {"step": "tgt", "masks": {"mask": padding("src", dtype=torch.float32)}, "special": {"start": 1, "end": 2}}
+    options = {"step_input": "tgt", "masks": {"mask": padding("src", dtype=torch.float32)},
+        "special_tokens": {"bos_token_id": 1, "eos_token_id": 2}}
     return Averaged(width), {"src": IDS, "tgt": IDS}, options
 
 
@@ -89,7 +90,7 @@ def test_a_state_dict_with_a_class_and_its_arguments(mine, run):
     state, forward = plain()
     torch.save(state, "weights.pt")
     Path("config.json").write_text(json.dumps({"width": 8, "scale": -3.0}))
-    command = ("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step", "ids")
+    command = ("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step-input", "ids")
     status, err = run(*command, "-o", "out.onnx")
     assert status == 0, err
     ids = [3, 4, 5]
@@ -105,7 +106,11 @@ def test_a_factory_that_describes_its_masks(mine, run):
     assert status == 0, err
     manifest = Model.load("averaged.onnx", "cpu").manifest
     assert [(i.name, i.role) for i in manifest.encode.inputs] == [("src", "ids"), ("src.keep", "mask")]
-    assert (manifest.decode.step.name, manifest.special.start, manifest.special.end) == ("tgt", (1,), (2,))
+    assert (
+        manifest.decode.step.name,
+        manifest.special_tokens.bos_token_ids,
+        manifest.special_tokens.eos_token_ids,
+    ) == ("tgt", (1,), (2,))
 
 
 def test_a_program_of_torch_export(user, run, refused):
@@ -115,14 +120,14 @@ def test_a_program_of_torch_export(user, run, refused):
     torch.export.save(torch.export.export(module, (user.IDS,), dynamic_shapes=free), "model.pt2")
     torch.export.save(torch.export.export(module, (user.IDS,)), "static.pt2")
     os.remove("mine.py")
-    assert run("model.pt2", "--step", "ids")[0] == 0
+    assert run("model.pt2", "--step-input", "ids")[0] == 0
     with torch.no_grad():
         best = int(module(torch.tensor([[3]]))[0, -1].argmax())
     assert list(Model.load("model.onnx", "cpu").generate([3], max_new_tokens=1).token_ids) == [best]
-    message = refused("static.pt2", "--step", "ids", "-o", "out.onnx")
+    message = refused("static.pt2", "--step-input", "ids", "-o", "out.onnx")
     assert "static.pt2 was exported with a fixed batch of ids, 2" in message
     assert 'dynamic_shapes={"ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}' in message
-    assert "no input 'tgt'" in refused("model.pt2", "--step", "tgt", "-o", "out.onnx")
+    assert "no input 'tgt'" in refused("model.pt2", "--step-input", "tgt", "-o", "out.onnx")
     assert "makes the module for a state dict" in refused("model.pt2", "--factory", "mine:Plain", "-o", "out.onnx")
 
 
@@ -163,7 +168,7 @@ def test_a_config_that_does_not_fit(content, message, mine, refused):
     if content is not None:
         Path("config.json").write_text(content)
     assert refused(
-        "weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step", "ids", "-o", "out.onnx"
+        "weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step-input", "ids", "-o", "out.onnx"
     ).startswith(message)
 
 

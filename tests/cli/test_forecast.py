@@ -33,7 +33,13 @@ def made(tmp_path_factory):
     torch.nn.init.normal_(module.output.weight, std=0.3)
     factory = "tformer_models.forecaster:DecoderForecaster"
     save_checkpoint(
-        module, folder / "model.pt", factory=factory, arguments=ARGUMENTS, step="x", task="forecasting", series=SERIES
+        module,
+        folder / "model.pt",
+        factory=factory,
+        arguments=ARGUMENTS,
+        step_input="x",
+        task="forecasting",
+        series=SERIES,
     )
     result = CliRunner().invoke(command, [str(folder / "model.pt"), "-o", str(folder / "model.onnx")])
     assert result.exit_code == 0, result.output

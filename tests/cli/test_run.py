@@ -15,7 +15,7 @@ from running import PROGRAM, begun, failed, misused, run
 from toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__
-from tformer_runtime.cli import main
+from tformer_runtime.cli import input_lines
 
 WORDS = ["hello", "a", "transformer", "zebra"]
 SHORT = ["--max-new-tokens", "6"]
@@ -180,7 +180,7 @@ def test_bad_lines_are_named_by_file_and_number(path, tmp_path):
 
 
 def test_a_line_without_end_is_not_read_to_its_end(path, monkeypatch):
-    monkeypatch.setattr(main, "LONGEST", 1 << 20)
+    monkeypatch.setattr(input_lines, "MAX_LINE_BYTES", 1 << 20)
     message = failed(run(path, stdin="ab\n" + "a" * (1 << 20)), before=1)
     assert message == "line 2: it is longer than 1 MiB"
 

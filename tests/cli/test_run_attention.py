@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from toy_tasks import write
 
-from tformer_export import export, padding
+from tformer_export import ExtraOutputs, export, padding
 from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError
 from tformer_runtime.cli.heatmaps import attention_maps
 
@@ -53,7 +53,7 @@ def exported(module, out, **options):
     words = Tokenizer(models.WordLevel(WORDS, unk_token="[PAD]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     example = {"ids": torch.tensor([[3, 4, 5], [2, 3, 4]])}
-    options = {"task": "text-classification", "attention": True, **options}
+    options = {"task": "text-classification", "extra_outputs": ExtraOutputs(attentions=True), **options}
     return export(module, out, example, masks={"keep": padding("ids")}, tokenizer=words.to_str(), **options)
 
 
@@ -84,20 +84,20 @@ def test_weights_are_those_of_the_module(path):
             weights = (q @ k.transpose(2, 3) / 2).softmax(-1)
             expected.append(weights[0].numpy())
             x = x + (weights @ v).transpose(1, 2).flatten(2)
-    found, tokens = model.attention("a good day")
+    found, tokens = model.attentions("a good day")
     np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
     assert tokens == ["a", "good", "day"]
 
 
 def test_pictures_are_beside_the_results(path, tmp_path):
     texts = ["a good day", "$b a bad night a day"]
-    drawn = run(path, *texts, "--attention", tmp_path / "out.png")
+    drawn = run(path, *texts, "--attentions", tmp_path / "out.png")
     assert drawn.stdout == run(path, *texts).stdout
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png"]
     first, second = (picture(tmp_path / name).shape for name in ("out-1.png", "out-2.png"))
     assert second[0] > first[0]
     assert second[1] > first[1]
-    assert run(path, texts[0], "--attention", tmp_path / "one.pdf").exit_code == 0
+    assert run(path, texts[0], "--attentions", tmp_path / "one.pdf").exit_code == 0
     assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
 
 
@@ -119,19 +119,22 @@ def test_a_cell_is_as_dark_as_its_weight_in_the_square_of_its_layer_and_head(tmp
 
 def test_what_is_refused(path, tmp_path):
     out, plain = tmp_path / "out.png", write(tmp_path / "plain.onnx", "vector", task="feature-extraction")
-    assert failed(run(plain, "a", "--attention", out)) == (
-        "the file holds no attention to draw: export the model with --attention (attention=True)"
+    assert failed(run(plain, "a", "--attentions", out)) == (
+        "the file holds no attention weights to draw: export the model with --attentions "
+        "(ExtraOutputs(attentions=True))"
     )
-    with pytest.raises(UnsupportedCallError, match=r"plain.onnx holds no attention: export the model with --attention"):
-        Model.load(plain, "cpu").attention("a")
-    assert failed(run(path, "a", "--attention", "a"), 2) == (
-        "--attention can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
+    with pytest.raises(
+        UnsupportedCallError, match=r"plain.onnx holds no attention weights: export the model with --attentions"
+    ):
+        Model.load(plain, "cpu").attentions("a")
+    assert failed(run(path, "a", "--attentions", "a"), 2) == (
+        "--attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
     )
-    resumed = run(path, "a", "--attention", out, "--resume", "--output-file", tmp_path / "x")
-    assert failed(resumed, 2) == "--resume goes on with results alone: leave out --attention"
+    resumed = run(path, "a", "--attentions", out, "--resume", "--output-file", tmp_path / "x")
+    assert failed(resumed, 2) == "--resume goes on with results alone: leave out --attentions"
     out.write_text("old")
-    assert failed(run(path, "a", "--attention", out)) == f"{out} exists already: give --force to overwrite it"
-    assert failed(run(plain, "a", "--attention", out, "--similarity"), 2).endswith("leave out --similarity")
+    assert failed(run(path, "a", "--attentions", out)) == f"{out} exists already: give --force to overwrite it"
+    assert failed(run(plain, "a", "--attentions", out, "--similarity"), 2).endswith("leave out --similarity")
 
 
 def test_what_is_read_in_windows_is_not_drawn(tmp_path):
@@ -139,14 +142,14 @@ def test_what_is_read_in_windows_is_not_drawn(tmp_path):
     path = tmp_path / "x.onnx"
     exported(Reader((2,)), path, task="question-answering", output=["start", "end"])
     model, pair = Model.load(path, "cpu"), ("a good", "day night a bad")
-    weights, tokens = model.attention({"question": pair[0], "context": pair[1]})
+    weights, tokens = model.attentions({"question": pair[0], "context": pair[1]})
     assert tokens == " ".join(pair).split()
-    np.testing.assert_array_equal(weights, model.attention(pair)[0])
+    np.testing.assert_array_equal(weights, model.attentions(pair)[0])
     with pytest.raises(InputError, match="the context is read in 2 windows of 4 tokens, and attention is of what is"):
-        model.attention(pair, window=4, stride=0)
+        model.attentions(pair, max_seq_len=4, doc_stride=0)
     lines = ["a\tgood day", "\t".join(pair)]
     (tmp_path / "drawn").mkdir()
-    found = run(path, *lines, "--attention", tmp_path / "drawn" / "out.png", "--window", 4, "--stride", 0)
+    found = run(path, *lines, "--attentions", tmp_path / "drawn" / "out.png", "--max-seq-len", 4, "--doc-stride", 0)
     assert failed(found, before=1).startswith("input 2: the context is read in 2 windows of 4 tokens")
     assert found.stdout == run(path, lines[0]).stdout
     assert os.listdir(tmp_path / "drawn") == ["out-1.png"]  # of what came before
@@ -170,4 +173,10 @@ def test_models_that_cannot_give_it(tmp_path):
             return self.out(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
 
     with pytest.raises(OptionError, match="attention is given by a model that is run once, and this one is stepped"):
-        export(Step(), tmp_path / "x.onnx", {"ids": torch.tensor([[3, 4, 5], [2, 3, 4]])}, "ids", attention=True)
+        export(
+            Step(),
+            tmp_path / "x.onnx",
+            {"ids": torch.tensor([[3, 4, 5], [2, 3, 4]])},
+            "ids",
+            extra_outputs=ExtraOutputs(attentions=True),
+        )

@@ -10,7 +10,7 @@ from running import failed, run
 from toy_models import LETTERS, START_ID, Toy
 
 from tformer_runtime import GenerationOptions, Model, OptionError
-from tformer_runtime.cli.options import OPTIONS, as_written, generation_options
+from tformer_runtime.cli.options import OPTIONS, generation_options, use_flag_names
 from tformer_runtime.decoding import drafting
 from tformer_runtime.tasks.settings import bytes_of
 
@@ -25,10 +25,10 @@ def model(path):
 def test_every_option_can_be_given():
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
     # A callable cannot be written; the other two are of the command's own, beside --json.
-    assert set(OPTIONS) == names - {"logits_processor", "alignments", "hidden", "shortlist"}
+    assert set(OPTIONS) == names - {"logits_processor", "cross_attentions", "hidden_states", "shortlist"}
     text = run("--help").stdout
     assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
-    for heading in ("Options", "Beam search", "Sampling", "Constraints, of which one may be set"):
+    for heading in ("Options", "Beam search", "Sampling", "Constraints (at most one)"):
         assert f"\n{heading}:\n" in text
 
 
@@ -58,7 +58,7 @@ def test_every_option_can_be_given():
          {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 1}),
         (["--no-repeat-ngram-size", 2], {"no_repeat_ngram_size": 2}),
         (["--top-logprobs", 2], {"top_logprobs": 2}),
-        (["--draft", "prompt", "--num-draft-tokens", 3], {"draft": "prompt", "num_draft_tokens": 3}),
+        (["--prompt-lookup", "--num-draft-tokens", 3], {"prompt_lookup": True, "num_draft_tokens": 3}),
     ],
 )  # fmt: skip
 def test_an_option_says_the_same_as_in_python(path, model, written, meant):
@@ -94,7 +94,7 @@ def test_constraints(path, model, tmp_path, way):
     message = failed(run(path, "hello", "--json-schema", given(json.dumps(schema))), 2)
     with pytest.raises(OptionError) as caught:
         model.generate("hello", json_schema=schema)
-    assert message == as_written(str(caught.value))
+    assert message == use_flag_names(str(caught.value))
 
 
 def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
@@ -102,27 +102,27 @@ def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
     words = ["hello", "ab", "transformer"]
     plain = run(path, *words, "--json", "--max-new-tokens", 12)
     for more in ([], ["--batch-size", 3], ["--batch-size", 1, "--workers", 2]):
-        lines = run(path, *words, "--draft", path, "--json", "--max-new-tokens", 12, *more).stdout.splitlines()
+        lines = run(path, *words, "--draft-model", path, "--json", "--max-new-tokens", 12, *more).stdout.splitlines()
         for line, other in zip(map(json.loads, lines), map(json.loads, plain.stdout.splitlines()), strict=True):
             made = line.pop("speculation")
             assert made["guessed"] == made["accepted"]
             assert (made["guessed"] > 0) == (3 not in more)
             assert line["token_ids"] == other["token_ids"]
-    streamed = run(path, "hello", "--draft", path, "--stream")
+    streamed = run(path, "hello", "--draft-model", path, "--stream")
     assert streamed.stdout == run(path, "hello", "--stream").stdout
-    assert "prompt" not in failed(run(path, "hello", "--draft", "none.onnx"))
+    assert "prompt" not in failed(run(path, "hello", "--draft-model", "none.onnx"))
     other = Toy(vocabulary=12, tokenizer=False).write(tmp_path / "other.onnx")
-    assert failed(run(path, "hello", "--draft", other), 2).startswith(
-        "--draft is a model of 12 ids, and this one has 29"
+    assert failed(run(path, "hello", "--draft-model", other), 2).startswith(
+        "--draft-model is a model of 12 ids, and this one has 29"
     )
 
 
 def test_a_run_goes_on_with_the_draft_that_it_was_given(path, tmp_path):
-    asked = ["--draft", path, "--temperature", 1.0, "--seed", 3, "--output-file", tmp_path / "out"]
+    asked = ["--draft-model", path, "--temperature", 1.0, "--seed", 3, "--output-file", tmp_path / "out"]
     failed(run(path, "hello", "ab", "é", *asked))
     again = ["hello", "ab", "abc", *asked, "--resume"]
     other = Toy(seed=27, max_length=63).write(tmp_path / "other.onnx")
-    assert failed(run(path, *again, "--draft", other)).startswith("--draft is ")
+    assert failed(run(path, *again, "--draft-model", other)).startswith("--draft-model is ")
     assert run(path, *again).exit_code == 0
     assert (tmp_path / "out").read_text() == run(path, "hello", "ab", "abc", *asked[:-2]).stdout
 
@@ -162,12 +162,15 @@ def test_a_prefix_of_ids(path, model):
             "--forced-bos-token-id 3 is one of the ids that --suppress-tokens forbids",
         ),
         (["--suppress-tokens", "99"], "--suppress-tokens names the id 99, and the model's end at 28"),
-        (["--draft", "prompt", "--num-beams", "2"], "a draft guesses for one row and --num-beams 2 has more: set 1"),
         (
-            ["--draft", "prompt", "--num-draft-tokens", "0"],
+            ["--prompt-lookup", "--num-beams", "2"],
+            "--prompt-lookup guesses for one row and --num-beams 2 has more: set 1",
+        ),
+        (
+            ["--prompt-lookup", "--num-draft-tokens", "0"],
             "--num-draft-tokens must be a whole number of at least 1, not 0",
         ),
-        (["--num-draft-tokens", "3"], "--num-draft-tokens 3 needs a draft"),
+        (["--num-draft-tokens", "3"], "--num-draft-tokens 3 needs --prompt-lookup or a --draft-model"),
         (["--max-memory", "2T"], "--max-memory must be a number of bytes of at least 1, or such a number and K, M or"),
     ],
 )
@@ -182,10 +185,9 @@ def test_sentences_in_the_words_of_the_command_line():
         "the model file's generation defaults: num_beams must be a whole number",
         "the unstoppable beam_sizes",
     ):
-        assert as_written(same) == same
-    assert (
-        as_written("a json_schema and 1 byte of max_memory=1,000") == "a --json-schema and 1 byte of --max-memory 1,000"
-    )
+        assert use_flag_names(same) == same
+    sentence = "a json_schema and 1 byte of max_memory=1,000"
+    assert use_flag_names(sentence) == "a --json-schema and 1 byte of --max-memory 1,000"
 
 
 def test_what_is_not_given_is_left_to_the_file():

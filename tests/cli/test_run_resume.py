@@ -16,7 +16,7 @@ from toy_models import Toy
 
 SMALL = ["--workers", "1", "--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
 SAMPLES = ["--json", "--num-return-sequences", "2", "--temperature", "1.3", "--seed", "5"]
-OFTEN = "from tformer_runtime.cli import main, result_file; result_file.RESULTS = 8; main.main()"
+OFTEN = "from tformer_runtime.cli import main, result_file; result_file.JOURNAL_INTERVAL_RESULTS = 8; main.main()"
 LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 11)) for i in range(200)]
 
 
@@ -44,7 +44,7 @@ def started(path, out, lines, *options):
 
 
 def recorded(journal):
-    return json.loads(journal.read_text())["place"]["inputs"] if journal.exists() else 0
+    return json.loads(journal.read_text())["progress"]["inputs"] if journal.exists() else 0
 
 
 def killed(*arguments):

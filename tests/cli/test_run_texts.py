@@ -21,12 +21,12 @@ MASK = WORDS.index("old")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     asked = {
-        "spans": ("states", "token-classification", m.Outcome(TAGS, m.SINGLE_LABEL)),
-        "answers": ("places", "question-answering", m.Outcome(settings={"first": 1})),
-        "masks": ("states", "fill-mask", m.Outcome(settings={"mask": MASK})),
+        "spans": ("states", "token-classification", m.OutputMeaning(TAGS, m.SINGLE_LABEL)),
+        "answers": ("places", "question-answering", m.OutputMeaning(settings={"first": 1})),
+        "masks": ("states", "fill-mask", m.OutputMeaning(settings={"mask": MASK})),
     }
     return {
-        name: write(folder / f"{name}.onnx", gives, task=task, outcome=outcome)
+        name: write(folder / f"{name}.onnx", gives, task=task, output_meaning=outcome)
         for name, (gives, task, outcome) in asked.items()
     }
 
@@ -42,8 +42,8 @@ def numbers(line):
 
 
 def test_spans_between_tabs_and_as_json(files):
-    lines = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "").stdout.splitlines()
-    found = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore", "", "--json").stdout.splitlines()
+    lines = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore-labels", "").stdout.splitlines()
+    found = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore-labels", "", "--json").stdout.splitlines()
     for index, (line, fields, text) in enumerate(zip(lines, map(json.loads, found), TEXTS, strict=True)):
         scores = softmax(states(text).astype(np.float64))[1:-1]
         expected = [(TAGS[row.argmax()], word, row.max()) for row, word in zip(scores, text.split(), strict=True)]
@@ -59,7 +59,7 @@ def test_spans_between_tabs_and_as_json(files):
 def test_spans_of_windows(files):
     text = "bad film the old night " * 4
     assert "takes at most 12" in failed(run(files["spans"], text))
-    (line,) = run(files["spans"], text, "--stride", 2, "--ignore", "", "--json").stdout.splitlines()
+    (line,) = run(files["spans"], text, "--doc-stride", 2, "--ignore-labels", "", "--json").stdout.splitlines()
     spans = json.loads(line)["spans"]
     assert spans[0]["start"] == 0
     assert spans[-1]["end"] == len(text.rstrip())
@@ -80,7 +80,7 @@ def test_answers_between_tabs_and_as_json(files):
     fields = json.loads(run(files["answers"], f"{question}\t{context}", "--top-k", 2, "--json").stdout)
     assert [fields["text"], fields["alternatives"][0]["text"]] == [text for text, _ in expected]
     assert context[fields["start"] : fields["end"]] == fields["text"]
-    none = run(files["answers"], f"{question}\t{context}", "--top-k", 20, "--no-answer").stdout.rstrip("\n")
+    none = run(files["answers"], f"{question}\t{context}", "--top-k", 20, "--allow-no-answer").stdout.rstrip("\n")
     assert "" in none.split("\t")
     assert "give a question and the context" in failed(run(files["answers"], "a"))
 
@@ -94,7 +94,9 @@ def test_a_context_of_any_length(files, tmp_path):
     for line, fields in zip(lines, map(json.loads, out.read_text().splitlines()), strict=True):
         assert line.split("\t")[1][fields["start"] : fields["end"]] == fields["text"]
         assert fields["text"]
-    assert failed(run(files["answers"], lines[0], "--window", 20), 2).startswith("--window must be at most 12")
+    assert failed(run(files["answers"], lines[0], "--max-seq-len", 20), 2).startswith(
+        "--max-seq-len must be at most 12"
+    )
 
 
 def test_masks_between_tabs_and_as_json(files):
@@ -104,7 +106,9 @@ def test_masks_between_tabs_and_as_json(files):
     (line,) = run(files["masks"], text, "--top-k", 3).stdout.splitlines()
     assert numbers(line.replace("[", "x["))[1::2] == pytest.approx(list(scores[order[:3]]), abs=1e-5)
     assert line.split("\t")[0::2] == [WORDS[i] for i in order[:3]]
-    fields = json.loads(run(files["masks"], f"{text} old", "--target", "good", "--target", "[CLS]", "--json").stdout)
+    fields = json.loads(
+        run(files["masks"], f"{text} old", "--candidate-tokens", "good", "--candidate-tokens", "[CLS]", "--json").stdout
+    )
     assert len(fields["masks"]) == 2
     assert {c["id"] for c in fields["masks"][0]} == {WORDS.index("good"), WORDS.index("[CLS]")}
     good = next(c for c in fields["masks"][0] if c["token"] == "good")
@@ -112,7 +116,9 @@ def test_masks_between_tabs_and_as_json(files):
     (both,) = run(files["masks"], f"{text} old", "--top-k", 1).stdout.splitlines()
     assert len(both.split("\t|\t")) == 2
     assert failed(run(files["masks"], "bad film")) == "input 1: the input has no mask: write old where it belongs"
-    assert failed(run(files["masks"], "old", "--target", "xyz"), 2).startswith("the target 'xyz' is not one token")
+    assert failed(run(files["masks"], "old", "--candidate-tokens", "xyz"), 2).startswith(
+        "the candidate token 'xyz' is not one token"
+    )
     ids = json.loads(run(files["masks"], "1 5 11 2", "--ids", "--json", "--top-k", WIDTH).stdout)
     assert len(ids["masks"][0]) == WIDTH
 
@@ -122,17 +128,17 @@ def test_masks_between_tabs_and_as_json(files):
     [
         ("spans", ["--aggregation", "last"],
          "--aggregation must be one of none, simple, first, average, max, not 'last'"),
-        ("spans", ["--stride", "x"], "--stride must be a whole number of at least 0, not 'x'"),
-        ("spans", ["--ignore", "LOC"], "--ignore names 'LOC', and the labels are O, A, B, C"),
-        ("spans", ["--stride", "11"], "--stride must be less than a window has of the text, 10 tokens, not 11"),
+        ("spans", ["--doc-stride", "x"], "--doc-stride must be a whole number of at least 0, not 'x'"),
+        ("spans", ["--ignore-labels", "LOC"], "--ignore-labels names 'LOC', and the labels are O, A, B, C"),
+        ("spans", ["--doc-stride", "11"], "--doc-stride must be less than a window has of the text, 10 tokens, not 11"),
         ("spans", ["--top-k", "2"],
          "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
-        ("answers", ["--target", "a"],
-         "answers.onnx answers questions from a context (question-answering): it takes no --target"),
+        ("answers", ["--candidate-tokens", "a"],
+         "answers.onnx answers questions from a context (question-answering): it takes no --candidate-tokens"),
         ("answers", ["--truncate"],
          "answers.onnx answers questions from a context (question-answering): it takes no --truncate"),
-        ("spans", ["--truncate", "--stride", "2"],
-         "a text that is too long is cut or read in windows: give --truncate or --stride, not both"),
+        ("spans", ["--truncate", "--doc-stride", "2"],
+         "a text that is too long is cut or read in windows: give --truncate or --doc-stride, not both"),
         ("masks", ["--top-k", "0"], "--top-k must be a whole number of at least 1, not 0"),
     ],
 )  # fmt: skip

@@ -17,8 +17,8 @@ from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 from filelock import FileLock
 
 import tformer_export.build as make
-from tformer_export import ExportReport, export
-from tformer_export.compile import Understood
+from tformer_export import ExportReport, Quantization, export
+from tformer_export.compile import AnalysedModel
 from tformer_export.sources import Source
 from tformer_runtime import Model
 from tformer_runtime.engine.engine import Engine
@@ -42,12 +42,12 @@ ON_CPU = "on_cpu.onnx"  # what the gate runs of a file in half precision; of bfl
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     made: dict[tuple[str, str, str, str], Exported] = {}
-    held: dict[tuple[object, ...], Understood] = {}
+    held: dict[tuple[object, ...], AnalysedModel] = {}
     own = tmp_path_factory.getbasetemp()
     base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
-    def get(name: str, target: str = "cpu", quantize: str = "none", **extras: Any) -> Exported:
-        key = name, target, quantize, repr(extras)
+    def get(name: str, target: str = "cpu", quantization: str | Quantization = "none", **extras: Any) -> Exported:
+        key = name, target, repr(quantization), repr(extras)
         if key not in made:
             family = BY_NAME[name]
             folder = tmp_path_factory.mktemp(name)
@@ -55,10 +55,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
             ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
             given: dict[str, Any] = {} if family.hf else {
                 "example": {"src": ids, "tgt": ids},
-                "step": "tgt",
-                "special": {"start": [START], "end": [END], "pad": PAD},
+                "step_input": "tgt",
+                "special_tokens": {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD},
             }  # fmt: skip
-            given |= {"target": target, "quantize": quantize, "max_length": MAX_LENGTH, **extras}
+            given |= {"target": target, "quantization": quantization, "max_length": MAX_LENGTH, **extras}
             # Tests that run side by side share what one of them exports; each has a copy in a folder for itself.
             shared = base / hashlib.sha256(repr(key).encode()).hexdigest()
             with FileLock(f"{shared}.lock"):
@@ -66,7 +66,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                     begun = shared.with_suffix(".part")
                     begun.mkdir()
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(make, "understand", _understood(name, repr(extras.get("alignments")), held))
+                        patch.setattr(make, "analyse", _analysed(name, repr(extras.get("extra_outputs")), held))
                         patch.setattr(make, "save", _keeping(begun))
                         report = export(family.module, begun / path.name, **given)
                     (begun / "report.pickle").write_bytes(pickle.dumps(report))
@@ -95,19 +95,21 @@ def _keeping(folder: Path) -> Callable[..., Path]:
     return save
 
 
-def _understood(name: str, alignments: str, held: dict[tuple[object, ...], Understood]) -> Callable[..., Understood]:
+def _analysed(
+    name: str, extra_outputs: str, held: dict[tuple[object, ...], AnalysedModel]
+) -> Callable[..., AnalysedModel]:
     """A family's graph is captured once, however many files are made of it."""
-    real = make.understand
+    real = make.analyse
 
-    def understand(
-        source: Source, target: str, length: int, stage: Any, wanted: Any, hidden: Any, half: bool, attention: bool
-    ) -> Understood:
-        key = name, length, alignments, repr(hidden), attention
+    def analyse(
+        source: Source, target: str, length: int, phase: Any, wanted: Any, hidden: Any, half: bool, attention: bool
+    ) -> AnalysedModel:
+        key = name, length, extra_outputs, repr(hidden), attention
         if key not in held:
-            held[key] = real(source, target, length, stage, wanted, hidden, half, attention)
+            held[key] = real(source, target, length, phase, wanted, hidden, half, attention)
         return replace(held[key], target=target, half=half)
 
-    return understand
+    return analyse
 
 
 @pytest.fixture(scope="session", autouse=True)

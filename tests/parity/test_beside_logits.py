@@ -12,7 +12,7 @@ import torch
 from families import END, PAD, START, VOCABULARY
 from torch import nn
 
-from tformer_export import export
+from tformer_export import ExtraOutputs, export
 from tformer_runtime import Model
 
 CLOSE = dict(rtol=0, atol=2e-5)  # float32 sums in another order, of values of about 1
@@ -50,22 +50,22 @@ def weights_of(layers, beam):
 
 @pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
 def test_greedy_alignments_are_the_weights_of_generate(exported, name):
-    file = exported(name, alignments=True)
+    file = exported(name, extra_outputs=ExtraOutputs(cross_attentions=True))
     for row in sources(6, 11, 3):
-        result = file.model.generate(row, alignments=True, max_new_tokens=10)
+        result = file.model.generate(row, cross_attentions=True, max_new_tokens=10)
         expected = generated(file.family.module, row)
         assert list(result.token_ids) == expected.sequences[0, 1:].tolist()
         weights = [weights_of(layers, 0) for layers in expected.cross_attentions]
-        assert result.alignments.dtype == np.float32
-        np.testing.assert_allclose(result.alignments, np.stack(weights), **CLOSE)
+        assert result.cross_attentions.dtype == np.float32
+        np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
 def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, name):
-    file = exported(name, alignments=True)
+    file = exported(name, extra_outputs=ExtraOutputs(cross_attentions=True))
     moved = 0
     for row in sources(6, 11, 3):
-        best = file.model.generate(row, alignments=True, num_beams=4, num_return_sequences=3, max_new_tokens=10)
+        best = file.model.generate(row, cross_attentions=True, num_beams=4, num_return_sequences=3, max_new_tokens=10)
         expected = generated(file.family.module, row, num_beams=4, num_return_sequences=3, output_scores=True)
         for result, ids, beams in zip(
             (best, *best.alternatives), expected.sequences.tolist(), expected.beam_indices.tolist(), strict=True
@@ -73,49 +73,49 @@ def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, 
             length = len(result.token_ids)
             assert list(result.token_ids) == ids[1 : 1 + length]
             weights = [weights_of(expected.cross_attentions[t], beams[t]) for t in range(length)]
-            np.testing.assert_allclose(result.alignments, np.stack(weights), **CLOSE)
+            np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **CLOSE)
             moved += len(set(beams[1:length])) > 1
     assert moved > 3
 
 
 def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
-    file = exported("marian-eager", alignments=True)
+    file = exported("marian-eager", extra_outputs=ExtraOutputs(cross_attentions=True))
     rows = sources(6, 11, 3, 1)
     for options in (
         {},
         {"num_beams": 3, "num_return_sequences": 2},
         {"temperature": 1.3, "seed": 4, "num_return_sequences": 2},
     ):
-        options = {**options, "alignments": True, "max_new_tokens": 8}
+        options = {**options, "cross_attentions": True, "max_new_tokens": 8}
         results = list(file.model.generate_batch(rows, batch_size=2, **options))
         for row, result in zip(rows, results, strict=True):
             for each in (result, *result.alternatives):
-                assert each.alignments.shape == (len(each.token_ids), len(row))
-                np.testing.assert_allclose(each.alignments, file.model.align(row, each.token_ids), **CLOSE)
+                assert each.cross_attentions.shape == (len(each.token_ids), len(row))
+                np.testing.assert_allclose(each.cross_attentions, file.model.align(row, each.token_ids), **CLOSE)
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("portable", marks=pytest.mark.thorough)])
 def test_chosen_heads_of_attention_written_by_hand(exported, target):
     file = exported("hand-written", target, **HAND_WRITTEN)
     (row,) = sources(7)
-    result = file.model.generate(row, alignments=True, max_new_tokens=9)
+    result = file.model.generate(row, cross_attentions=True, max_new_tokens=9)
     module, tokens = file.family.module, torch.tensor([[START, *result.token_ids[:-1]]])
     with torch.no_grad():
         module(torch.from_numpy(row)[None], tokens)
     expected = torch.stack([module.decoder[layer][1].weights[0, head] for layer, head in HEADS]).mean(0)
-    np.testing.assert_allclose(result.alignments, expected.numpy(), **CLOSE)
+    np.testing.assert_allclose(result.cross_attentions, expected.numpy(), **CLOSE)
 
 
 def test_hidden_states_are_what_the_submodules_return(exported):
     file = exported("hand-written", **HAND_WRITTEN)
-    names = HAND_WRITTEN["hidden"]
+    names = HAND_WRITTEN["hidden_states"]
     for row in sources(7, 2):
-        result = file.model.generate(row, hidden=True, max_new_tokens=9)
-        assert set(result.hidden) == set(names)
+        result = file.model.generate(row, hidden_states=True, max_new_tokens=9)
+        assert set(result.hidden_states) == set(names)
         tokens = [START, *result.token_ids[:-1]]
         expected = hooked(file.family.module, names, torch.from_numpy(row)[None], torch.tensor([tokens]))
         for name, value in expected.items():
-            np.testing.assert_allclose(result.hidden[name], value, **WIDE)
+            np.testing.assert_allclose(result.hidden_states[name], value, **WIDE)
         every = file.model.hidden(row, tokens[1:])
         for name, value in expected.items():
             np.testing.assert_allclose(every[name], value, **WIDE)
@@ -139,7 +139,7 @@ def hooked(module, names, *inputs):
 def test_hidden_states_of_a_decoder_alone(exported):
     file = exported("llama-sdpa", **LLAMA)
     (prompt,) = sources(5)
-    result = file.model.generate(prompt, hidden=True, max_new_tokens=6)
+    result = file.model.generate(prompt, hidden_states=True, max_new_tokens=6)
     ids = torch.tensor([[*prompt, *result.token_ids[:-1]]])
     with torch.no_grad():
         output = file.family.module(ids, output_hidden_states=True, use_cache=False)
@@ -149,15 +149,15 @@ def test_hidden_states_of_a_decoder_alone(exported):
         "lm_head": output.logits,
     }
     every = file.model.hidden(prompt, result.token_ids[:-1])
-    assert set(every) == set(result.hidden) == set(LLAMA["hidden"])
+    assert set(every) == set(result.hidden_states) == set(LLAMA["hidden_states"])
     for name, value in expected.items():
         np.testing.assert_allclose(every[name], value[0].numpy(), **WIDE)
-        np.testing.assert_allclose(result.hidden[name], value[0, len(prompt) - 1 :].numpy(), **WIDE)
-    query = hooked(file.family.module, LLAMA["hidden"][1:2], ids)[LLAMA["hidden"][1]]
+        np.testing.assert_allclose(result.hidden_states[name], value[0, len(prompt) - 1 :].numpy(), **WIDE)
+    query = hooked(file.family.module, LLAMA["hidden_states"][1:2], ids)[LLAMA["hidden_states"][1]]
     np.testing.assert_allclose(every["model.layers.1.self_attn.q_proj"], query, **WIDE)
-    batch = file.model.generate_batch([prompt, prompt[:2]], hidden=True, max_new_tokens=6)
-    for name, value in next(batch).hidden.items():
-        np.testing.assert_allclose(value, result.hidden[name], **WIDE)
+    batch = file.model.generate_batch([prompt, prompt[:2]], hidden_states=True, max_new_tokens=6)
+    for name, value in next(batch).hidden_states.items():
+        np.testing.assert_allclose(value, result.hidden_states[name], **WIDE)
 
 
 class Encoder(nn.Module):
@@ -182,27 +182,32 @@ class Encoder(nn.Module):
 
 def test_hidden_states_of_a_model_that_is_run_once(tmp_path):
     module = Encoder().eval()
-    report = export(module, tmp_path / "m.onnx", {"src": torch.tensor([[3, 4, 5], [6, 7, 8]])}, hidden="layer")
-    assert 0 < report.parity.extras["hidden.layer"] < 1e-4
+    report = export(
+        module,
+        tmp_path / "m.onnx",
+        {"src": torch.tensor([[3, 4, 5], [6, 7, 8]])},
+        extra_outputs=ExtraOutputs(hidden_states="layer"),
+    )
+    assert 0 < report.parity.extras["hidden_states.layer"] < 1e-4
     model = Model.load(tmp_path / "m.onnx", "cpu")
     for row in sources(9, 4):
         with torch.no_grad():
             expected, _ = module.layer(module.embed(torch.from_numpy(row)[:, None]), torch.zeros(1, len(row)) > 0)
-        (found,) = model.hidden(row).values()
+        (found,) = model.hidden_states(row).values()
         np.testing.assert_allclose(found, expected[:, 0].numpy(), **CLOSE)
 
 
 def test_the_report_and_the_manifest_tell_what_the_file_gives(exported):
     file = exported("hand-written", **HAND_WRITTEN)
-    names = {"alignments", *(f"hidden.{name}" for name in HAND_WRITTEN["hidden"])}
+    names = {"cross_attentions", *(f"hidden_states.{name}" for name in HAND_WRITTEN["hidden_states"])}
     assert set(file.report.parity.extras) == names
     assert all(0 <= error < 1e-4 for error in file.report.parity.extras.values())
     manifest = file.model.manifest
     assert {extra.name for extra in manifest.extras} == names
     shapes = {extra.name: extra.shape for extra in manifest.decode.extras}
-    assert shapes["alignments"] == ("batch", "wanted", "src_length")
-    assert shapes["hidden.decoder.0.6"] == ("batch", "wanted", 32)
+    assert shapes["cross_attentions"] == ("batch", "wanted", "src_length")
+    assert shapes["hidden_states.decoder.0.6"] == ("batch", "wanted", 32)
     assert [(extra.name, extra.shape) for extra in manifest.encode.extras] == [
-        ("hidden.encoder.0.4", ("batch", "src_length", 32))
+        ("hidden_states.encoder.0.4", ("batch", "src_length", 32))
     ]
     assert type(manifest).from_json(manifest.to_json()) == manifest

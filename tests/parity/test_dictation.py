@@ -23,7 +23,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 from tformer_export import export
 from tformer_export.sources import load_source
-from tformer_export.sources.hf_speech_to_text import opening_of
+from tformer_export.sources.hf_speech_to_text import read_decoder_prompt
 from tformer_export.sources.hugging_face import from_transformers
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime import (
@@ -38,7 +38,7 @@ from tformer_runtime import (
     UnsupportedCallError,
 )
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.tasks.speech_to_text import Dictation, Dictator, Opening, Times
+from tformer_runtime.tasks.speech_to_text import DecoderPrompt, SpeechToText, TimestampRules, Transcriber
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -185,8 +185,8 @@ def test_the_gate_wrote_what_the_source_writes(made):
 def test_the_rule_of_times_is_that_of_transformers(logprobs):
     random = np.random.default_rng(0)
     config = made_model().generation_config
-    opening = Opening(no_timestamps=ID["<|notimestamps|>"], latest=10)
-    theirs, own = WhisperTimeStampLogitsProcessor(config, begin_index=3), Times(opening, END, 3)
+    opening = DecoderPrompt(no_timestamps=ID["<|notimestamps|>"], latest=10)
+    theirs, own = WhisperTimeStampLogitsProcessor(config, begin_index=3), TimestampRules(opening, END, 3)
     for _ in range(200):
         count = random.integers(0, 8)
         written = np.where(
@@ -225,7 +225,7 @@ def test_on_the_command_line(made, tmp_path):
 @pytest.mark.thorough
 def test_a_file_of_integers_hears_the_same_at_first(made, tmp_path):
     """Random weights soon go other ways; how soon, the report says."""
-    report = export(load_source(made[0]), tmp_path / "int8.onnx", quantize="int8")
+    report = export(load_source(made[0]), tmp_path / "int8.onnx", quantization="int8")
     assert report.degradation.token_agreement > 0.7
     assert "tokens agree with the unquantised file" in dict(report.rows())["quantised"]
     plain, eight = (Model.load(path).transcribe_batch(SHORT) for path in (made[1], tmp_path / "int8.onnx"))
@@ -238,15 +238,15 @@ def test_what_does_not_fit_is_named_and_the_others_are_read(made):
         limited.transcribe(SHORT[0])
     model, dictator = Model.load(made[1]), None
     expected = model.transcribe(SHORT[0])
-    dictator = model._dictator
-    whole = dictator._transcribed
+    dictator = model._transcriber
+    whole = dictator._transcribe
 
     def none_together(sounds, asked):
-        if len(sounds) > 1 or sounds[0].number == 1:
+        if len(sounds) > 1 or sounds[0].index == 1:
             raise OutOfMemoryError("there is not enough memory")
         return whole(sounds, asked)
 
-    dictator._transcribed = none_together
+    dictator._transcribe = none_together
     results = model.transcribe_batch([SHORT[0], SHORT[1], SHORT[2]], batch_size=4)
     assert next(results) == expected
     with pytest.raises(OutOfMemoryError, match="input 2: there is not enough memory"):
@@ -254,8 +254,8 @@ def test_what_does_not_fit_is_named_and_the_others_are_read(made):
 
 
 def test_long_sounds_wait_for_each_other(made, monkeypatch):
-    """Of spectrograms there are no more at once than have HELD numbers."""
-    monkeypatch.setattr("tformer_runtime.tasks.speech_to_text.HELD", 1)
+    """Of spectrograms there are no more at once than have WINDOW_SPECTROGRAM_VALUES values."""
+    monkeypatch.setattr("tformer_runtime.tasks.speech_to_text.WINDOW_SPECTROGRAM_VALUES", 1)
     read = []
     model = Model.load(made[1])
     results = model.transcribe_batch((read.append(i) or sound for i, sound in enumerate(SHORT)), batch_size=3)
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_refused(made):
         model.transcribe(SHORT[0], timestamps="word")
     with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
         model.classify([SHORT[0]])
-    with pytest.raises(OptionError, match="truncate is not asked of a model that transcribes"):
+    with pytest.raises(OptionError, match="truncate is not for a model that transcribes"):
         model.predict([SHORT[0]], truncate=True)
     with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
@@ -300,9 +300,9 @@ def test_what_the_generation_config_asks_is_asked_of_the_file(made, name, times)
         expected = theirs(made, SHORT[1], return_timestamps=times)
     finally:
         model.generation_config = before
-    (result,) = Dictator(loaded.generator, replace(loaded.manifest, defaults=source.defaults)).every(
-        [SHORT[1]], 1, 1, 0, {"timestamps": times}
-    )
+    (result,) = Transcriber(
+        loaded.generator, replace(loaded.manifest, generation_defaults=source.generation_defaults)
+    ).transcribe_all([SHORT[1]], 1, 1, 0, {"timestamps": times})
     same(result, expected, times)
     if name in ("bad_words_ids", "repetition_penalty", "sequence_bias"):
         assert result.token_ids != plain
@@ -317,13 +317,13 @@ def test_what_a_file_does_not_carry_is_named(made, caplog):
         setattr(changed.generation_config, name, value)
     source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
     assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
-    assert not {"temperature", "num_return_sequences", "min_new_tokens"} & set(source.defaults)
+    assert not {"temperature", "num_return_sequences", "min_new_tokens"} & set(source.generation_defaults)
 
 
 def test_what_it_hears_is_not_generated(made):
     """Neither the first tokens of a language and a task nor windows are of generate()."""
     model = Model.load(made[1])
-    features = model._dictator._audio.made(SHORT[0])
+    features = model._transcriber._audio.from_samples(SHORT[0])
 
     async def asked():
         async with AsyncModel(model) as several:
@@ -364,7 +364,7 @@ def test_what_a_model_begins_with(made, forced, languages):
         del generation.lang_to_id, generation.task_to_id
     for name, value in FORCED[forced].items():
         setattr(generation, name, value)
-    opening = opening_of(model)
+    opening = read_decoder_prompt(model)
     found = model.detect_language(torch.zeros(1, 12, 2 * WINDOW), generation_config=generation) if languages else None
     for language, task, times in itertools.product((None, "de"), (None, "transcribe"), (False, True)):
         if (language or task) and not languages:
@@ -382,8 +382,8 @@ def test_what_a_model_begins_with(made, forced, languages):
 
 def test_a_model_of_one_language_is_not_asked_for_others(made, tmp_path):
     manifest = Model.load(made[1]).manifest
-    settings = {**manifest.outcome.settings, "multilingual": False}
-    task = Dictation(replace(manifest, outcome=replace(manifest.outcome, settings=settings)))
+    settings = {**manifest.output_meaning.settings, "multilingual": False}
+    task = SpeechToText(replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings)))
     assert task.settings({"timestamps": True})["timestamps"]
     for asked in ({"language": "en"}, {"task": "translate"}):
         with pytest.raises(OptionError, match="knows no other than its own"):
@@ -396,7 +396,7 @@ def test_a_source_that_writes_something_else_is_refused(made):
     source = load_source(folder)
     engine = Engine(path)
     assert check_sounds(source, engine, 1e-3).count == 2
-    other = replace(source, dictated=lambda sample, times, most: [5, *source.dictated(sample, times, most)[1:]])
+    other = replace(source, transcribe=lambda sample, times, most: [5, *source.transcribe(sample, times, most)[1:]])
     with pytest.raises(ParityError, match="writes other tokens than its source for a sound of 4960 samples"):
         check_sounds(other, engine, 1e-3)
 
@@ -407,7 +407,7 @@ def test_a_model_in_memory_is_the_folder_s(made):
     saved = load_source(folder)
     assert held.digest() == saved.digest()
     assert list(held.tokenizers) == list(saved.tokenizers) == ["decoder_input_ids"]
-    for name in ("outcome", "preparation", "special", "defaults", "step", "dynamic"):
+    for name in ("output_meaning", "preprocessing", "special_tokens", "generation_defaults", "step_input", "axes"):
         assert getattr(held, name) == getattr(saved, name)
     with pytest.raises(SourceError, match="has no feature extractor"):
         from_transformers(model)

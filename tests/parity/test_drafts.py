@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_generates(exported, name, other):
         for given in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
             assert assisted(family, row, **given) == expected
         for kind, draft in drafts.items():
-            result = file.model.generate(row, max_new_tokens=MOST, draft=draft)
+            result = file.model.generate(row, max_new_tokens=MOST, draft_model=draft)
             assert list(result.token_ids) == expected
             came[kind] += result.speculation.accepted
             made[kind] += result.speculation.guessed
@@ -51,7 +51,7 @@ def test_greedy_tokens_equal_generates(exported, name, other):
 def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, quantize, most):
     """Beyond, logits are others than without guesses: by 0.1 in the median. Within, they are the same to float32's last
     digits, but where an activation on the edge of two integers is rounded to the other one."""
-    file, random = exported("wide-llama", quantize=quantize, optimize_for="latency"), np.random.default_rng(5)
+    file, random = exported("wide-llama", quantization=quantize, optimize_for="latency"), np.random.default_rng(5)
     twin = Model.load(file.path, device="cpu", threads=1)
     step, sizes = file.model.engine.step, []
 
@@ -66,7 +66,7 @@ def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, q
         plain = file.model.generate(row, max_new_tokens=30)
         for draft in ("prompt", twin):
             del sizes[:]
-            result = file.model.generate(row, max_new_tokens=30, draft=draft)
+            result = file.model.generate(row, max_new_tokens=30, draft_model=draft)
             pairs = zip(result.token_ids, plain.token_ids, strict=False)
             same = sum(itertools.takewhile(bool, (ours == theirs for ours, theirs in pairs)))
             moved.append(np.abs(np.subtract(result.token_logprobs[:same], plain.token_logprobs[:same])))

@@ -19,8 +19,8 @@ from transformers import BertTokenizer, DebertaTokenizer, DebertaV2Tokenizer, Di
 from tformer_export import export
 from tformer_export.cli import main
 from tformer_export.sources import load_source
-from tformer_export.sources.hf_single_pass import run_once
-from tformer_export.sources.task_names import CLASSIFIES, purpose_of
+from tformer_export.sources.hf_single_pass import from_text_model
+from tformer_export.sources.task_names import CLASSIFIES, task_of_class
 from tformer_runtime import Model, SourceError
 from tformer_runtime.format import manifest as m
 from tformer_runtime.tasks import Classifier
@@ -121,7 +121,7 @@ def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch
     """By the command line, without its head, with pooling and in 8 bits: against the states of transformers' model."""
     module, tokenizer, model, _ = made("bert")
     folder, out = model.engine.session.path.parent, tmp_path / "x.onnx"
-    options = ["--pool", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
+    options = ["--pooling", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
     main()
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
@@ -149,9 +149,9 @@ def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch
 def test_what_scores_stand_for_is_what_the_pipeline_makes_of_them(config, problem, tmp_path):
     shape = {name: value for name, value in SHAPE.items() if "label" not in name}
     module = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, vocab_size=29, **config))
-    source = run_once(module.eval(), purpose_of(type(module)))
-    assert source.outcome.problem == problem
-    assert list(source.outcome.labels) == [module.config.id2label[i] for i in range(module.config.num_labels)]
+    source = from_text_model(module.eval(), task_of_class(type(module)))
+    assert source.output_meaning.problem_type == problem
+    assert list(source.output_meaning.labels) == [module.config.id2label[i] for i in range(module.config.num_labels)]
     pipeline = transformers.TextClassificationPipeline(model=module, tokenizer=BertTokenizer(vocab=pieces()))
     expected = {entry["label"]: entry["score"] for entry in pipeline("the film was good", top_k=None)}
     with torch.no_grad():
@@ -161,14 +161,14 @@ def test_what_scores_stand_for_is_what_the_pipeline_makes_of_them(config, proble
 
 
 def outcome(source):
-    return m.Manifest(task=source.task, max_length=0, encode=None, decode=None, outcome=source.outcome)
+    return m.Manifest(task=source.task, max_length=0, encode=None, decode=None, output_meaning=source.output_meaning)
 
 
 def test_how_many_positions_there_are():
     """Some families keep the first positions for padding: what config says is more than forward takes."""
     for name, most in (("bert", 40), ("roberta", 38)):
         kind, config, _ = FAMILIES[name]()
-        assert run_once(kind(config).eval(), CLASSIFIES).max_length == most
+        assert from_text_model(kind(config).eval(), CLASSIFIES).max_length == most
 
 
 def test_a_folder_of_another_task_is_named(tmp_path):

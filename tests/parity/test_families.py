@@ -53,7 +53,7 @@ def stepped(exported):
     for i, row in enumerate(rows):
         tokens[i, : counts[i]] = row[: counts[i]]
     state = start(exported, sources)
-    logits = exported.engine.step(state, tokens, counts, want="all").copy()
+    logits = exported.engine.step(state, tokens, counts, logit_positions="all").copy()
     found = [[*logits[i, : counts[i]]] for i in range(len(rows))]
     for step in range(STEPS):
         logits = exported.engine.step(state, np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)]))
@@ -87,14 +87,14 @@ def check_greedy(exported):
 def joining(model, rows, most):
     """The tokens of rows that are decoded two at a time, each up to a length of its own."""
     generator, tasks = model.generator, []
-    scheduler = generator.scheduler(None, 2)
+    scheduler = generator.new_scheduler(None, 2)
     for row, length in zip(rows, most, strict=True):
         settings = model.settings(None, {"max_new_tokens": length})
-        tasks.append(generator.task(make_request(model.manifest, model.inputs, row, 0, settings), settings))
+        tasks.append(generator.make_task(make_request(model.manifest, model.inputs, row, 0, settings), settings))
         scheduler.submit(tasks[-1])
     while not scheduler.idle:
         scheduler.step()
-    return [list(generator.result(task).token_ids) for task in tasks]
+    return [list(generator.make_result(task).token_ids) for task in tasks]
 
 
 @families

@@ -117,9 +117,9 @@ def test_the_manifest_tells_all_and_round_trips(exported, name):
     manifest = read_manifest(file.path)
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.max_length == MAX_LENGTH
-    assert manifest.special.end == (END,)
-    assert manifest.special.pad == PAD
-    assert manifest.special.start == (() if file.family.decoder_only else (START,))
+    assert manifest.special_tokens.eos_token_ids == (END,)
+    assert manifest.special_tokens.pad_token_id == PAD
+    assert manifest.special_tokens.bos_token_ids == (() if file.family.decoder_only else (START,))
     assert manifest.task == ("text-generation" if file.family.decoder_only else "text2text-generation")
     assert manifest.target == "cpu"
     assert manifest.parity["tokens"] == manifest.parity["tokens_equal"] > 0

@@ -11,10 +11,10 @@ import torch
 from series_models import AtOnce, DecoderOnly, EncoderDecoder, looped
 
 from tformer_export import export, padding
-from tformer_export.analysis.input_facts import About
+from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources.torch_module import from_module
 from tformer_export.verify.forecasts import check_forecasts
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import ParityReport
 from tformer_runtime import InputError, Model, OptionError, ParityError, UnsupportedCallError
 
@@ -31,7 +31,7 @@ def by_itself(tmp_path_factory):
     """Each window by its own mean and deviation, int8; the report tells of the unquantised file too."""
     module, path = DecoderOnly().eval(), tmp_path_factory.mktemp("series") / "decoder.onnx"
     series = {"columns": ["load", "wind"], "normalize": "instance", "horizon": 6, "feedback": [2, 0]}
-    report = export(module, path, {"x": torch.zeros(2, 3, 2)}, "x", series=series, quantize="int8")
+    report = export(module, path, {"x": torch.zeros(2, 3, 2)}, "x", series=series, quantization="int8")
     return SimpleNamespace(module=module, report=report, model=Model.load(path, device="cpu", threads=1))
 
 
@@ -55,7 +55,7 @@ def beside(tmp_path_factory):
 def at_once(tmp_path_factory):
     module, path = AtOnce().eval(), tmp_path_factory.mktemp("series") / "once.onnx"
     series = {"normalize": "instance", "targets": [0, 1]}
-    report = export(module, path, {"history": torch.randn(2, 12, 2)}, series=series, dynamic={"history": (0,)})
+    report = export(module, path, {"history": torch.randn(2, 12, 2)}, series=series, axes={"history": (0,)})
     return SimpleNamespace(module=module, report=report, model=Model.load(path, device="cpu", threads=1))
 
 
@@ -156,10 +156,10 @@ def test_other_calls_say_what_the_file_can_do(by_itself, at_once):
 def test_a_file_that_says_otherwise_of_its_series_is_refused(by_itself, monkeypatch, said):
     series, engine = by_itself.model._forecaster.series, by_itself.model.engine
     source = from_module(by_itself.module, {"x": torch.zeros(2, 3, 2)}, "x")
-    gate = Gate(source, {"x": About(None, None, 0, False, None)}, series=series, tolerance=0.05)
+    gate = ParityGate(source, {"x": InputFacts(None, None, 0, False, None)}, series=series, tolerance=0.05)
     check_forecasts(gate, engine, ParityReport())
     monkeypatch.setattr(
-        engine, "manifest", replace(engine.manifest, preparation={"x": replace(series, **said).preparation})
+        engine, "manifest", replace(engine.manifest, preprocessing={"x": replace(series, **said).manifest_entry})
     )
     with pytest.raises(ParityError, match="forecast differs from its source's: history 0 in a batch, step 1"):
         check_forecasts(gate, engine, ParityReport())

@@ -15,7 +15,7 @@ import torch
 from test_families import draw, stepped
 
 from tformer_runtime import DeviceError, Model
-from tformer_runtime.backend.session import Session, cuda_missing
+from tformer_runtime.backend.session import Session, find_missing_cuda
 from tformer_runtime.engine.engine import Engine
 
 TYPES = {  # of manifests, of onnx and of torch
@@ -93,7 +93,7 @@ def test_the_weights_are_in_half_and_nothing_is_kept_twice(file_of, name, precis
 def test_stages_apart_in_half(file_of, name, precision):
     """As a GPU has them."""
     file = file_of(name, precision)
-    apart = Model(Engine(Session(file.engine.session.path, "cpu", threads=1, apart=True)))
+    apart = Model(Engine(Session(file.engine.session.path, "cpu", threads=1, split_stages=True)))
     rows = draw(0, (5, 9, 2))
     whole, other = ([r.token_ids for r in m.generate_batch(rows, max_new_tokens=12)] for m in (file.model, apart))
     assert whole == other
@@ -106,7 +106,7 @@ def test_caches_in_half_are_counted_and_moved_as_such(file_of):
     state = file.engine.start(None, 3)
     file.engine.step(state, np.array([[3, 7, 4]] * 3))
     layers = sum(2 * int(np.prod([s for s in c.shape if isinstance(s, int)])) for c in file.engine.decode.caches)
-    assert state.nbytes == 3 * state.cache.capacity * layers
+    assert state.nbytes == 3 * state.cache.slot_capacity * layers
     found = [
         [r.token_ids for r in file.model.generate_batch(rows, max_new_tokens=10, num_beams=3, batch_size=size)]
         for size in (9, 3)
@@ -116,7 +116,7 @@ def test_caches_in_half_are_counted_and_moved_as_such(file_of):
 
 def test_bfloat16_on_a_cpu_is_refused_in_a_sentence(file_of):
     path = file_of("llama-sdpa", "bf16").path
-    for device in ("cpu", "auto") if cuda_missing() else ("cpu",):
+    for device in ("cpu", "auto") if find_missing_cuda() else ("cpu",):
         with pytest.raises(
             DeviceError, match=r"model\.onnx computes in bfloat16, which onnxruntime does on CUDA alone"
         ):
@@ -124,14 +124,14 @@ def test_bfloat16_on_a_cpu_is_refused_in_a_sentence(file_of):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 @names
 @halves
 def test_on_a_gpu(file_of, name, precision):
     """As far from float32 as on the CPU, and its graphs find the tokens that its steps find."""
     file = file_of(name, precision)
     engine = Engine(file.path, "cuda")
-    assert engine.session.captures
+    assert engine.session.captures_graphs
     rows = draw(0, (5, 9, 2))
     requests = {file.family.request: rows} if file.family.request else None
     for tokens in (np.array([[3, 7, 4]] * 3), np.array([[5]] * 3)):

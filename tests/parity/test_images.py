@@ -21,7 +21,7 @@ from PIL import Image
 from torch import nn
 from transformers.image_utils import load_image
 
-from tformer_export import export, image
+from tformer_export import Quantization, Task, export, image
 from tformer_export.calibration.samples import read_samples
 from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, UnsupportedCallError
@@ -175,7 +175,8 @@ def test_eight_bits_fitted_to_pictures_and_what_they_change(pictures, tmp_path):
     paths = [*pictures.values()] * 4
     (tmp_path / "lines").write_text("".join(f"{path}\n" for path in paths))
     report = export(
-        module, tmp_path / "x.onnx", prepare=processor, quantize="int8", calibration=tmp_path / "lines"
+        module, tmp_path / "x.onnx", preprocessor=processor, quantization=Quantization("int8",
+        calibration=tmp_path / "lines")
     )  # fmt: skip
     quality = report.degradation.quality
     assert quality.of_classes
@@ -214,8 +215,8 @@ def own(tmp_path_factory):
     torch.manual_seed(4)
     module, path = Patches().eval(), tmp_path_factory.mktemp("own") / "own.onnx"
     report = export(
-        module, path, example={"pixels": torch.randn(2, 1, 24, 32)}, labels=["a", "b", "c"],
-        prepare={"pixels": image(size={"shortest_edge": 36}, crop=(24, 32), mean=0.4, std=0.3, resample="box")},
+        module, path, example={"pixels": torch.randn(2, 1, 24, 32)}, task=Task(labels=["a", "b", "c"]),
+        preprocessor={"pixels": image(size={"shortest_edge": 36}, crop=(24, 32), mean=0.4, std=0.3, resample="box")},
     )  # fmt: skip
     return module, path, report
 

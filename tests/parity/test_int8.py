@@ -13,7 +13,7 @@ from families import LOUD, PAD, QUANTISED, VOCABULARY
 from support.older_processor import integer_products, spelt_out
 from torch import nn
 
-from tformer_export import export
+from tformer_export import Quantization, export
 from tformer_runtime.engine.engine import Engine
 
 both = pytest.mark.parametrize("name", [family.name for family in QUANTISED])
@@ -30,7 +30,7 @@ def decode(exported, sources, tokens):
     family, engine = exported.family, exported.engine
     requests = {family.request: list(sources)} if family.request else None
     state = engine.start(requests, len(tokens))
-    logits = [engine.step(state, tokens[:, :4], want="all").copy()]
+    logits = [engine.step(state, tokens[:, :4], logit_positions="all").copy()]
     logits += [engine.step(state, tokens[:, i : i + 1])[:, None].copy() for i in range(4, tokens.shape[1])]
     return np.concatenate(logits, 1)
 
@@ -38,7 +38,7 @@ def decode(exported, sources, tokens):
 @both
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit(exported, name, quantize):
-    file = exported(name, quantize=quantize)
+    file = exported(name, quantization=quantize)
     sources, tokens = draw(0, 4, 7), draw(1, 4, 4 + STEPS)
     together = decode(file, sources, tokens)
     for row in range(4):
@@ -49,7 +49,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_bit_for_bit(exported, name, quant
 
 @both
 def test_a_loud_neighbour_changes_nothing(exported, name):
-    file = exported(name, quantize="int8")
+    file = exported(name, quantization="int8")
     sources, tokens = draw(2, 3, 7), draw(3, 3, 4 + STEPS)
     before = decode(file, sources, tokens)
     sources[1, ::2], tokens[1, ::2] = LOUD, LOUD
@@ -63,7 +63,7 @@ def test_ragged_rows_equal_the_rows_alone(exported, name):
     """Padding changes the shape of sums over source positions, so here float32 rounds in another order: what is added
     is zero, and the last digits move. Rounding to int8 after it may turn one step of 1/127 where a value stood on an
     edge; such a step is at most 1/127 of a row's largest activation, once."""
-    file = exported(name, quantize="int8")
+    file = exported(name, quantization="int8")
     sources, tokens = [row[:n] for row, n in zip(draw(4, 3, 9), (9, 3, 6), strict=True)], draw(5, 3, 9)
     counts = np.array([4, 1, 3])
     chunk = np.full((3, 4), PAD)
@@ -81,7 +81,7 @@ def test_ragged_rows_equal_the_rows_alone(exported, name):
 def test_results_stay_near_the_source(exported, name):
     """Each of some ten products in a row errs by about 1/127 of an operand's range over √12, with random signs: some
     2 % of the logits' range. A scale that is off by a factor, or belongs to another column, errs by all of it."""
-    file = exported(name, quantize="int8")
+    file = exported(name, quantization="int8")
     sources, tokens = draw(6, 2, 7), draw(7, 2, 4 + STEPS)
     found = decode(file, sources, tokens)
     for row in range(2):
@@ -92,7 +92,7 @@ def test_results_stay_near_the_source(exported, name):
 
 @both
 def test_every_matrix_is_held_once_in_one_byte(exported, name):
-    file, plain = exported(name, quantize="int8"), exported(name)
+    file, plain = exported(name, quantization="int8"), exported(name)
     tensors = onnx.load(file.path).graph.initializer
     held = {kind: sum(np.prod(t.dims) for t in tensors if t.data_type == kind) for kind in (1, 3)}
     weights = {p.data_ptr(): p.numel() for p in file.family.module.parameters() if p.dim() == 2}
@@ -108,7 +108,7 @@ def test_every_matrix_is_held_once_in_one_byte(exported, name):
 def test_optimised_for_latency_a_lone_row_is_as_near_as_in_a_batch(exported, name, quantize):
     """The two forms of a product have the same weights and round activations otherwise: what they differ by is no more
     than what rounding to 8 bits changes at all, some 2 % of the range and at most NEAR; with 4 bits it is no more."""
-    file = exported(name, quantize=quantize, optimize_for="latency")
+    file = exported(name, quantization=quantize, optimize_for="latency")
     sources, tokens = draw(8, 4, 7), draw(9, 4, 4 + STEPS)
     together = decode(file, sources, tokens)
     for row in range(4):
@@ -128,10 +128,10 @@ def test_optimised_for_latency_a_lone_row_is_as_near_as_in_a_batch(exported, nam
 def test_both_forms_of_4_bits_have_the_same_weights(exported, name):
     """A prompt at once goes through the form for many rows, its tokens one at a time through that for few. With 4 bits
     both are far from the source, and near each other."""
-    file = exported(name, quantize="int4", optimize_for="latency")
+    file = exported(name, quantization="int4", optimize_for="latency")
     source, tokens = draw(10, 1, 7), draw(11, 1, 12)
     requests = {file.family.request: list(source)} if file.family.request else None
-    at_once = file.engine.step(file.engine.start(requests, 1), tokens, want="all")[0].copy()
+    at_once = file.engine.step(file.engine.start(requests, 1), tokens, logit_positions="all")[0].copy()
     state = file.engine.start(requests, 1)
     singly = np.concatenate([file.engine.step(state, tokens[:, i : i + 1]).copy() for i in range(12)])
     expected = file.family.logits(source[0], tokens[0])
@@ -142,7 +142,7 @@ def test_both_forms_of_4_bits_have_the_same_weights(exported, name):
 
 @both
 def test_4_bits_make_the_smallest_file(exported, name):
-    file, eight = exported(name, quantize="int4"), exported(name, quantize="int8")
+    file, eight = exported(name, quantization="int4"), exported(name, quantization="int8")
     assert file.path.stat().st_size < 0.8 * eight.path.stat().st_size
     assert file.engine.manifest.quantization == "int4"
 
@@ -150,7 +150,7 @@ def test_4_bits_make_the_smallest_file(exported, name):
 def test_beams_of_few_rows_and_of_one_run_through_both_forms(exported):
     """Near the source, as sharp as random attention is: its weights are spread evenly, so that a pair of them has 7
     bits each, and of these tokens one form alone errs by up to 0.11 of the range."""
-    file = exported("wide-seq2seq", quantize="int8", optimize_for="latency")
+    file = exported("wide-seq2seq", quantization="int8", optimize_for="latency")
     sources, tokens = draw(12, 1, 7), draw(13, 1, 6)
     state = file.engine.start({file.family.request: list(sources)}, 1)
     file.engine.step(state, tokens[:, :2])
@@ -166,7 +166,7 @@ def test_beams_of_few_rows_and_of_one_run_through_both_forms(exported):
 
 def test_experts_without_rows(exported):
     """Single rows, of which each goes to two of four experts: the others multiply nothing."""
-    file = exported("mixtral", quantize="int8")
+    file = exported("mixtral", quantization="int8")
     unquantised = exported("mixtral")
     tokens = draw(5, 3, 4 + STEPS)
     logits, expected = (decode(one, None, tokens) for one in (file, unquantised))
@@ -181,7 +181,7 @@ def test_experts_without_rows(exported):
 
 @pytest.fixture(scope="module")
 def fixed(exported):
-    return exported("wide-seq2seq", quantize="int8", activations="fixed")
+    return exported("wide-seq2seq", quantization=Quantization("int8", activation_scales="fixed"))
 
 
 def test_with_fixed_scales_results_stay_near_the_source(fixed):
@@ -208,7 +208,11 @@ def test_with_fixed_scales_a_row_alone_equals_the_row_beside_loud_ones_bit_for_b
 
 
 def test_fixed_scales_beside_a_form_for_few_rows_and_caches_in_int8(exported):
-    file = exported("wide-llama", quantize="int8", activations="fixed", optimize_for="latency", cache="int8")
+    file = exported(
+        "wide-llama",
+        quantization=Quantization("int8", activation_scales="fixed", kv_cache="int8"),
+        optimize_for="latency",
+    )
     tokens = draw(9, 4, 4 + STEPS)
     together, alone = decode(file, None, tokens), decode(file, None, tokens[:1])[0]
     for found, row in ((together[0], 0), (alone, 0), (together[3], 3)):
@@ -264,7 +268,7 @@ def test_another_program_opens_a_portable_file_where_products_saturate(tmp_path)
     """A bare session: nothing of the runtime is there to do anything about it."""
     torch.manual_seed(0)
     module, ids = Encoder().eval(), torch.randint(0, 60, (4, 9))
-    export(module, tmp_path / "x.onnx", {"src": ids}, target="portable", quantize="int8")
+    export(module, tmp_path / "x.onnx", {"src": ids}, target="portable", quantization="int8")
     model = onnx.load(tmp_path / "x.onnx")
     assert {node.domain for node in model.graph.node} == {""}
     with torch.no_grad():

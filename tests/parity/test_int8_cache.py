@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import LOUD, PAD, VOCABULARY
 
-from tformer_export import export
+from tformer_export import Quantization, export
 from tformer_runtime import GenerationOptions, MemoryBudgetError, Model, OptionError, UnsupportedModelError
 
 both = pytest.mark.parametrize("name", ["wide-llama", "seq2seq"])
@@ -19,7 +19,7 @@ NEAR = 0.04  # of the logits' range
 def held(exported):
     """The longer file has attention in both forms that there are, in the branches of an `If`."""
     longer = {"wide-llama": {"max_length": 2048}}
-    return lambda name: exported(name, cache="int8", **longer.get(name, {}))
+    return lambda name: exported(name, quantization=Quantization(kv_cache="int8"), **longer.get(name, {}))
 
 
 def draw(seed, *shape):
@@ -37,7 +37,7 @@ def ragged(file, sources, tokens):
     prompt = np.full((len(tokens), max(LENGTHS)), PAD)
     for row, count in enumerate(counts):
         prompt[row, :count] = tokens[row, :count]
-    first = file.engine.step(state, prompt, counts, want="all")
+    first = file.engine.step(state, prompt, counts, logit_positions="all")
     rows = [[first[row, :count].copy()] for row, count in enumerate(counts)]
     for i in range(STEPS):
         new = tokens[np.arange(len(tokens)), counts + i][:, None]
@@ -65,7 +65,7 @@ def test_a_row_alone_is_the_row_in_a_batch_but_for_single_roundings(held, name):
     found, _ = ragged(file, sources, tokens)
     for row, count in enumerate(LENGTHS):
         state = started(file, [row], sources)
-        alone = file.engine.step(state, tokens[row : row + 1, : count + STEPS], want="all")[0]
+        alone = file.engine.step(state, tokens[row : row + 1, : count + STEPS], logit_positions="all")[0]
         expected = file.family.logits(sources[row], tokens[row, : count + STEPS])
         assert np.abs(alone - found[row]).max() <= 2 * NEAR * np.ptp(expected)
         assert rms(alone - found[row]) <= 3 * rms(found[row] - expected)
@@ -76,7 +76,7 @@ def rms(values):
 
 
 def test_with_int8_weights_a_row_is_the_same_alone_bit_for_bit(exported):
-    file = exported("wide-llama", quantize="int8", cache="int8")
+    file = exported("wide-llama", quantization=Quantization("int8", kv_cache="int8"))
     sources, tokens = draw(2, 3, 7), draw(3, 3, 10)
     together = [file.engine.step(state := started(file, range(3), sources), tokens[:, :4]).copy()]
     together += [file.engine.step(state, tokens[:, i : i + 1]).copy() for i in range(4, 10)]
@@ -129,7 +129,7 @@ def test_speculation_chooses_the_same_tokens(held):
     file, prompt = held("wide-llama"), np.tile(draw(7, 5), 4).tolist()
     options = GenerationOptions(max_new_tokens=24)
     plain = file.model.generate(prompt, options)
-    guessed = file.model.generate(prompt, options, draft="prompt")
+    guessed = file.model.generate(prompt, options, prompt_lookup=True)
     assert guessed.token_ids == plain.token_ids
     assert guessed.speculation is not None
 
@@ -162,11 +162,11 @@ def test_beams_keep_their_own_past(held, name):
 def test_what_cannot_be_held_in_int8_is_refused(exported, tmp_path):
     family = exported("wide-llama").family
     with pytest.raises(OptionError, match="leave out either them or the target portable"):
-        export(family.module, tmp_path / "a.onnx", cache="int8", target="portable")
+        export(family.module, tmp_path / "a.onnx", quantization=Quantization(kv_cache="int8"), target="portable")
     with pytest.raises(OptionError, match="cache is one of float, int8, not 'fp16'"):
-        export(family.module, tmp_path / "a.onnx", cache="fp16")
+        export(family.module, tmp_path / "a.onnx", quantization=Quantization(kv_cache="fp16"))
     with pytest.raises(UnsupportedModelError, match="no cache of this model can be held in int8"):
-        export(family_of_odd_heads(), tmp_path / "a.onnx", cache="int8", max_length=16)
+        export(family_of_odd_heads(), tmp_path / "a.onnx", quantization=Quantization(kv_cache="int8"), max_length=16)
     assert not list(tmp_path.iterdir())
 
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from tformer_export import export
+from tformer_export import Task, export
 from tformer_export.cli import command as export_command
 from tformer_export.common.checkpoint import OptionError, save_checkpoint
 from tformer_export.sources.chat_template import with_template
@@ -50,7 +50,7 @@ def test_a_classifiers_checkpoint_holds_all_that_its_file_needs(tokenizer, tmp_p
     arguments = {"vocabulary": 300, "labels": 3, **SIZES, "positions": "sinusoidal"}
     save_checkpoint(
         model, tmp_path / "model.pt", factory="tformer_models.encoder:SentenceClassifier", arguments=arguments,
-        tokenizer={"ids": tokenizer}, task="text-classification", step=None, max_length=24, labels=LABELS,
+        tokenizer={"ids": tokenizer}, task=Task("text-classification", labels=LABELS), step_input=None, max_length=24,
     )  # fmt: skip
     file = tmp_path / "model.onnx"
     done = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
@@ -70,7 +70,7 @@ def test_a_sentence_encoders_vectors_are_the_modules_whatever_stands_beside_them
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
     export(
         model, tmp_path / "m.onnx", {"ids": ids}, None, tokenizer=tokenizer, task="feature-extraction",
-        special={"pad": 0}, max_length=24,
+        special_tokens={"pad_token_id": 0}, max_length=24,
     )  # fmt: skip
     file = Model.load(tmp_path / "m.onnx", device="cpu", threads=1)
     with torch.inference_mode():
@@ -82,7 +82,14 @@ def test_a_sentence_encoders_vectors_are_the_modules_whatever_stands_beside_them
 def test_a_language_model_goes_on_as_its_whole_forward_does(tmp_path):
     model = random(LanguageModel, 40)
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    export(model, tmp_path / "m.onnx", {"ids": ids}, "ids", special={"start": [1], "end": [2], "pad": 0}, max_length=24)
+    export(
+        model,
+        tmp_path / "m.onnx",
+        {"ids": ids},
+        "ids",
+        special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+        max_length=24,
+    )
     file = Model.load(tmp_path / "m.onnx", device="cpu", threads=1)
     prompts = [[1, 5, 9, 7, 30], [1, 8], [1, 33, 12]]
     for prompt, result in zip(prompts, file.generate_batch(prompts, max_new_tokens=12), strict=True):
@@ -101,7 +108,8 @@ def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
     save_checkpoint(
         model, tmp_path / "model.pt", factory="tformer_models.language_model:LanguageModel",
         arguments={"vocabulary": size, **sizes}, tokenizer={"ids": words.tokenizer()},
-        task="text-generation", step="ids", special={"start": [], "end": [words.END], "pad": words.PAD},
+        task="text-generation", step_input="ids", special_tokens={"bos_token_id": [], "eos_token_id": [words.END],
+        "pad_token_id": words.PAD},
         chat_template=words.TEMPLATE, max_length=64,
     )  # fmt: skip
     file = tmp_path / "model.onnx"
@@ -131,7 +139,7 @@ def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
 def language_model():
     """A factory."""
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    special = {"start": [], "end": [words.END], "pad": words.PAD}
+    special = {"bos_token_id": [], "eos_token_id": [words.END], "pad_token_id": words.PAD}
     options = {"step": "ids", "tokenizer": words.tokenizer(), "special": special, "max_length": 24}
     return random(LanguageModel, len(words.vocabulary())), {"ids": ids}, {**options, "chat_template": words.TEMPLATE}
 

@@ -47,7 +47,7 @@ def mini():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """The weights are captured once, however they are quantised."""
-    held, real = {}, build.understand
+    held, real = {}, build.analyse
 
     def understood(source, *rest):
         if source.name not in held:
@@ -55,7 +55,7 @@ def _compiled_once():
         return held[source.name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "understand", understood)
+        patch.setattr(build, "analyse", understood)
         yield
 
 
@@ -63,7 +63,7 @@ def _compiled_once():
 def test_the_vectors_of_real_weights(mini, tmp_path, quantize, least, empty):
     """empty: of the empty text, of which the model reads two special tokens alone."""
     folder, expected = mini
-    report = export(load_source(folder), tmp_path / "mini.onnx", quantize=quantize)
+    report = export(load_source(folder), tmp_path / "mini.onnx", quantization=quantize)
     model = Model.load(tmp_path / "mini.onnx", "cpu")
     for batch_size in (1, 4):
         found = model.embed(SENTENCES, batch_size=batch_size, truncate=True)
@@ -120,7 +120,7 @@ def test_poolings_dense_layers_and_prompts(tmp_path):
     found = Model.load(tmp_path / "x.onnx", "cpu").embed(TEXTS, truncate=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert report.parity.raw.relative < 1e-4
-    answer = load_source(folder).answer
+    answer = load_source(folder).own_pipeline
     with torch.no_grad():
         answers = torch.stack([answer(text, 20) for text in TEXTS])
     np.testing.assert_allclose(answers.numpy(), expected, atol=1e-5)

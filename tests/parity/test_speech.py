@@ -20,14 +20,14 @@ import torch
 import transformers
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
-from tformer_export import export
+from tformer_export import ExtraOutputs, Quantization, export
 from tformer_export.sources import load_source
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import Outcome
-from tformer_runtime.tasks import Recognition
-from tformer_runtime.tasks.base import Reading
+from tformer_runtime.format.manifest import OutputMeaning
+from tformer_runtime.tasks import CtcRecognition
+from tformer_runtime.tasks.base import TaskInput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
@@ -131,8 +131,8 @@ def test_transcriptions_are_transformers_own(made, name):
 def test_rows_are_padded_only_where_that_is_hidden(made):
     assert not Model.load(made("group")[1]).manifest.encode.ragged
     assert Model.load(made("layer")[1]).manifest.encode.ragged
-    follows = next(iter(Model.load(made("layer")[1]).manifest.encode.follows.values()))
-    assert (follows.of, follows.least, follows.stride) == ("input_values_length", 65, 40)
+    follows = next(iter(Model.load(made("layer")[1]).manifest.encode.derived_lengths.values()))
+    assert (follows.of, follows.minimum, follows.stride) == ("input_values_length", 65, 40)
 
 
 def test_sounds_are_run_together_by_the_frames_made_of_them(made, monkeypatch):
@@ -247,7 +247,10 @@ def test_a_model_in_memory_in_integers(made, tmp_path):
         soundfile.write(name, sound(0.2, 10 + i), 16000)
     (tmp_path / "names.txt").write_text("\n".join(map(str, names)))
     report = export(
-        model, tmp_path / "int8.onnx", tokenizer=processor, quantize="int8", calibration=tmp_path / "names.txt"
+        model,
+        tmp_path / "int8.onnx",
+        tokenizer=processor,
+        quantization=Quantization("int8", calibration=tmp_path / "names.txt"),
     )
     assert not any(part.training for part in model.modules())
     assert report.degradation.quality.agreement > 0.9
@@ -276,7 +279,7 @@ def test_long_sounds_are_read_in_windows_as_by_the_pipeline(made, tmp_path, wind
             assert [(segment.text, segment.start, segment.end) for segment in result.segments] == times
     assert loaded.transcribe(long[0], **asked).text != loaded.transcribe(long[0]).text  # what is heard matters
     soundfile.write(tmp_path / "long.wav", long[0], 16000, subtype="FLOAT")
-    flags = ["--window", str(window), *(["--stride", str(stride)] if stride else [])]
+    flags = ["--chunk-length-s", str(window), *(["--stride-length-s", str(stride)] if stride else [])]
     assert written(path, tmp_path / "long.wav", *flags) == [results[0].text]
 
 
@@ -284,13 +287,13 @@ def test_a_beam_goes_on_from_window_to_window(made):
     """Windows that have the sound between them are read as one where the model hears no further than a frame."""
     _, path, _, _, _ = made("group")
     model = Model.load(path)
-    task = Recognition(model.manifest)
+    task = CtcRecognition(model.manifest)
     logits = np.random.default_rng(0).normal(size=(60, len(VOCABULARY))).astype(np.float32) * 6
     logits[28:32] = logits[28]  # a run that both windows have a part of
-    reading = Reading((), [slice(0, 30), slice(10, None)])
+    reading = TaskInput((), [slice(0, 30), slice(10, None)])
     for size in (1, 8):
         settings = task.settings({"num_beams": size, "timestamps": "char"})
-        result = task.made(reading, [[logits[:35]], [logits[20:]]], settings)
+        result = task.make_result(reading, [[logits[:35]], [logits[20:]]], settings)
         halves = [task.result([part], settings) for part in (logits[:30], logits[30:])]
         assert result.token_ids == halves[0].token_ids + halves[1].token_ids[1:]
         assert result.score == pytest.approx(sum(half.score for half in halves))
@@ -310,27 +313,27 @@ def test_windows_that_cannot_be_are_refused(made):
     }.items():
         with pytest.raises(OptionError, match=message):
             model.transcribe(SOUNDS[0], **dict([asked]))
-    stride = run(path, "x.wav", "--window", "1", "--stride", ".5")
+    stride = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
     assert "less than half of a window of 1 s, not 0.5 s" in failed(stride, 2)
 
 
 def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
     folder, _, _, processor, _ = made("layer")
     path = tmp_path / "attention.onnx"
-    export(load_source(folder), path, attention=True)
+    export(load_source(folder), path, extra_outputs=ExtraOutputs(attentions=True))
     loaded = Model.load(path)
     eager = transformers.HubertForCTC.from_pretrained(folder, attn_implementation="eager").eval()
     for given in SOUNDS[:2]:
-        weights, places = loaded.attention(given)
+        weights, places = loaded.attentions(given)
         with torch.no_grad():
             own = eager(**processor(given, sampling_rate=16000, return_tensors="pt"), output_attentions=True).attentions
         np.testing.assert_allclose(weights, torch.cat(own).numpy(), atol=1e-5)
         assert places[:3] == ["0.000", "0.003", "0.005"]  # 40 samples a frame
         assert len(places) == weights.shape[-1]
     with pytest.raises(InputError, match=r"the sound is read in 3 windows of 1 s, and attention is of what is read at"):
-        loaded.attention(np.concatenate(SOUNDS), window=1)
+        loaded.attentions(np.concatenate(SOUNDS), chunk_length_s=1)
     soundfile.write(tmp_path / "sound.wav", SOUNDS[0], 16000, subtype="FLOAT")
-    assert written(path, tmp_path / "sound.wav", "--attention", tmp_path / "a.png") == [
+    assert written(path, tmp_path / "sound.wav", "--attentions", tmp_path / "a.png") == [
         loaded.transcribe(SOUNDS[0]).text
     ]
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -347,14 +350,14 @@ def test_a_model_without_an_extractor_reads_samples_as_a_whole(tmp_path):
         best = model(torch.from_numpy(SOUNDS[1])[None]).logits[0].argmax(-1).numpy()
     kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
     assert list(loaded.transcribe(SOUNDS[1]).token_ids) == kept[kept != 0].tolist()
-    with pytest.raises(OptionError, match="this file reads a sound as a whole: window is not asked of it"):
-        loaded.transcribe(SOUNDS[1], window=3)
+    with pytest.raises(OptionError, match="this file reads a sound as a whole: it takes no window"):
+        loaded.transcribe(SOUNDS[1], chunk_length_s=3)
 
 
 def test_without_a_vocabulary_there_are_ids(made):
     _, path, model, processor, _ = made("group")
     manifest = Model.load(path).manifest
-    task = Recognition(replace(manifest, outcome=Outcome(settings={"blank": 0})))
+    task = CtcRecognition(replace(manifest, output_meaning=OutputMeaning(settings={"blank": 0})))
     logits = theirs(model, processor, SOUNDS[0])[0]
     result = task.result([logits], task.settings({}))
     best = logits.argmax(-1)
@@ -379,9 +382,9 @@ def test_a_source_that_hears_something_else_is_refused(made):
     folder, path, *_ = made("layer")
     source, engine = load_source(folder), Engine(path)
     assert check_sounds(source, engine, 1e-3).count == 3
-    louder = replace(source, answer=lambda sample, most: source.answer(sample, most) * 1.01)
+    louder = replace(source, own_pipeline=lambda sample, most: source.own_pipeline(sample, most) * 1.01)
     with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, beside others, differs"):
         check_sounds(louder, engine, 1e-3)
-    other = replace(source, written=lambda logits: "something else")
+    other = replace(source, decode_output=lambda logits: "something else")
     with pytest.raises(ParityError, match="and its source's 'something else'"):
         check_sounds(other, engine, 1e-3)

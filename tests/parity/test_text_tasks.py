@@ -22,7 +22,7 @@ from torch import nn
 from transformers import BertTokenizer, DebertaV2Tokenizer, RobertaTokenizer
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from tformer_export import export, padding
+from tformer_export import ExtraOutputs, Quantization, export, padding
 from tformer_export.cli import main
 from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
@@ -88,7 +88,7 @@ def made(tmp_path_factory):
         module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         attention = head == "TokenClassification"
-        report = export(load_source(folder), folder / "model.onnx", attention=attention)
+        report = export(load_source(folder), folder / "model.onnx", extra_outputs=ExtraOutputs(attentions=attention))
         return module, tokenizer, Model.load(folder / "model.onnx", "cpu", threads=1), report
 
     return get
@@ -128,10 +128,10 @@ def test_spans_of_what_is_too_long(made, name):
     pipeline = functools.partial(transformers.TokenClassificationPipeline, model=module, tokenizer=tokenizer)
     for stride in (0, 9):
         for aggregation in AGGREGATIONS[1:]:
-            (found,) = model.entities([LONG], aggregation, stride=stride)
+            (found,) = model.entities([LONG], aggregation, doc_stride=stride)
             same_spans(found, pipeline(aggregation_strategy=aggregation, stride=stride)(LONG))
     assert max(span.end for span in found) > len(LONG) - 10
-    (cut,) = model.entities([LONG], "none", ignore=(), truncate=True)
+    (cut,) = model.entities([LONG], "none", ignore_labels=(), truncate=True)
     same_spans(cut, pipeline(aggregation_strategy="none", ignore_labels=[])(LONG))
     with pytest.raises(InputError, match=r"^input 2: the input is \d+ tokens long and the model takes at most 38"):
         model.entities(["a", LONG])
@@ -144,7 +144,7 @@ def test_what_cannot_be_asked_of_spans(made):
     with pytest.raises(OptionError, match="aggregation must be one of none, simple, first, average, max, not 'last'"):
         model.entities(["a"], "last")
     with pytest.raises(OptionError, match="stride makes spans of several windows"):
-        model.entities(["a"], "none", stride=3)
+        model.entities(["a"], "none", doc_stride=3)
     with pytest.raises(UnsupportedCallError, match=r"labels spans of its inputs: it cannot fill; call entities\(\)"):
         model.fill(["a"])
 
@@ -240,9 +240,9 @@ def test_what_cannot_be_asked_of_answers(made):
     with pytest.raises(InputError, match="the first text and the tokens around both leave no room in a window of 38"):
         model.answer([(LONG, "a")])
     with pytest.raises(OptionError, match="window must be at most 38, for the model takes no more, not 64"):
-        model.answer([("a", "b")], window=64)
+        model.answer([("a", "b")], max_seq_len=64)
     with pytest.raises(OptionError, match="stride must be less than a window, 20, not 20"):
-        model.answer([("a", "b")], window=20, stride=20)
+        model.answer([("a", "b")], max_seq_len=20, doc_stride=20)
     with pytest.raises(InputError, match="input 1: the context is empty"):
         model.answer([("a", "")])
 
@@ -255,7 +255,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     draw = random.Random(0)
     drawn = [[" ".join(draw.choices(TEXT.split(), k=draw.randint(*k))) for k in ((1, 4), (5, 25))] for _ in range(160)]
     lines.write_text("".join(f"{question}\t{context}\n" for question, context in drawn))
-    options = ["--quantize", "int8", "--calibration", str(lines), "--attention"]
+    options = ["--quantize", "int8", "--calibration", str(lines), "--attentions"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
     main()
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
@@ -279,7 +279,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     with torch.no_grad():
         module.set_attn_implementation("eager")
         expected = module(**tokenizer(*drawn[0], return_tensors="pt"), output_attentions=True).attentions[0]
-    weights, _ = eight.attention(tuple(drawn[0]))
+    weights, _ = eight.attentions(tuple(drawn[0]))
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
     assert 0 < np.abs(weights - expected.numpy()).max() < 0.1
 
@@ -300,7 +300,9 @@ def test_results_of_integers(made, tmp_path, head, of):
     texts = [" ".join(draw.choices(TEXT.split(), k=draw.randint(3, 20))) for _ in range(80)]
     (tmp_path / "lines.txt").write_text("\n".join(texts))
     folder = plain.engine.session.path.parent
-    report = export(load_source(folder), tmp_path / "x.onnx", quantize="int8", calibration=tmp_path / "lines.txt")
+    report = export(
+        load_source(folder), tmp_path / "x.onnx", quantization=Quantization("int8", calibration=tmp_path / "lines.txt")
+    )
     assert re.search(r"keep their class|tokens agree", dict(report.rows())["quantised"])
     eight = Model.load(tmp_path / "x.onnx", "cpu", threads=1)
     pairs = [pair for text in texts for pair in zip(of(plain, text), of(eight, text), strict=True)]
@@ -339,9 +341,9 @@ def test_what_cannot_be_asked_of_masks(made):
     with pytest.raises(InputError, match=r"where it belongs, or what was cut had it$"):
         model.fill([f"{LONG} [MASK]"], truncate=True)
     with pytest.raises(OptionError, match="the target 'bads' is not one token of the model's vocabulary, but bad ##s"):
-        model.fill(["[MASK]"], targets=["the", "bads"])
+        model.fill(["[MASK]"], candidate_tokens=["the", "bads"])
     with pytest.raises(OptionError, match="the target 'xyz' is not one token of the model's vocabulary"):
-        model.fill(["[MASK]"], targets="xyz")
+        model.fill(["[MASK]"], candidate_tokens="xyz")
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ def test_attention_is_that_of_transformers(made, name):
         np.testing.assert_allclose(weights, torch.cat(expected).numpy(), atol=1e-5)
         assert tokens == tokenizer.convert_ids_to_tokens(read["input_ids"][0])
     (extra,) = model.manifest.extras
-    assert (extra.kind, extra.shape) == (m.ATTENTION, ("batch", 2, 4, "input_ids_length", "input_ids_length"))
+    assert (extra.kind, extra.shape) == (m.ATTENTIONS, ("batch", 2, 4, "input_ids_length", "input_ids_length"))
     assert report.parity.extras.keys() == {"attention"}  # of ragged rows, too
     with pytest.raises(InputError, match="the model takes at most 38"):
         model.attention(LONG)
@@ -407,7 +409,7 @@ def own(tmp_path, gives, places=False, **options):
 def test_one_s_own_tagger(tmp_path):
     module, out, made = own(tmp_path, 3, task="token-classification", labels=["O", "NAME", "PLACE"])
     assert made().parity.raw.texts == 11
-    (spans,) = Model.load(out, "cpu").entities([TEXT[:20]], "none", ignore=())
+    (spans,) = Model.load(out, "cpu").entities([TEXT[:20]], "none", ignore_labels=())
     with torch.no_grad():
         scores = module(torch.tensor([[2, 5, 6, 7, 8, 9, 3]]), torch.zeros(1, 7).bool())[0, 1:-1].softmax(-1)
     assert [span.label for span in spans] == [["O", "NAME", "PLACE"][i] for i in scores.argmax(-1)]
@@ -420,7 +422,7 @@ def test_one_s_own_answers(tmp_path):
     assert made().parity.raw.pairs == 4
     model = Model.load(out, "cpu")
     assert [spec.name for spec in model.manifest.encode.outputs] == ["begin", "finish"]
-    (answer,) = model.answer([("we", "the good film")], longest=2)
+    (answer,) = model.answer([("we", "the good film")], max_answer_tokens=2)
     with torch.no_grad():
         given = module(torch.tensor([[2, 23, 3, 5, 7, 9, 3]]), torch.zeros(1, 7).bool())
     begin, finish = (given[name][0, 3:6].softmax(-1) for name in ("begin", "finish"))

@@ -16,10 +16,10 @@ from catalogue import BLOCK, SPECIAL, Case
 
 from tformer_export import compile
 from tformer_export.common import onnx_operators
-from tformer_export.sources.base import special_tokens
+from tformer_export.sources.base import parse_special_tokens
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.emitter import Program
-from tformer_runtime.engine.padding import request_arrays
+from tformer_runtime.engine.padding import padded_request_arrays
 from tformer_runtime.format import manifest as names
 
 
@@ -27,14 +27,14 @@ class Staged:
     """encode and decode of a case. found: what the stages recognised."""
 
     def __init__(self, case: Case) -> None:
-        source = from_module(case.module, **case.arguments, special=special_tokens(SPECIAL))
+        source = from_module(case.module, **case.arguments, special_tokens=parse_special_tokens(SPECIAL))
         programs: list[Program] = []
         with (
             mock.patch.object(compile, "to_onnx", lambda program, *_: programs.append(program)),
             mock.patch.object(compile, "assemble"),
             mock.patch.object(compile, "run_passes", return_value={}),
         ):
-            compiled = compile.understand(source, "cpu", BLOCK).compile()
+            compiled = compile.analyse(source, "cpu", BLOCK).compile()
         self.manifest, self.found = compiled.manifest, compiled.found
         self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 
@@ -45,10 +45,10 @@ class Staged:
         if self.encode is not None:
             assert self.manifest.encode is not None
             assert self.manifest.decode is not None
-            arrays = request_arrays(self.manifest.encode.inputs, requests or {}, rows)
+            arrays = padded_request_arrays(self.manifest.encode.inputs, requests or {}, rows)
             values = _run(self.encode, {name: torch.from_numpy(np.array(a)) for name, a in arrays.items()})
             context = dict(zip(self.manifest.decode.context, values.values(), strict=True))
-        sizes = {names.BATCH: rows, names.SLOT: BLOCK}
+        sizes = {names.BATCH_AXIS: rows, names.SLOT_AXIS: BLOCK}
         ports = {port.name: port for port in self.decode.inputs}
         caches = {
             cache.past: torch.zeros([sizes.get(a, a) for a in ports[cache.past].shape], dtype=ports[cache.past].dtype)  # type: ignore[call-overload]
@@ -71,11 +71,11 @@ class State:
         given = {
             decode.inputs[0].name: torch.from_numpy(tokens),
             names.POSITIONS: (self.lengths[:, None] + ahead).clamp(max=BLOCK - 1),
-            names.LAST: (self.lengths + own - 1).to(torch.int32),
-            names.TOTAL: torch.tensor(total, dtype=torch.int32),
-            names.START: self.lengths.clone(),
-            names.SLOTS: torch.arange(total),
-            names.SELECT: ahead.expand(len(tokens), new),
+            names.LAST_POSITION: (self.lengths + own - 1).to(torch.int32),
+            names.TOTAL_SLOTS: torch.tensor(total, dtype=torch.int32),
+            names.START_SLOT: self.lengths.clone(),
+            names.SLOT_INDICES: torch.arange(total),
+            names.SELECTED_TOKENS: ahead.expand(len(tokens), new),
             **self.context,
             **self.caches,
         }

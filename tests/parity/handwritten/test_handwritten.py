@@ -99,13 +99,13 @@ def test_staged_programs(case: Case) -> None:
 def test_exported_file(case: Case, tmp_path) -> None:
     """The gate, every logit of a ragged batch, rows moved as beams are, greedy tokens."""
     path = tmp_path / "model.onnx"
-    report = export(case.module, path, **case.arguments, special=SPECIAL, max_length=BLOCK)
+    report = export(case.module, path, **case.arguments, special_tokens=SPECIAL, max_length=BLOCK)
     assert report.tokens_equal
     engine = Engine(path, device="cpu", threads=1)
     sources, requests, rows = drawn(case)
     state = engine.start(requests, len(rows))
     for source, row, found in zip(
-        sources, rows, teacher_forced(lambda t, n: engine.step(state, t, n, want="all"), rows), strict=True
+        sources, rows, teacher_forced(lambda t, n: engine.step(state, t, n, logit_positions="all"), rows), strict=True
     ):
         assert_close(found, case.logits(source, row))
 

@@ -17,10 +17,10 @@ from tformer_export import export
 from tformer_export.analysis.attention import ATTENTION, recognise
 from tformer_export.analysis.binding_time import binding_times, fold_padding_tests
 from tformer_export.analysis.interpreter import Constants, run
-from tformer_export.capture.trace import capture, merge_equal
+from tformer_export.capture.trace import capture, merge_equal_nodes
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.plan import make_plan
-from tformer_export.staging.restriction import Views
+from tformer_export.staging.restriction import RestrictionSolver
 from tformer_runtime import UnsupportedModelError
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 23, 16, 2, 40
@@ -84,7 +84,7 @@ def refusal(
     """What `export` says of a Mixer in Small, or of a module; one line, and nothing is written."""
     module = model if isinstance(model, nn.Module) else Small(model) if issubclass(model, Mixer) else model()
     with pytest.raises(kind) as caught:
-        export(module, folder / "model.onnx", example, options.pop("step", "tgt"), **options)
+        export(module, folder / "model.onnx", example, options.pop("step_input", "tgt"), **options)
     assert type(caught.value) is kind
     assert list(folder.iterdir()) == []
     assert "\n" not in str(caught.value)
@@ -96,25 +96,25 @@ def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAM
 
 
 def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
-    """captured, attentions, level, values, constants, views, plan: as far as the plan of the decode stage."""
+    """captured, attentions, level, values, constants, solver, plan: as far as the plan of the decode stage."""
     captured = captured_of(module)
     attentions = recognise(captured)
     fold_padding_tests(captured, 0)
-    merge_equal(captured)
+    merge_equal_nodes(captured)
     level = binding_times(captured)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (3, 6), generator=generator)
     values, others = (run(captured, {"tgt": ids[[0, second]]}) for second in (1, 2))
     constants = Constants(captured, level)
-    views = Views(captured, level, values, others, constants)
-    plan = make_plan(captured, level, views, lambda attention: fuses)
+    solver = RestrictionSolver(captured, level, values, others, constants)
+    plan = make_plan(captured, level, solver, lambda attention: fuses)
     return SimpleNamespace(
         captured=captured,
         attentions=attentions,
         level=level,
         values=values,
         constants=constants,
-        views=views,
+        solver=solver,
         plan=plan,
     )
 

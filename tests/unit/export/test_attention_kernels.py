@@ -88,9 +88,9 @@ def cached():
 @pytest.mark.parametrize("most", [1 << 28, 400 * 4 * HEADS, 0])
 def test_all_scores_at_once_or_in_blocks_is_the_same_attention_in_place(monkeypatch, most):
     """Room for any scores; for those of a step (2 · 1 · 16 a head) and not of the prompt (2 · 13 · 16); for none."""
-    monkeypatch.setattr(full_score_attention, "MOST", most)
+    monkeypatch.setattr(full_score_attention, "MAX_SCORE_BYTES", most)
     after = ir.from_proto(cached())
-    assert full_score_attention.run(after, full_score_attention.SHORT + 1) == 1
+    assert full_score_attention.run(after, full_score_attention.MAX_SHORT_TOKENS + 1) == 1
     runs = session(ir.to_proto(after))
     assert ("If" in {node.op_type for node in after.graph}) == (most < 1 << 28)
     drawn = weights(q=(2, 14, WIDTH), k=(2, 14, NARROW), v=(2, 14, NARROW))
@@ -129,9 +129,9 @@ def run_in_place(runs, given, caches):
 
 def test_the_length_tells_which_kernels_a_file_has():
     after = ir.from_proto(cached())
-    assert full_score_attention.run(after, full_score_attention.SHORT) == 0
+    assert full_score_attention.run(after, full_score_attention.MAX_SHORT_TOKENS) == 0
     assert ir.to_proto(after).graph.node == cached().graph.node
-    full_score_attention.run(after, full_score_attention.SHORT + 1)
+    full_score_attention.run(after, full_score_attention.MAX_SHORT_TOKENS + 1)
     (node,) = ir.to_proto(after).graph.node
     assert node.op_type == "GroupQueryAttention"
     assert node.input[full_score_attention.SINK]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_models import HEADS, Mixer, Small, causal, staged
 
-from tformer_export.analysis.batch_axes import Rows
+from tformer_export.analysis.batch_axes import BatchAxis
 
 
 class Merged(Mixer):
@@ -45,12 +45,14 @@ class HeadsOutside(Merged):
 
 @pytest.mark.parametrize(("mixer", "outer"), [(HeadsInside, True), (HeadsOutside, False)])
 def test_the_order_is_found(mixer, outer):
-    views = staged(Small(mixer)).views
-    assert len(views.cuts) == 2
-    assert {views.rows(node) for node in views.cuts} == {Rows(0, HEADS, outer)}
+    solver = staged(Small(mixer)).solver
+    assert len(solver.cuts) == 2
+    assert {solver.rows(node) for node in solver.cuts} == {BatchAxis(0, HEADS, outer)}
 
 
-@pytest.mark.parametrize("rows", [Rows(1), Rows(0, 3), Rows(0, 3, outer=False), Rows(2, 2), Rows(2, 2, outer=False)])
+@pytest.mark.parametrize(
+    "rows", [BatchAxis(1), BatchAxis(0, 3), BatchAxis(0, 3, outer=False), BatchAxis(2, 2), BatchAxis(2, 2, outer=False)]
+)
 def test_taken_apart_and_merged_again(rows):
     batch = 5
     shape = [2, 3, 4]
@@ -62,9 +64,9 @@ def test_taken_apart_and_merged_again(rows):
 
     apart = rows.split(run, value)
     assert apart.shape == rows.shape(tuple(shape), batch)
-    assert apart.shape[rows.own_axis] == batch
+    assert apart.shape[rows.batch_axis] == batch
     assert torch.equal(rows.merge(run, apart), value)
     start = [0, 1] if rows.outer else [0, batch]
     if rows.times > 1:
         first = value.index_select(rows.axis, torch.tensor(start))  # of the first row, two entries
-        assert torch.equal(apart.select(rows.own_axis, 0).narrow(rows.axis, 0, 2), first)
+        assert torch.equal(apart.select(rows.batch_axis, 0).narrow(rows.axis, 0, 2), first)

@@ -8,15 +8,15 @@ import torch
 from torch.nn import functional as F
 
 from tformer_export.calibration.samples import Sample, Samples
-from tformer_export.common.degradation_budget import Budget
+from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import understand
-from tformer_export.quantize import Planner, quantize
-from tformer_export.quantize.input_statistics import second_moments
-from tformer_export.quantize.matrices import FLOAT, find_matrices
+from tformer_export.compile import analyse
+from tformer_export.quantize import BitPlanner, quantize
+from tformer_export.quantize.input_statistics import read_second_moments
+from tformer_export.quantize.matrices import FLOAT_BITS, find_matrices
 from tformer_export.quantize.rounding.choose_rounding import Rounding
 from tformer_export.quantize.simulate import Simulation
-from tformer_export.quantize.token_quality import Yardstick, predictions
+from tformer_export.quantize.token_quality import ReferenceDistribution, predictions
 from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
@@ -43,8 +43,8 @@ class Case:
             self.module.decoder[0].feedforward.expand.bias[7] = -100.0  # so that what it multiplies is zero
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
-        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
-        compiled = understand(self.source, "cpu").compile()
+        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special_tokens=special)
+        compiled = analyse(self.source, "cpu").compile()
         self.model, self.manifest, self.folder = compiled.model, compiled.manifest, folder
         self.engine = self.written(self.model, "model.onnx")
         random = np.random.default_rng(1)
@@ -103,7 +103,7 @@ def test_second_moments_are_those_of_what_the_modules_read(case, tmp_path):
         case.logits(sample)
     for hook in hooks:
         hook.remove()
-    found = dict(second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
+    found = dict(read_second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
     assert set(found) == {m.name for m in find_matrices(case.model)}
     assert len(seen) > 8
     for name, rows in seen.items():
@@ -113,7 +113,7 @@ def test_second_moments_are_those_of_what_the_modules_read(case, tmp_path):
 
 def test_quality_is_what_torch_says(case):
     """Against a second model: the same one with its samples' sources read backwards."""
-    yardstick = Yardstick(case.engine, case.samples)
+    yardstick = ReferenceDistribution(case.engine, case.samples)
 
     class Backwards(Engine):
         def start(self, requests, rows, **more):
@@ -142,21 +142,23 @@ def test_quality_is_what_torch_says(case):
 def test_a_simulation_computes_what_the_file_will(case, tmp_path):
     matrices = find_matrices(case.model)
     rounding = Rounding(case.model, matrices)
-    simulation = Simulation(case.model, case.manifest, rounding.dequantised, tmp_path / "simulated.onnx")
+    simulation = Simulation(case.model, case.manifest, rounding.dequantize, tmp_path / "simulated.onnx")
     plain = dict(predictions(case.engine, case.samples[:12]))
 
     def simulated(bits, tables=True):
-        simulation.use(bits, tables)
+        simulation.set_bits(bits, tables)
         return dict(predictions(simulation.engine, case.samples[:12]))
 
     for at, logits in simulated({}, tables=False).items():
         np.testing.assert_allclose(logits, plain[at], atol=1e-4)
-    choices = [8 if m.is_table else (4, 8, FLOAT)[i % 3] for i, m in enumerate(matrices)]
+    choices = [8 if m.is_table else (4, 8, FLOAT_BITS)[i % 3] for i, m in enumerate(matrices)]
     for wanted in ([8] * len(matrices), choices, [max(m.choices[0], 4) for m in matrices]):
         bits = {m.name: b for m, b in zip(matrices, wanted, strict=True)}
         model = case.model.clone()
-        ready = {p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT}
-        quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, ready=ready)
+        integers = {
+            p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT_BITS
+        }
+        quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
         file = dict(predictions(case.written(model, f"{wanted[0]}{wanted[1]}.onnx"), case.samples[:12]))
         found = simulated(bits)
         far = [np.abs(file[at] - plain[at]).max() for at in plain]
@@ -169,7 +171,7 @@ def test_a_simulation_computes_what_the_file_will(case, tmp_path):
 
 def planner(case, folder):
     samples = Samples(case.samples[::2], case.samples[1::2])
-    return Planner(case.model, case.manifest, case.engine, lambda: samples, folder)
+    return BitPlanner(case.model, case.manifest, case.engine, lambda: samples, folder)
 
 
 def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
@@ -177,7 +179,7 @@ def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
     loud = case.matrix_of(LOUD)
     everything = made.uniform(4)
     assert set(everything.bits.values()) == {4, 8}
-    plans = made.mixed(Budget(tokens=0.15))
+    plans = made.mixed(DegradationBudget(tokens=0.15))
     plan, mixture = plans[0], plans[0].mixture
     assert list(tmp_path.iterdir()) == []
     by_loss = sorted(mixture.layers, key=lambda layer: -layer.divergence.get(4, 0))
@@ -193,20 +195,20 @@ def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
     assert sum(chosen.layers.values()) == len(mixture.layers)
     for layer in mixture.layers:
         assert {plan.bits[p] for p in layer.products} == {layer.bits}
-    assert set(plan.ready) == {
-        p for m in made.matrices if plan.bits[m.name] != FLOAT and not m.is_table for p in m.products
+    assert set(plan.integers) == {
+        p for m in made.matrices if plan.bits[m.name] != FLOAT_BITS and not m.is_table for p in m.products
     }
 
 
 def test_calibration_lessens_what_four_bits_lose(case, tmp_path):
-    yardstick = Yardstick(case.engine, case.samples[1::2])
+    yardstick = ReferenceDistribution(case.engine, case.samples[1::2])
     losses = []
     for fits in (False, True):
         made = planner(case, tmp_path)
         if fits:
-            made.fit((4,))
-        simulation = Simulation(case.model, case.manifest, made.rounding.dequantised, tmp_path / "simulated.onnx")
-        simulation.use({m.name: min(m.choices) for m in made.matrices})
+            made.fit_integers((4,))
+        simulation = Simulation(case.model, case.manifest, made.rounding.dequantize, tmp_path / "simulated.onnx")
+        simulation.set_bits({m.name: min(m.choices) for m in made.matrices})
         losses.append(yardstick.quality(simulation.engine).divergence)
     assert 0 < losses[1] < 0.5 * losses[0]
 
@@ -214,5 +216,5 @@ def test_calibration_lessens_what_four_bits_lose(case, tmp_path):
 def test_a_budget_that_nothing_fits(case, tmp_path):
     made = planner(case, tmp_path)
     with pytest.raises(ParityError, match=r"no mixture of bits stays within 0.5 times the perplexity; .* the nearest"):
-        made.mixed(Budget(perplexity=0.5))
-    assert made.what_would_fit(Budget(tokens=0.9)).startswith("--quantize mixed would fit, with ")
+        made.mixed(DegradationBudget(perplexity=0.5))
+    assert made.suggest_mixture(DegradationBudget(tokens=0.9)).startswith("--quantize mixed would fit, with ")

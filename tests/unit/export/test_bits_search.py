@@ -13,11 +13,11 @@ from small_models import EXAMPLE, Mixer, Small, joined
 from torch.nn import functional as F
 
 from tformer_export import export
-from tformer_export.common.degradation_budget import Budget
-from tformer_export.quantize import Planner, quantize
-from tformer_export.quantize.matrices import FLOAT, Matrix, find_matrices
-from tformer_export.quantize.mixed_search import Search, make_path
-from tformer_export.quantize.token_quality import Quality
+from tformer_export.common.degradation_budget import DegradationBudget
+from tformer_export.quantize import BitPlanner, quantize
+from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
+from tformer_export.quantize.mixed_search import MixedSearch, make_path
+from tformer_export.quantize.token_quality import TokenQuality
 from tformer_runtime import OptionError
 
 
@@ -56,23 +56,23 @@ def test_bits_that_would_take_as_much_are_no_choice(inner, choices):
 
 @pytest.mark.parametrize("inner", [7, 9, 18, 64])
 def test_no_matrix_gets_larger_by_fewer_bits(inner, tmp_path):
-    plan = Planner(product(inner), None, None, None, tmp_path).uniform(4)
+    plan = BitPlanner(product(inner), None, None, None, tmp_path).uniform(4)
     assert plan.bits == {"product": 4 if inner == 64 else 8}
-    assert len(plan.ready["product"]) == (3 if inner == 64 else 2)
+    assert len(plan.integers["product"]) == (3 if inner == 64 else 2)
 
 
 @pytest.mark.parametrize("inner", [7, 9, 18])
 def test_the_search_mixes_matrices_that_have_no_four_bits(inner):
     made = matrices((inner, 128), (64, 64), (1, 2048))
     pretended = Pretended(made, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
-    found = Search(pretended, pretended, pretended).run(Budget(tokens=0.5))
-    assert found.frontier[found.within(Budget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT}
+    found = MixedSearch(pretended, pretended, pretended).run(DegradationBudget(tokens=0.5))
+    assert found.frontier[found.within(DegradationBudget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT_BITS}
 
 
 def test_a_model_with_nothing_to_mix_is_refused_in_a_sentence(tmp_path):
     path = tmp_path / "model.onnx"
     with pytest.raises(OptionError, match=r"no constant matrix of 1024 numbers or more, so that there are no bits"):
-        export(Small(Averages), path, EXAMPLE, "tgt", quantize="mixed")
+        export(Small(Averages), path, EXAMPLE, "tgt", quantization="mixed")
     assert not path.exists()
 
 
@@ -93,7 +93,7 @@ def product(inner):
 def held_bytes(inner, bits):
     """Of a matrix and its scales, in the file."""
     model = product(inner)
-    if bits != FLOAT:
+    if bits != FLOAT_BITS:
         quantize(model, bits)
     held = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
     return sum(array.nbytes for array in held if array.size >= 128)
@@ -107,14 +107,14 @@ class Pretended:
     costs: dict[str, float]
     passes: int = 0
 
-    def use(self, plan, tables=True):
+    def set_bits(self, plan, tables=True):
         self.engine = plan
 
     def quality(self, plan):
         self.passes += 1
-        alone = [self.costs[name] * {4: 1, 8: 0.01, FLOAT: 0}[bits] for name, bits in plan.items()]
+        alone = [self.costs[name] * {4: 1, 8: 0.01, FLOAT_BITS: 0}[bits] for name, bits in plan.items()]
         total = sum(alone) * (1 + 0.05 * sum(cost > 0 for cost in alone))
-        return Quality(total, 1 - total, 2.0, 2.0, 100)
+        return TokenQuality(total, 1 - total, 2.0, 2.0, 100)
 
 
 @pytest.mark.parametrize("tokens", [0.0005, 0.004, 0.02, 0.05, 0.3, 0.9])
@@ -122,8 +122,8 @@ def test_the_search_finds_the_smallest_of_the_path(tokens):
     random = np.random.default_rng(0)
     made = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
     costs = {m.name: float(cost) for m, cost in zip(made, random.exponential(0.004, 40), strict=True)}
-    pretended, budget = Pretended(made, costs), Budget(tokens=tokens)
-    found = Search(pretended, pretended, pretended).run(budget)
+    pretended, budget = Pretended(made, costs), DegradationBudget(tokens=tokens)
+    found = MixedSearch(pretended, pretended, pretended).run(budget)
     path = make_path(made, found.sensitivities)
     fitting = [plan for plan in path if pretended.quality(plan).changed <= tokens]
     chosen = found.frontier[found.within(budget)[0]]
@@ -135,25 +135,30 @@ def test_the_search_finds_the_smallest_of_the_path(tokens):
 @pytest.mark.parametrize(
     ("given", "budget"),
     [
-        (None, Budget()), (0.02, Budget(tokens=0.02)), ("0.02", Budget(tokens=0.02)), ("2%", Budget(tokens=0.02)),
-        ("0", Budget(tokens=0.0)), ("100 %", Budget(tokens=1.0)), ("1.05x", Budget(perplexity=1.05)),
-        (1e-05, Budget(tokens=1e-5)),
+        (None, DegradationBudget()), (0.02, DegradationBudget(tokens=0.02)), ("0.02",
+        DegradationBudget(tokens=0.02)), ("2%", DegradationBudget(tokens=0.02)),
+        ("0", DegradationBudget(tokens=0.0)), ("100 %", DegradationBudget(tokens=1.0)), ("1.05x",
+        DegradationBudget(perplexity=1.05)),
+        (1e-05, DegradationBudget(tokens=1e-5)),
     ],
 )  # fmt: skip
 def test_a_budget_as_it_is_written(given, budget):
-    assert Budget.of(given) == budget
+    assert DegradationBudget.of(given) == budget
 
 
 @pytest.mark.parametrize("given", ["2", "101%", "0.9x", "-1%", "much", "1%x", "", "nan", float("nan")])
 def test_a_budget_that_is_none(given):
     with pytest.raises(OptionError, match=r"such as 1% or 0\.01, or times the perplexity such as 1\.02x"):
-        Budget.of(given)
+        DegradationBudget.of(given)
 
 
 def test_what_a_budget_allows():
-    assert Budget().exceeded(1.0, 99.0) is None
-    assert Budget(tokens=0.01).exceeded(0.01, 99.0) is None
-    assert Budget(tokens=0.01).exceeded(0.02, 1.0) == "changes 2.0% of the tokens and 1.0% is allowed"
-    assert Budget(perplexity=1.02).exceeded(0.9, 1.01) is None
-    assert Budget(perplexity=1.02).exceeded(0.0, 1.05) == "multiplies the perplexity by 1.0500 and 1.02 is allowed"
-    assert Budget(perplexity=1.02).exceeded(0.0, float("nan")) is not None
+    assert DegradationBudget().exceeded(1.0, 99.0) is None
+    assert DegradationBudget(tokens=0.01).exceeded(0.01, 99.0) is None
+    assert DegradationBudget(tokens=0.01).exceeded(0.02, 1.0) == "changes 2.0% of the tokens and 1.0% is allowed"
+    assert DegradationBudget(perplexity=1.02).exceeded(0.9, 1.01) is None
+    assert (
+        DegradationBudget(perplexity=1.02).exceeded(0.0, 1.05)
+        == "multiplies the perplexity by 1.0500 and 1.02 is allowed"
+    )
+    assert DegradationBudget(perplexity=1.02).exceeded(0.0, float("nan")) is not None

@@ -9,7 +9,7 @@ from small_models import Mixer, Small, captured_of
 from torch.utils._sympy.functions import Max, Min
 
 from tformer_export.analysis.size_branches import limit_by_branches
-from tformer_export.common.fx_nodes import plain
+from tformer_export.common.fx_nodes import simplify_size
 from tformer_runtime import UnsupportedModelError
 
 
@@ -54,4 +54,4 @@ def test_sizes_that_are_a_length_in_other_words(expression, expected):
     n = sympy.Symbol("n", positive=True, integer=True)
     size, limit = expected
     wanted = {"n": n, None: expression(n)}.get(size, size)
-    assert plain(expression(n)) == (wanted, limit)
+    assert simplify_size(expression(n)) == (wanted, limit)

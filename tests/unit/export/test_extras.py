@@ -9,14 +9,14 @@ from small_models import VOCABULARY, Mixer, Small, captured_of, causal, joined
 from torch import nn
 
 from tformer_export.analysis.attention import recognise
-from tformer_export.analysis.attention_weights import _wanted_heads, add_alignments
+from tformer_export.analysis.attention_weights import _select_heads, add_cross_attentions
 from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import _capture, understand
+from tformer_export.compile import _trace, analyse
 from tformer_export.sources.torch_module import from_module
-from tformer_export.staging.auxiliary_outputs import find_extras
-from tformer_export.verify.parity import Gate
+from tformer_export.staging.auxiliary_outputs import find_auxiliary_outputs
+from tformer_export.verify.parity import ParityGate
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
@@ -38,7 +38,7 @@ def aligned():
     """A graph to which alignments of layer 0 and of one head of layer 2 are added."""
     captured = captured_of(seq2seq(), example=BOTH)
     recognise(captured)
-    add_alignments(captured, [0, (2, 1)])
+    add_cross_attentions(captured, [0, (2, 1)])
     return captured
 
 
@@ -59,14 +59,14 @@ def refusal(call, *arguments):
     ],
 )
 def test_which_heads_are_averaged(wanted, expected):
-    assert _wanted_heads(wanted, [4, 4, 4]) == expected
+    assert _select_heads(wanted, [4, 4, 4]) == expected
 
 
 def test_the_mean_of_the_heads_is_a_distribution_over_the_source(aligned):
     values = run(aligned, {"src": torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]]), "tgt": IDS})
     added = [n for n in aligned.nodes if n.target is torch.ops.tformer.attention_weights.default]
     assert [node.args[4] for node in added] == [[0, 1, 2, 3], [1]]
-    weights = values[aligned.extras["alignments"]]
+    weights = values[aligned.extras["cross_attentions"]]
     assert weights.shape == (2, 3, 4)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3))
     torch.testing.assert_close(weights * 5, sum(values[node][:, 0] for node in added))
@@ -83,7 +83,7 @@ def test_the_mean_of_the_heads_is_a_distribution_over_the_source(aligned):
     ],
 )
 def test_heads_that_there_are_not(wanted, message):
-    assert refusal(_wanted_heads, wanted, [4, 4, 4]) == message
+    assert refusal(_select_heads, wanted, [4, 4, 4]) == message
 
 
 class SelfAttention(Mixer):
@@ -93,7 +93,7 @@ class SelfAttention(Mixer):
 
 
 def test_a_model_that_reads_nothing_beside_its_own_tokens():
-    assert refusal(add_alignments, captured_of(Small(SelfAttention)), True) == (
+    assert refusal(add_cross_attentions, captured_of(Small(SelfAttention)), True) == (
         "the model reads nothing beside tgt: it has no cross-attention, so there are no alignments to give"
     )
 
@@ -113,7 +113,7 @@ class OneHeadByHand(nn.Module):
 def test_cross_attention_that_is_not_recognised():
     captured = captured_of(OneHeadByHand(), example=BOTH)
     assert recognise(captured) == 0
-    text = refusal(add_alignments, captured, True)
+    text = refusal(add_cross_attentions, captured, True)
     assert text.startswith("alignments are the weights of cross-attention, and of the 0 attentions recognised")
 
 
@@ -148,27 +148,27 @@ class Modules(nn.Module):
 
 def layouts(*names):
     source = from_module(Modules().eval(), BOTH, "tgt")
-    captured = _capture(source, names)
-    encode, decode = find_extras(captured, binding_times(captured))
+    captured = _trace(source, names)
+    encode, decode = find_auxiliary_outputs(captured, binding_times(captured))
     return [[(extra.name, extra.axes, extra.shape) for extra in stage] for stage in (encode, decode)]
 
 
 def test_layouts():
     encode, decode = layouts("turned", "source", "several", "pooled")
     assert encode == [
-        ("hidden.source", (0,), ("batch", "src_length", 8)),
-        ("hidden.pooled", (0,), ("batch", 8)),
+        ("hidden_states.source", (0,), ("batch", "src_length", 8)),
+        ("hidden_states.pooled", (0,), ("batch", 8)),
     ]
     assert decode == [
-        ("hidden.turned", (1, 0), ("batch", "wanted", 8)),
-        ("hidden.several", (0, 1), ("batch", "wanted", 8)),
+        ("hidden_states.turned", (1, 0), ("batch", "wanted", 8)),
+        ("hidden_states.several", (0, 1), ("batch", "wanted", 8)),
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("positions", "hidden.positions is the same for every input"),
+        ("positions", "hidden_states.positions is the same for every input"),
         ("merged", "needs one axis for the batch, its positions"),
         ("nothing", "forward gets no tensor from the submodule 'nothing', so it cannot be given"),
         ("unused", "forward gets no tensor from the submodule 'unused', so it cannot be given"),
@@ -194,14 +194,14 @@ class WithoutForward(Modules):
 
 def test_names_are_those_of_the_users_own_module():
     source = from_module(WithoutForward().eval(), BOTH, "tgt")
-    captured = _capture(source, ["several"])
-    assert list(captured.extras) == ["hidden.several"]
+    captured = _trace(source, ["several"])
+    assert list(captured.extras) == ["hidden_states.several"]
 
 
 def test_the_module_is_left_as_it_was():
     module = Modules().eval()
     source = from_module(module, BOTH, "tgt")
-    _capture(source, ["source"])
+    _trace(source, ["source"])
     assert not any(part._forward_hooks for part in module.modules())
 
 
@@ -213,24 +213,29 @@ class Shifted(Engine):
     def encode(self, *arguments):
         given = super().encode(*arguments)
         if self.wrong in given:
-            given[self.wrong] = self.session.tensor(given[self.wrong].numpy() + np.float32(0.1))
+            given[self.wrong] = self.session.device_tensor(given[self.wrong].numpy() + np.float32(0.1))
         return given
 
-    def step(self, state, tokens, counts=None, want="last"):
-        logits = super().step(state, tokens, counts, want)
+    def step(self, state, tokens, counts=None, logit_positions="last"):
+        logits = super().step(state, tokens, counts, logit_positions)
         state.extras = {name: value + 0.1 * (name == self.wrong) for name, value in state.extras.items()}
         return logits
 
 
 def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
     special = SpecialTokens((1,), (2,), 0)
-    source = from_module(seq2seq(1).eval(), BOTH, "tgt", special=special)
-    understood = understand(source, "cpu", alignments=True, hidden=["encoder.0", "decoder.0", "output"])
+    source = from_module(seq2seq(1).eval(), BOTH, "tgt", special_tokens=special)
+    understood = analyse(source, "cpu", cross_attentions=True, hidden_states=["encoder.0", "decoder.0", "output"])
     compiled = understood.compile()
     engine = Shifted(save(compiled.model, compiled.manifest, tmp_path / "m.onnx"), device="cpu", threads=1)
-    gate = Gate(source, compiled.inputs, compiled.landmarks)
+    gate = ParityGate(source, compiled.inputs, compiled.locator)
     errors = gate.check(engine).extras
-    assert list(errors) == ["hidden.encoder.0", "hidden.decoder.0", "hidden.output", "alignments"]
+    assert list(errors) == [
+        "hidden_states.encoder.0",
+        "hidden_states.decoder.0",
+        "hidden_states.output",
+        "cross_attentions",
+    ]
     assert max(errors.values()) < 1e-4
     for name in errors:
         engine.wrong = name

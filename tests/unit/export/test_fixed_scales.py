@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from tformer_export.calibration.samples import Samples, once
+from tformer_export.calibration.samples import Samples, single_pass_sample
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import understand
-from tformer_export.quantize import Fixed, Planner, quantize
-from tformer_export.quantize.fixed_ranges import _steps, fix_scales
-from tformer_export.quantize.output_quality import vectors_of
+from tformer_export.compile import analyse
+from tformer_export.quantize import BitPlanner, StaticScale, quantize
+from tformer_export.quantize.fixed_ranges import _fit_range, learn_static_scales
+from tformer_export.quantize.output_quality import read_vectors
 from tformer_export.quantize.rounding.round_nearest import per_column
 from tformer_export.quantize.simulate import Simulation
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.engine.engine import Engine
 
 INNER, COLUMNS = 48, 40
-STEPS = Fixed(0.05, 70)
+STEPS = StaticScale(0.05, 70)
 
 
 def product(before=None, gemm=False):
@@ -52,7 +52,7 @@ def product(before=None, gemm=False):
 
 def rewritten(proto, steps, on_cpu):
     model = ir.from_proto(proto)
-    made = quantize(model, on_cpu=on_cpu, fixed={"product": steps})
+    made = quantize(model, on_cpu=on_cpu, static_scales={"product": steps})
     return ir.to_proto(model), made
 
 
@@ -105,9 +105,9 @@ def test_a_row_is_its_own_and_what_is_too_loud_is_clipped():
 
 def test_a_relu_is_made_by_clipping():
     proto = product("Relu")
-    after, _ = rewritten(proto, Fixed(0.02, 0), True)
+    after, _ = rewritten(proto, StaticScale(0.02, 0), True)
     assert "Relu" not in [node.op_type for node in after.graph.node]
-    right = expected(proto, np.maximum(drawn(), 0), Fixed(0.02, 0))
+    right = expected(proto, np.maximum(drawn(), 0), StaticScale(0.02, 0))
     np.testing.assert_allclose(run(after, drawn()), right, rtol=1e-5, atol=1e-5)
 
 
@@ -118,13 +118,13 @@ def test_no_rows():
 
 @given(st.floats(-1e3, 0, width=32), st.floats(2.0**-10, 1e3, width=32))
 def test_a_range_is_covered_by_its_steps(least, most):
-    fixed = Fixed.between(least, most)
+    fixed = StaticScale.between(least, most)
     x = np.linspace(least, most, 1001).astype(np.float32)
     q = np.rint(x / np.float32(fixed.scale)) + fixed.zero
     assert q.min() >= -1  # a step is lost at an end, for zero has to be one
     assert q.max() <= 256
-    assert np.abs(fixed.rounded(x) - x).max() <= fixed.scale * 1.01
-    assert fixed.rounded(np.zeros(1, np.float32)) == 0
+    assert np.abs(fixed.round(x) - x).max() <= fixed.scale * 1.01
+    assert fixed.round(np.zeros(1, np.float32)) == 0
 
 
 # -- learnt from data --------------------------------------------------------------------------------------------------
@@ -163,10 +163,10 @@ class Case:
         torch.manual_seed(0)
         self.module, self.folder = Small().eval(), folder
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-        compiled = understand(from_module(self.module, {"src": ids}, None), "cpu").compile()
+        compiled = analyse(from_module(self.module, {"src": ids}, None), "cpu").compile()
         self.model, self.manifest = compiled.model, compiled.manifest
         random = np.random.default_rng(0)
-        self.samples = [once({"src": random.integers(0, VOCABULARY, 12)}) for _ in range(80)]
+        self.samples = [single_pass_sample({"src": random.integers(0, VOCABULARY, 12)}) for _ in range(80)]
         self.engine = self.written(self.model.clone(), "float.onnx")
         with torch.no_grad():
             self.expected = np.concatenate([self.module(torch.tensor(s.request["src"])[None])[0] for s in self.samples])
@@ -177,7 +177,7 @@ class Case:
 
     def error(self, engine):
         """Mean square, of what PyTorch gives."""
-        return float(np.square(vectors_of(engine, self.samples) - self.expected).mean())
+        return float(np.square(read_vectors(engine, self.samples) - self.expected).mean())
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def case(tmp_path_factory):
 @pytest.fixture(scope="module")
 def learnt(case):
     model = case.model.clone()
-    return model, fix_scales(model, case.manifest, case.samples, case.folder / "operands.onnx")
+    return model, learn_static_scales(model, case.manifest, case.samples, case.folder / "operands.onnx")
 
 
 def nodes(model):
@@ -218,16 +218,16 @@ def graph_of(model, name):
 
 def test_dividing_channels_changes_no_float(case, learnt):
     engine = case.written(learnt[0].clone(), "divided.onnx")
-    np.testing.assert_allclose(vectors_of(engine, case.samples), case.expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(read_vectors(engine, case.samples), case.expected, rtol=1e-4, atol=1e-4)
 
 
 def test_results_are_as_near_to_pytorch_s_as_row_by_row(case, learnt):
     files = {"rows": (case.model.clone(), {}), "fixed": (learnt[0].clone(), learnt[1])}
-    whole = Fixed.between(-250, 250)  # what the loudest channel would need
+    whole = StaticScale.between(-250, 250)  # what the loudest channel would need
     files["plain"] = case.model.clone(), dict.fromkeys(learnt[1], whole)
     errors = {}
     for name, (model, fixed) in files.items():
-        made = quantize(model, on_cpu=True, fixed=fixed)
+        made = quantize(model, on_cpu=True, static_scales=fixed)
         errors[name] = case.error(case.written(model, f"{name}.onnx", quantization="int8"))
         assert (made.fixed, made.by_row) == ((0, 4) if name == "rows" else (3, 1))
     assert 0 < errors["fixed"] < 2 * errors["rows"]
@@ -235,17 +235,17 @@ def test_results_are_as_near_to_pytorch_s_as_row_by_row(case, learnt):
 
 
 def test_a_simulation_is_the_file_but_for_float_rounding(case):
-    planner = Planner(case.model, case.manifest, case.engine, lambda: Samples((), case.samples), case.folder)
-    planner.fix(case.samples)
+    planner = BitPlanner(case.model, case.manifest, case.engine, lambda: Samples((), case.samples), case.folder)
+    planner.learn_static_scales(case.samples)
     simulation = Simulation(
-        planner.model, case.manifest, planner.rounding.dequantised, case.folder / "sim.onnx", planner.fixed
+        planner.model, case.manifest, planner.rounding.dequantize, case.folder / "sim.onnx", planner.static_scales
     )
-    simulation.use({matrix.name: 8 for matrix in simulation.matrices})
+    simulation.set_bits({matrix.name: 8 for matrix in simulation.matrices})
     model = planner.model.clone()
     plan = planner.uniform(8)
-    quantize(model, plan.bits, ready=plan.ready, on_cpu=True, fixed=planner.fixed)
+    quantize(model, plan.bits, integers=plan.integers, on_cpu=True, static_scales=planner.static_scales)
     engine = case.written(model, "file.onnx", quantization="int8")
-    simulated, found = (vectors_of(e, case.samples) for e in (simulation.engine, engine))
+    simulated, found = (read_vectors(e, case.samples) for e in (simulation.engine, engine))
     moved = np.sqrt(np.mean((simulated - found) ** 2))
     assert moved < 0.05 * np.sqrt(case.error(engine))
 
@@ -255,13 +255,13 @@ def test_extremes_that_are_rare_are_clipped(case):
     random = np.random.default_rng(0)
     rows = random.standard_t(4, (4000, WIDTH)).astype(np.float32)
     importance = np.ones(WIDTH)
-    found = _steps(rows, rows.min(), rows.max(), importance, None)
-    widest = Fixed.between(rows.min(), rows.max())
+    found = _fit_range(rows, rows.min(), rows.max(), importance, None)
+    widest = StaticScale.between(rows.min(), rows.max())
     assert found.scale < 0.9 * widest.scale
-    assert np.square(found.rounded(rows) - rows).mean() < 0.9 * np.square(widest.rounded(rows) - rows).mean()
-    assert _steps(np.abs(rows), 0, np.abs(rows).max(), importance, 0.0).zero == 0
+    assert np.square(found.round(rows) - rows).mean() < 0.9 * np.square(widest.round(rows) - rows).mean()
+    assert _fit_range(np.abs(rows), 0, np.abs(rows).max(), importance, 0.0).zero == 0
     row, channel = divmod(int(rows.argmax()), WIDTH)
     importance[channel] = 1e6  # must not be clipped
-    kept = _steps(rows, rows.min(), rows.max(), importance, None)
-    assert kept.rounded(rows)[row, channel] == pytest.approx(rows.max(), rel=0.03)
-    assert found.rounded(rows)[row, channel] < 0.9 * rows.max()
+    kept = _fit_range(rows, rows.min(), rows.max(), importance, None)
+    assert kept.round(rows)[row, channel] == pytest.approx(rows.max(), rel=0.03)
+    assert found.round(rows)[row, channel] < 0.9 * rows.max()

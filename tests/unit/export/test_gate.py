@@ -12,14 +12,14 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from tformer_export.compile import understand
+from tformer_export.compile import analyse
 from tformer_export.sources.torch_module import from_module
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import TOLERANCE
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import ParityError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import KEY, SpecialTokens
+from tformer_runtime.format.manifest import MANIFEST_KEY, SpecialTokens
 
 LENGTH = 24
 
@@ -38,15 +38,15 @@ class Compiled:
                 parameter += 0.3 * torch.randn_like(parameter)
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
-        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special=special)
+        self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special_tokens=special)
         self.source.module.eval()
-        compiled = understand(self.source, "cpu").compile()
+        compiled = analyse(self.source, "cpu").compile()
         self.inputs, self.path = compiled.inputs, path
-        compiled.model.metadata_props[KEY] = compiled.manifest.to_json()
+        compiled.model.metadata_props[MANIFEST_KEY] = compiled.manifest.to_json()
         ir.save(compiled.model, path)
 
     def check(self, engine):
-        return Gate(self.source, self.inputs).check(engine)
+        return ParityGate(self.source, self.inputs).check(engine)
 
     def damaged(self, weight, change, path):
         """An engine of the file with one of the module's weights, wherever it is held, as `change` makes it."""
@@ -146,8 +146,8 @@ def test_a_wrong_encoder(compiled, tmp_path):
 class Forgetful(Engine):
     """Takes the padding of a ragged prompt for tokens."""
 
-    def step(self, state, tokens, counts=None, want="last"):
-        return super().step(state, tokens, None, want)
+    def step(self, state, tokens, counts=None, logit_positions="last"):
+        return super().step(state, tokens, None, logit_positions)
 
 
 def test_a_runtime_that_reads_padding(compiled):

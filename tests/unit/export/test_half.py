@@ -69,7 +69,7 @@ def test_products_are_in_half_and_outputs_in_float32(half):
 @halves
 def test_what_the_cpu_computes_of_half_is_what_pytorch_does(half):
     """Each operator's result is rounded, once."""
-    kind = HALVES[half].rounding
+    kind = HALVES[half].torch_dtype
     random = np.random.default_rng(3)
     x, weight, bias = (random.standard_normal(size).astype(np.float32) for size in ((5, 4), (4, 4), (4,)))
     model = halved(
@@ -117,10 +117,10 @@ def test_a_product_without_a_kernel_is_computed_in_float32():
 def test_weights_that_are_exact_in_half_are_put_off_as_much_as_others(half):
     """By a rounding: up to the roundoff of each number, evenly."""
     precision, random = HALVES[half], torch.Generator().manual_seed(0)
-    assert precision.roundoff == ROUNDOFF[half] == torch.finfo(precision.rounding).eps / 2
+    assert precision.roundoff == ROUNDOFF[half] == torch.finfo(precision.torch_dtype).eps / 2
     generic = torch.exp2(6 * torch.rand(200, 200, generator=random) - 3)
-    for weight in (generic, generic.to(precision.rounding).float()):
-        error = ((precision.rounded(weight, random) - weight) / weight).abs()
+    for weight in (generic, generic.to(precision.torch_dtype).float()):
+        error = ((precision.add_rounding_error(weight, random) - weight) / weight).abs()
         assert error.max() <= ROUNDOFF[half] * 1.02
         # Mantissas m from 1 to 2 are spread as 1 / m here, so the mean is roundoff / 2 · E[1 / m] = roundoff / 4 ln 2.
         assert error.mean() == pytest.approx(ROUNDOFF[half] / (4 * np.log(2)), rel=0.03)
@@ -199,8 +199,8 @@ def test_a_weight_beyond_half_is_refused():
         ({"precision": "fp16"}, "fp16 is for the target cuda"),
         ({"precision": "bf16"}, "bf16 is for the target cuda"),
         ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16"),
-        ({"precision": "bf16", "target": "cuda", "quantize": "int4"}, "leave out bf16 or int4"),
-        ({"precision": "fp16", "target": "cuda", "quantize": "int8"}, "leave out fp16 or int8"),
+        ({"precision": "bf16", "target": "cuda", "quantization": "int4"}, "leave out bf16 or int4"),
+        ({"precision": "fp16", "target": "cuda", "quantization": "int8"}, "leave out fp16 or int8"),
     ],
 )
 def test_what_cannot_be_had(tmp_path, options, said):

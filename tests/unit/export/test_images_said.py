@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from tformer_export import export, image
+from tformer_export import Task, export, image
 from tformer_export.sources.base import Source
-from tformer_export.sources.hf_images import load_processor, with_preparation, with_processor
+from tformer_export.sources.hf_images import load_processor, with_preprocessing, with_processor
 from tformer_runtime import MissingExtraError, OptionError, SourceError
 from tformer_runtime.preprocess.images import image_inputs
 
@@ -27,14 +27,14 @@ class Mean(nn.Module):
 
 def source(*shape, **others):
     return Source(
-        Mean(), {"pixels": torch.randn(2, *shape), **others}, step=None, name="mean", task="feature-extraction"
+        Mean(), {"pixels": torch.randn(2, *shape), **others}, step_input=None, name="mean", task="feature-extraction"
     )
 
 
 def made(prepare, *shape, classes=False):
     """What is put into the file, and the task."""
-    found = with_preparation(source(*shape), prepare, classes)
-    return image_inputs(found.preparation)["pixels"], found.task
+    found = with_preprocessing(source(*shape), prepare, classes)
+    return image_inputs(found.preprocessing)["pixels"], found.task
 
 
 def test_sizes_are_said_in_any_way():
@@ -91,19 +91,27 @@ def test_descriptions_that_do_not_fit(shape, prepare, message):
 
 def test_which_input_is_said_where_there_are_several(tmp_path):
     two = source(3, 8, 8, other=torch.zeros(2, 1))
-    with pytest.raises(OptionError, match=r"say which input is prepared, prepare={name: …}: there are pixels, other"):
-        with_preparation(two, image(8), False)
-    assert list(with_preparation(two, {"pixels": image(8)}, False).preparation) == ["pixels"]
+    with pytest.raises(
+        OptionError, match=r"say which input is a picture, preprocessor={name: …}: there are pixels, other"
+    ):
+        with_preprocessing(two, image(8), False)
+    assert list(with_preprocessing(two, {"pixels": image(8)}, False).preprocessing) == ["pixels"]
     example = {"pixels": torch.randn(2, 3, 8, 8)}
     with pytest.raises(OptionError, match="images are made 9 × 9"):
-        export(Mean(), tmp_path / "x.onnx", example=example, prepare=image(9), labels=["red", "green", "blue"])
+        export(
+            Mean(),
+            tmp_path / "x.onnx",
+            example=example,
+            preprocessor=image(9),
+            task=Task(labels=["red", "green", "blue"]),
+        )
     assert not (tmp_path / "x.onnx").exists()
 
 
 def test_processors_by_what_they_do():
     processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 24}, crop_pct=0.75)
     small = with_processor(source(3, 24, 24), processor)
-    found = image_inputs(small.preparation)["pixels"]
+    found = image_inputs(small.preprocessing)["pixels"]
     assert (dict(found.size), found.crop) == ({"shortest_edge": 32}, (24, 24))
     other = with_processor(source(3, 9, 9), processor)  # the model takes any size, and gets that of its pictures
     assert other.example["pixels"].shape == (2, 3, 24, 24)
@@ -111,8 +119,8 @@ def test_processors_by_what_they_do():
     gray = with_processor(source(1, 7, 9), processor)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30), np.uint8))
     expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_array_equal(image_inputs(gray.preparation)["pixels"].pixels(picture), expected)
-    assert gray.answer(picture, None).item() == pytest.approx(expected.mean(), abs=1e-6)
+    np.testing.assert_array_equal(image_inputs(gray.preprocessing)["pixels"].pixels(picture), expected)
+    assert gray.own_pipeline(picture, None).item() == pytest.approx(expected.mean(), abs=1e-6)
 
 
 class Flipped(transformers.ViTImageProcessorPil):

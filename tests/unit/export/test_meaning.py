@@ -34,9 +34,9 @@ class Documents(Mixer):
         return torch.softmax(scores, -1) @ x
 
 
-@pytest.mark.parametrize("special", [None, {"end": [0]}, {"end": [0], "pad": 0}])
+@pytest.mark.parametrize("special", [None, {"eos_token_id": [0]}, {"eos_token_id": [0], "pad_token_id": 0}])
 def test_an_id_that_was_not_declared_to_be_padding_is_data(special, tmp_path):
-    assert "`aten.cumsum.default`" in refusal(Small(Documents), tmp_path, special=special)
+    assert "`aten.cumsum.default`" in refusal(Small(Documents), tmp_path, special_tokens=special)
 
 
 class ZeroIsNothing(Small):
@@ -107,8 +107,10 @@ def test_outputs_that_are_no_logits(tmp_path):
 
 
 def test_special_ids_that_the_model_does_not_have(tmp_path):
-    with pytest.raises(OptionError, match=f"end=99 is not in the model's vocabulary, which has {VOCABULARY} ids"):
-        export(Small(Identity), tmp_path / "model.onnx", EXAMPLE, "tgt", special={"end": [99]})
+    with pytest.raises(
+        OptionError, match=f"eos_token_id=99 is not in the model's vocabulary, which has {VOCABULARY} ids"
+    ):
+        export(Small(Identity), tmp_path / "model.onnx", EXAMPLE, "tgt", special_tokens={"eos_token_id": [99]})
 
 
 @functools.lru_cache

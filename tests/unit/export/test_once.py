@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn import functional as F
 
-from tformer_export import build, export, padding
-from tformer_export.calibration.samples import once
-from tformer_export.quantize.output_quality import OutputYardstick, cosine_of, measure_outputs
+from tformer_export import Quantization, build, export, padding
+from tformer_export.calibration.samples import single_pass_sample
+from tformer_export.quantize.output_quality import ReferenceOutputs, cosine_similarity, measure_outputs
 from tformer_export.sources.torch_module import from_module
-from tformer_export.verify.parity import Gate
+from tformer_export.verify.parity import ParityGate
 from tformer_runtime import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 
@@ -87,7 +87,7 @@ def classifier():
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     """Each module is compiled once, however often it is exported."""
-    held, real = {}, build.understand
+    held, real = {}, build.analyse
 
     def understood(source, *rest):
         key = source.name, len(source.tokenizers)
@@ -96,7 +96,7 @@ def _compiled_once():
         return held[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "understand", understood)
+        patch.setattr(build, "analyse", understood)
         yield
 
 
@@ -107,8 +107,9 @@ class Case:
         torch.manual_seed(1)
         self.module, self.options = make().eval(), {"example": {"src": IDS}, **options}
 
-    def export(self, path, quantize, **more):
-        return export(self.module, path, **{**self.options, "quantize": quantize, "force": True, **more})
+    def export(self, path, weights, calibration=None, max_degradation=None, **more):
+        quantization = Quantization(weights, calibration=calibration, max_degradation=max_degradation)
+        return export(self.module, path, **{**self.options, "quantization": quantization, "force": True, **more})
 
     @torch.no_grad()
     def expected(self, ids):
@@ -122,7 +123,7 @@ class Case:
 
 CASES = {
     "states": functools.partial(Case, States, masks={"hidden": padding("src", keep=False)}),
-    "sentence": functools.partial(Case, Sentence, special={"pad": 0}),
+    "sentence": functools.partial(Case, Sentence, special_tokens={"pad_token_id": 0}),
     "classes": functools.partial(
         Case, classifier, example={"input_ids": IDS}, masks={"attention_mask": padding("input_ids")}, output="logits",
         task="text-classification",
@@ -210,8 +211,8 @@ def test_the_kernels_of_an_encoder(cases):
 def test_quality_is_what_torch_says(cases):
     _, eight, _ = cases("states")
     _, four, _ = cases("states", "int4")
-    samples = [once({"src": ids}) for ids in drawn(4, *range(3, 12), *range(3, 12))]
-    quality = OutputYardstick(eight, samples).quality(four)
+    samples = [single_pass_sample({"src": ids}) for ids in drawn(4, *range(3, 12), *range(3, 12))]
+    quality = ReferenceOutputs(eight, samples).quality(four)
     ids = [sample.request["src"] for sample in samples]
     before, after = (torch.tensor(np.concatenate([run(e, [row])[0] for row in ids])) for e in (eight, four))
     cosines = F.cosine_similarity(before.double(), after.double())
@@ -230,7 +231,7 @@ def test_quality_is_what_torch_says(cases):
 
 def test_cosines_of_what_has_no_length():
     zero, one = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
-    found = [float(cosine_of(*pair)[0]) for pair in ((zero, zero), (zero, one), (one, -one))]
+    found = [float(cosine_similarity(*pair)[0]) for pair in ((zero, zero), (zero, one), (one, -one))]
     assert found == pytest.approx([1, 0, -1])
 
 
@@ -253,7 +254,7 @@ def test_what_classes_are_told_by(cases, tmp_path):
 
     for made, width in ((Words, VOCABULARY), (Likely, 40)):
         module = made(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, width))
-        found = export(module, tmp_path / "x.onnx", {"src": IDS}, quantize="int8", force=True)
+        found = export(module, tmp_path / "x.onnx", {"src": IDS}, quantization="int8", force=True)
         assert found.degradation.quality.of_classes
 
 
@@ -287,9 +288,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
             return super().forward(src).argmax(1)
 
     with pytest.raises(OptionError, match="is measured on scores or vectors, and the model gives int64"):
-        export(Best(), tmp_path / "out.onnx", {"src": IDS}, quantize="int8", special={"pad": 0})
-    with pytest.raises(ParityError, match="times as fast as the unquantised one, for one row, and 1000 is asked for"):
-        case.export(tmp_path / "out.onnx", "int8", min_speed=1000)
+        export(Best(), tmp_path / "out.onnx", {"src": IDS}, quantization="int8", special_tokens={"pad_token_id": 0})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,8 +329,8 @@ def test_a_forecast_of_numbers(tmp_path):
     series = random.standard_normal((24, 16, 2)).astype(np.float32)
     (tmp_path / "lines").write_text("\n".join(json.dumps({"history": one.tolist()}) for one in series))
     report = export(
-        module, tmp_path / "out.onnx", {"history": torch.tensor(series[:2])}, quantize="int8",
-        calibration=tmp_path / "lines", max_degradation="0.5%",
+        module, tmp_path / "out.onnx", {"history": torch.tensor(series[:2])},
+        quantization=Quantization("int8", calibration=tmp_path / "lines", max_degradation="0.5%"),
     )  # fmt: skip
     assert report.degradation.quality.positions == 6
     engine = Engine(tmp_path / "out.onnx", device="cpu", threads=1)
@@ -345,7 +344,7 @@ def test_a_forecast_of_numbers(tmp_path):
 def test_rows_that_change_each_other_are_refused(cases, tmp_path):
     case, engine, _ = cases("states")
     ids = {"src": IDS}
-    gate = Gate(from_module(case.module, ids, None, masks=case.options["masks"]), engine_inputs(engine))
+    gate = ParityGate(from_module(case.module, ids, None, masks=case.options["masks"]), engine_inputs(engine))
 
     class OneScale(Engine):
         """What one scale for all rows does: a result is rounded by the largest number of any row."""
@@ -356,7 +355,7 @@ def test_rows_that_change_each_other_are_refused(cases, tmp_path):
             step = np.abs(held).max() / 16
             return {name: type("Value", (), {"numpy": lambda self: np.round(held / step) * step})()}
 
-    yardstick = OutputYardstick(engine, [once({"src": row}) for row in drawn(6, *[8] * 8)])
+    yardstick = ReferenceOutputs(engine, [single_pass_sample({"src": row}) for row in drawn(6, *[8] * 8)])
     assert measure_outputs(gate, engine, engine, yardstick).quality.cosine == pytest.approx(1)
     with pytest.raises(ParityError, match=r"a row's result changes with its neighbours by .* no file was written"):
         measure_outputs(gate, engine, OneScale(engine.session), yardstick)
@@ -364,9 +363,9 @@ def test_rows_that_change_each_other_are_refused(cases, tmp_path):
 
 def engine_inputs(engine):
     """What the gate knows of the inputs, from the file."""
-    from tformer_export.analysis.input_facts import About
+    from tformer_export.analysis.input_facts import InputFacts
 
     return {
-        spec.name: About(VOCABULARY, VOCABULARY, 0, masked=True, max_length=40)
+        spec.name: InputFacts(VOCABULARY, VOCABULARY, 0, masked=True, max_length=40)
         for spec in engine.manifest.encode.inputs
     }

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from torch.nn import functional as F
 
-from tformer_export import export, padding
+from tformer_export import Task, export, padding
 from tformer_export.common.checkpoint import save_checkpoint
 from tformer_export.sources import load_source
 from tformer_export.sources.pooled_module import POOLS
-from tformer_export.sources.pooling import pooled
+from tformer_export.sources.pooling import with_pooling
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime import Model, OptionError, ParityError, SourceError
 
@@ -88,8 +88,8 @@ def seeded(kind, *arguments):
 def test_pooled_vectors(tmp_path):
     module = seeded(Packed)
     report = export(
-        module, tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, tokenizer=tokenizer().to_str(), pool="max",
-        normalize=True, quantize="int8",
+        module, tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, tokenizer=tokenizer().to_str(),
+        task=Task(pooling="max", normalize=True), quantization="int8",
     )  # fmt: skip
     model = Model.load(tmp_path / "x.onnx", "cpu")
     assert report.parity.raw.relative < 1e-5
@@ -106,13 +106,13 @@ def test_pooled_vectors(tmp_path):
 def test_a_head_from_a_checkpoint(tmp_path):
     module = seeded(Checked, 3)
     save_checkpoint(
-        module, tmp_path / "model.pt", factory="test_own_encoders:Checked", arguments={"labels": 3}, step=None,
-        tokenizer=tokenizer().to_str(), special={"pad": 0},
+        module, tmp_path / "model.pt", factory="test_own_encoders:Checked", arguments={"labels": 3}, step_input=None,
+        tokenizer=tokenizer().to_str(), special_tokens={"pad_token_id": 0},
     )  # fmt: skip
     labels = ["no", "perhaps", "yes"]
     report = export(
-        load_source(tmp_path / "model.pt"), tmp_path / "x.onnx", task="text-classification", labels=labels,
-        problem="multi_label",
+        load_source(tmp_path / "model.pt"), tmp_path / "x.onnx",
+        task=Task("text-classification", labels=labels, problem_type="multi_label"),
     )  # fmt: skip
     model = Model.load(tmp_path / "x.onnx", "cpu")
     pairs = [("the fox", "a dog"), ("a", "the lazy dog")]
@@ -128,7 +128,9 @@ def test_a_head_from_a_checkpoint(tmp_path):
 
 def test_rows_that_padding_would_change_are_run_by_size(tmp_path):
     module = seeded(Leaks)
-    report = export(module, tmp_path / "x.onnx", {"ids": IDS}, tokenizer=tokenizer().to_str(), special={"pad": 0})
+    report = export(
+        module, tmp_path / "x.onnx", {"ids": IDS}, tokenizer=tokenizer().to_str(), special_tokens={"pad_token_id": 0}
+    )
     model = Model.load(tmp_path / "x.onnx", "cpu")
     assert not report.parity.ragged
     assert not model.manifest.encode.ragged
@@ -141,7 +143,7 @@ def test_rows_that_padding_would_change_are_run_by_size(tmp_path):
 @pytest.mark.parametrize("name", POOLS)
 def test_a_pool_reads_a_row_s_own_positions(name):
     torch.manual_seed(0)
-    source = pooled(from_module(seeded(Packed), {"ids": IDS}, None, masks=MASKS), [name])
+    source = with_pooling(from_module(seeded(Packed), {"ids": IDS}, None, masks=MASKS), [name])
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     keep = torch.tensor([[True] * 4, [True, True, False, False]])
     with torch.no_grad():
@@ -159,24 +161,31 @@ def test_a_pool_reads_a_row_s_own_positions(name):
 @pytest.mark.parametrize(
     ("labels", "options", "error", "message"),
     [
-        (3, {"pool": "mean"}, SourceError, r"pooling needs a vector for each position, .* the model gives \(2, 3\)"),
-        (0, {"pool": "median"}, OptionError, "pool is one of mean, first, max, last, not 'median'"),
-        (0, {"normalize": True}, OptionError, "normalize is of pooled vectors: choose a pool too"),
-        (3, {"labels": ["a"]}, OptionError, r"labels and a problem are of task text-classification \(--task"),
-        (3, {"labels": ["a"], "task": "text-classification"}, OptionError, "1 labels are given for 3 scores"),
-        (0, {"task": "text-classification"}, SourceError, r"a classifier gives scores .* gives \(2, 3, 16\)"),
+        (3, {"pooling": "mean"}, SourceError, r"pooling needs a vector for each position, .* the model gives \(2, 3\)"),
+        (0, {"pooling": "median"}, OptionError, "pooling is one of mean, first, max, last, not 'median'"),
+        (0, {"normalize": True}, OptionError, "normalize is for pooled vectors: choose a pooling too"),
+        (3, {"labels": ["a"]}, OptionError, r"labels and a problem_type are of task text-classification \(--task"),
+        (3, {"labels": ["a"], "name": "text-classification"}, OptionError, "1 labels are given for 3 scores"),
+        (0, {"name": "text-classification"}, SourceError, r"a classifier gives scores .* gives \(2, 3, 16\)"),
         (
             3,
-            {"problem": "ordinal", "task": "text-classification"},
+            {"problem_type": "ordinal", "name": "text-classification"},
             OptionError,
-            "problem is one of single_label, multi",
+            "problem_type is one of single_label, multi",
         ),
         (0, {"tokenizer": len}, OptionError, "a tokenizer is text in tokenizers' JSON format"),
     ],
 )
 def test_refusals(tmp_path, labels, options, error, message):
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None)
+
+    def run():
+        task = Task(**options)
+        export(seeded(Packed, labels), tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, task=task, tokenizer=tokenizer)
+
     with pytest.raises(error, match=message):
-        export(seeded(Packed, labels), tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, **options)
+        run()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -105,7 +105,10 @@ def differences(module, path, token):
     engine = Engine(path, device="cpu", threads=1)
     ids = np.array([[7, token, 3, token, 5]])
     state = engine.start(None, 1)
-    logits = [engine.step(state, ids[:, :4], want="all").copy(), engine.step(state, ids[:, 4:], want="all")]
+    logits = [
+        engine.step(state, ids[:, :4], logit_positions="all").copy(),
+        engine.step(state, ids[:, 4:], logit_positions="all"),
+    ]
     with torch.no_grad():
         return np.abs(np.concatenate(logits, 1) - module(torch.from_numpy(ids)).numpy()).max()
 
@@ -130,14 +133,28 @@ class Separated(Mixer):
 def test_tokens_that_are_not_the_padding_keep_their_meaning(mixer, tmp_path):
     """The padding is said to be 0: what the model does about any other token must be in the file."""
     module, path = Small(mixer), tmp_path / "model.onnx"
-    export(module, path, EXAMPLE, "tgt", max_length=24, special={"start": [1], "end": [2], "pad": 0})
+    export(
+        module,
+        path,
+        EXAMPLE,
+        "tgt",
+        max_length=24,
+        special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+    )
     for token in (4, 9, 11):
         assert differences(module, path, token) < 1e-4
 
 
 def test_a_valid_row_is_computed_without_its_padding_mask(tmp_path):
     module, path = Small(lambda: Masked(lambda m, tgt: tgt != 0)), tmp_path / "model.onnx"
-    report = export(module, path, EXAMPLE, "tgt", max_length=24, special={"start": [1], "end": [2], "pad": 0})
+    report = export(
+        module,
+        path,
+        EXAMPLE,
+        "tgt",
+        max_length=24,
+        special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+    )
     assert report.found["fused"] == 1
     assert len(Engine(path, device="cpu").manifest.decode.caches) == 2
     assert differences(module, path, 9) < 1e-4

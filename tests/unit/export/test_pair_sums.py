@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from small_graphs import model_of
 from support.older_processor import spelt_out
 
-from tformer_export.quantize import Fixed, quantize
+from tformer_export.quantize import StaticScale, quantize
 from tformer_export.quantize.rounding import pair_sums, round_gptq, round_least_error, round_nearest
 
 INT16 = np.iinfo(np.int16)
@@ -43,7 +43,7 @@ def integers_of(weight, block=16):
         round_gptq.in_blocks(weight, hessian, block),
     )
     for name, (q, m, _) in zip(("nearest", "least error", "feedback"), four, strict=True):
-        yield f"4 bits, {name}", round_nearest.expanded(q, m, block)
+        yield f"4 bits, {name}", round_nearest.expand(q, m, block)
 
 
 @given(matrices)
@@ -59,7 +59,7 @@ def test_each_way_to_round_reaches_the_limit():
     assert saturates(np.array([[65], [64]], np.int8))
     for name, q in integers_of(weight):
         sums = q.reshape(32, 2, 8).astype(int).sum(1)
-        assert sums.max() >= pair_sums.PAIR_MAX - 16, name  # of 4 bits, multiples of 8 and more
+        assert sums.max() >= pair_sums.MAX_PAIR_SUM - 16, name  # of 4 bits, multiples of 8 and more
 
 
 @given(arrays.arrays(np.float32, (2, 1), elements=st.floats(-127, 127, width=32)))
@@ -164,8 +164,8 @@ def test_a_quantised_graph_computes_the_same_where_products_saturate(form, bits)
     held = {"w": weight, "b": random.standard_normal(48).astype(np.float32)}
     proto = model_of(nodes, {"x": [None, 40]}, {"y": [None, 48]}, held, name="encode")
     model = ir.from_proto(proto)
-    fixed = {"product": Fixed.between(-3, 3)} if form.startswith("fixed") else {}
-    quantize(model, bits, on_cpu=form.endswith("CPU"), fixed=fixed)
+    fixed = {"product": StaticScale.between(-3, 3)} if form.startswith("fixed") else {}
+    quantize(model, bits, on_cpu=form.endswith("CPU"), static_scales=fixed)
     after = ir.to_proto(model)
     x = np.concatenate([np.full((2, 40), 50), random.standard_normal((5, 40))]).astype(np.float32)
     older = run(spelt_out(after, saturating=True), x=x)

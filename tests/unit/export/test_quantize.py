@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 from small_graphs import model_of
 
-from tformer_export.quantize import Fixed, quantize
-from tformer_export.quantize.rewrite import FEW
-from tformer_export.quantize.rounding.round_nearest import block_of, expanded, in_blocks, packed, per_column
+from tformer_export.quantize import StaticScale, quantize
+from tformer_export.quantize.rewrite import SMALL_BATCH_LIMIT
+from tformer_export.quantize.rounding.round_nearest import block_rows, expand, in_blocks, pack, per_column
 
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 
@@ -115,7 +115,7 @@ def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_th
     assert q.max() <= 7
     assert m.min() >= 1
     assert m.max() <= 15
-    whole = expanded(q, m, block)
+    whole = expand(q, m, block)
     assert (np.abs(whole.astype(int)) <= 127).all()
     assert (whole == q.astype(int) * np.repeat(m.astype(int), block, 0)[: len(q)]).all()
     # m is off by a half at most, which a q of up to 8 multiplies; q itself by half of m
@@ -128,7 +128,7 @@ def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_th
 def test_packed_numbers_are_read_back(inner, columns, block, bits):
     half = 1 << bits - 1
     q = np.random.default_rng(inner).integers(-half + (bits == 8), half, (inner, columns)).astype(np.int8)
-    held = packed(q, bits, block)
+    held = pack(q, bits, block)
     blocks = -(-inner // block)
     assert held.shape == (columns, blocks, block * bits // 8)
     if bits == 4:
@@ -162,7 +162,7 @@ def run(proto, ids):
     return onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"ids": ids})[0]
 
 
-def dequantised(bits, inner):
+def dequantize(bits, inner):
     """The model with float weights that are what integers stand for."""
     proto = projection(inner)
     for tensor in proto.graph.initializer:
@@ -174,9 +174,9 @@ def dequantised(bits, inner):
             q, scale = per_column(weight)
             weight = q * scale
         elif weight.ndim == 2:
-            block = block_of(len(weight))
+            block = block_rows(len(weight))
             q, m, scale = in_blocks(weight, block)
-            weight = expanded(q, m, block) * scale
+            weight = expand(q, m, block) * scale
         tensor.CopyFrom(numpy_helper.from_array(weight.astype(np.float32), tensor.name))
     return proto
 
@@ -189,8 +189,8 @@ def test_both_forms_are_the_dequantised_model_but_for_the_rounding_of_activation
     assert {name: (p.bits, p.few) for name, p in made.products.items()} == dict.fromkeys(("up", "out"), (bits, True))
     after = ir.to_proto(model)
     ids = np.array([[3], [59], [0], [7], [8]])
-    expected = run(dequantised(bits, inner), ids)
-    (few,) = {FEW[bits]}
+    expected = run(dequantize(bits, inner), ids)
+    (few,) = {SMALL_BATCH_LIMIT[bits]}
     many, alone = run(after, ids), np.concatenate([run(after, ids[i : i + 1]) for i in range(5)])
     together = run(after, ids[:few])
     # Rounded to 1/127 of their maximum, activations err by 0.3 % of it (rms) and so does, relatively, each of two
@@ -215,13 +215,13 @@ def test_of_a_series_tokens_are_counted_and_not_their_features(bits):
     proto = model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight, "v": other})
     model = ir.from_proto(proto)
     made = quantize(model, bits, "latency", "x")
-    assert made.few_tokens == FEW[bits]
+    assert made.small_batch_limit == SMALL_BATCH_LIMIT[bits]
     after = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     x = np.random.default_rng(2).standard_normal((1, 5, 7)).astype(np.float32)
     singly = np.concatenate([after.run(None, {"x": x[:, i : i + 1]})[0] for i in range(5)], 1)
-    for batch, new in ((1, FEW[bits]), (FEW[bits], 1)):
-        (within,) = after.run(None, {"x": x[:, : FEW[bits]].reshape(batch, new, 7)})
-        np.testing.assert_allclose(within.reshape(-1, 7), singly[0, : FEW[bits]], atol=1e-5)
+    for batch, new in ((1, SMALL_BATCH_LIMIT[bits]), (SMALL_BATCH_LIMIT[bits], 1)):
+        (within,) = after.run(None, {"x": x[:, : SMALL_BATCH_LIMIT[bits]].reshape(batch, new, 7)})
+        np.testing.assert_allclose(within.reshape(-1, 7), singly[0, : SMALL_BATCH_LIMIT[bits]], atol=1e-5)
     (beyond,) = after.run(None, {"x": x})
     (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
     assert 1e-4 < np.abs(beyond - singly).max() < 0.1 * np.ptp(expected)
@@ -247,8 +247,8 @@ def test_a_bias_may_be_of_any_shape_that_is_spread_over_columns(form, operator, 
         ]
     proto = model_of(nodes, {"x": ["batch", "new", 64]}, {"y": ["rows", 72]}, held)
     model = ir.from_proto(proto)
-    fixed = {"p": Fixed.between(-5, 5)} if form == "fixed" else {}
-    quantize(model, 8, "latency" if form == "few" else "throughput", "x", on_cpu=True, fixed=fixed)
+    fixed = {"p": StaticScale.between(-5, 5)} if form == "fixed" else {}
+    quantize(model, 8, "latency" if form == "few" else "throughput", "x", on_cpu=True, static_scales=fixed)
     kind = {"few": "MatMulNBits", "fixed": "MatMulIntegerToFloat", "rows": "MatMulInteger"}[form]
     assert kind in {node.op_type for node in model.graph.all_nodes()}
     x = random.standard_normal((1, 2, 64)).astype(np.float32)

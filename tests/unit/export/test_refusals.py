@@ -13,7 +13,7 @@ from torch import nn
 from tformer_export import export
 from tformer_runtime.base.errors import OptionError
 
-ONCE = "export the model without a step input (step=None) to run it once per input"
+ONCE = "export the model without a step input (step_input=None) to run it once per input"
 AHEAD = (
     "looks ahead: its value at a position depends on later positions of the step input, so it cannot be decoded step "
     "by step."
@@ -128,7 +128,7 @@ def test_the_module_alone_for_a_model_of_torch_nns_modules(tmp_path):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     model = nn.Sequential(nn.Embedding(9, WIDTH), encoder, nn.Linear(WIDTH, 9))
-    message = refusal(model, tmp_path, example={"input": torch.ones(2, 3, dtype=torch.int64)}, step="input")
+    message = refusal(model, tmp_path, example={"input": torch.ones(2, 3, dtype=torch.int64)}, step_input="input")
     assert message.startswith("the attention at `1.layers.0.self_attn` looks ahead")
 
 
@@ -373,7 +373,7 @@ def test_an_output_that_is_not_logits_for_every_position(model, shape, what, tmp
     assert refusal(model, tmp_path) == (
         f"forward returns {shape} first, at {here(model.forward)}, {what}. To be stepped over 'tgt' it must return "
         "logits for every position, (batch, time, vocabulary); a model that gives one answer for its input is exported "
-        "without a step input (step=None)"
+        "without a step input (step_input=None)"
     )
 
 

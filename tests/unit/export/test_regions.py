@@ -61,13 +61,13 @@ class Unsorted(Mixer):
 @pytest.mark.parametrize("mixer", [Sorted, Gathered])
 def test_what_is_put_back_needs_no_past(mixer):
     found = staged(Small(mixer))
-    assert not found.views.cuts
-    assert any(len(solution.nodes) > 3 for solution in found.views.solutions.values())
+    assert not found.solver.cuts
+    assert any(len(solution.nodes) > 3 for solution in found.solver.solutions.values())
 
 
 def test_an_attention_with_a_sink_caches_keys_and_values_alone():
     found = staged(Small(Sink))
-    shapes = [sorted(found.values[node].shape) for node in found.views.cuts]
+    shapes = [sorted(found.values[node].shape) for node in found.solver.cuts]
     assert shapes == [[2, 2, 6, 8]] * 2  # batch, heads, time and d in some order, without the column of the sink
 
 

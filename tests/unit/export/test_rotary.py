@@ -194,7 +194,7 @@ def test_a_file_turns_as_the_model_does(mixer, tmp_path):
     tokens, counts = np.zeros((3, 9), np.int64), np.array([9, 2, 7])
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         tokens[i, :count] = row[:count]
-    logits = engine.step(state, tokens, counts, want="all")
+    logits = engine.step(state, tokens, counts, logit_positions="all")
     tolerance = 1e-5 * max(np.abs(e).max() for e in expected) * math.sqrt(HEADS * SIZE)
     for i, count in enumerate(counts):
         np.testing.assert_allclose(logits[i, :count], expected[i][:count], rtol=0, atol=tolerance)

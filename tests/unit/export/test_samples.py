@@ -40,7 +40,7 @@ def written(tmp_path, *lines):
 
 def contents(samples):
     every = [(s, False) for s in samples.fitted] + [(s, True) for s in samples.measured]
-    return {tuple(s.request["src"].tolist()): (s.tokens.tolist(), s.scored, held) for s, held in every}
+    return {tuple(s.request["src"].tolist()): (s.tokens.tolist(), s.given_tokens, held) for s, held in every}
 
 
 def test_source_and_target_and_every_fourth_line_is_measured(engine, tmp_path):
@@ -66,7 +66,7 @@ def test_lines_that_a_model_without_an_encoder_goes_on_from(engine, tmp_path):
     samples = read_samples(written(tmp_path, *WORDS, "x" * 200), engine(encoder=False, max_length=32))
     every = [*samples.fitted, *samples.measured]
     assert {tuple(s.tokens.tolist()) for s in every} == {(START_ID, *ids(word)[:31]) for word in [*WORDS, "x" * 200]}
-    assert {s.scored for s in every} == {1}
+    assert {s.given_tokens for s in every} == {1}
     assert all(s.request == {} for s in every)
     assert len(samples.measured) == 3
 

@@ -57,8 +57,8 @@ def test_four_bits_and_their_multiplier_make_an_int8(weight, block):
         assert q.min() >= -8
         assert q.max() <= 7
         assert m.min() >= 1
-        assert np.abs(round_nearest.expanded(q, m, block).astype(int)).max() <= 127
-        assert (round_nearest.expanded(q, m, block) * scale == rounded((q, m, scale), block).astype(np.float32)).all()
+        assert np.abs(round_nearest.expand(q, m, block).astype(int)).max() <= 127
+        assert (round_nearest.expand(q, m, block) * scale == rounded((q, m, scale), block).astype(np.float32)).all()
         assert (scale > 0).all()
         assert not q[:, ~weight.any(0)].any()
 
@@ -126,7 +126,7 @@ def test_feedback_is_the_published_algorithm(k):
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0).astype(np.float64) / 7, weight.shape)
     expected = obs(weight, hessian, steps, -8, 7, round_gptq.DAMPING)
-    found = round_gptq.feed_back(weight, round_gptq.Hessian(hessian), steps, -8, 7)
+    found = round_gptq.round_with_feedback(weight, round_gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found, expected)
 
 
@@ -136,7 +136,7 @@ def test_inputs_that_never_come_are_rounded_to_nearest():
     x[:, 7] = 0
     hessian = x.T @ x / len(x)
     steps = np.broadcast_to(np.abs(weight).max(0) / 7, weight.shape)
-    found = round_gptq.feed_back(weight, round_gptq.Hessian(hessian), steps, -8, 7)
+    found = round_gptq.round_with_feedback(weight, round_gptq.Hessian(hessian), steps, -8, 7)
     assert np.array_equal(found[7], np.rint(weight[7] / steps[7]))
     assert np.abs(found).max() <= 8
 

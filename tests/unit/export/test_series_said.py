@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tformer_export import padding
-from tformer_export.analysis.input_facts import about_inputs
-from tformer_export.analysis.series import settle
+from tformer_export.analysis.input_facts import find_input_facts
+from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.capture.trace import capture
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime import OptionError, UnsupportedModelError
@@ -36,12 +36,12 @@ class AtOnce(nn.Module):
 
 def captured(module, example, step, **call):
     source = from_module(module.eval(), example, step, **call)
-    graph = capture(source.module, source.example, step, source.dynamic)
-    return SimpleNamespace(source=source, graph=graph, inputs=about_inputs(graph, source))
+    graph = capture(source.module, source.example, step, source.axes)
+    return SimpleNamespace(source=source, graph=graph, inputs=find_input_facts(graph, source))
 
 
 def settled(made, **said):
-    return settle(replace(made.source, series=said), made.graph, made.inputs)
+    return make_series_preprocessor(replace(made.source, series=said), made.graph, made.inputs)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def beside():
 
 @pytest.fixture(scope="module")
 def at_once():
-    return captured(AtOnce(), {"history": torch.zeros(2, 6, 2)}, None, dynamic={"history": (0,)})
+    return captured(AtOnce(), {"history": torch.zeros(2, 6, 2)}, None, axes={"history": (0,)})
 
 
 def test_what_follows_from_the_graph(alone, beside, at_once):
@@ -71,7 +71,7 @@ def test_what_follows_from_the_graph(alone, beside, at_once):
     once = settled(at_once)
     assert (once.at_once, once.horizon, once.shortest, once.longest) == (True, 4, 6, 6)
     assert settled(at_once, horizon=3).horizon == 3
-    assert settle(replace(at_once.source, series=None), at_once.graph, at_once.inputs) is None
+    assert make_series_preprocessor(replace(at_once.source, series=None), at_once.graph, at_once.inputs) is None
 
 
 def test_histories_may_be_ragged_where_padding_is_hidden():

@@ -16,7 +16,7 @@ from small_models import EXAMPLE, Mixer, refusal
 import tformer_runtime.engine.shortlist as runtime
 from tformer_export import export
 from tformer_export.shortlist.check import check_columns
-from tformer_export.shortlist.columns import choose_columns
+from tformer_export.shortlist.columns import add_gathered_columns
 from tformer_export.shortlist.learn import Line, associate, each_needed
 from tformer_export.shortlist.make import make_shortlist
 from tformer_models.seq2seq import Seq2SeqTransformer
@@ -32,7 +32,7 @@ from tformer_runtime import (
 )
 from tformer_runtime.decoding.batch_rows import candidates_of
 from tformer_runtime.decoding.options import Settings
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.model_file import read_manifest
 
@@ -67,8 +67,9 @@ def made(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tformer_export.shortlist.add.check_columns", checked)
         report = export(
-            model, folder / "model.onnx", {"src": ids, "tgt": ids}, "tgt", quantize=quantize, shortlist=lines,
-            special={"start": [START], "end": [END], "pad": 0}, defaults={"max_new_tokens": MOST},
+            model, folder / "model.onnx", {"src": ids, "tgt": ids}, "tgt", quantization=quantize, shortlist=lines,
+            special_tokens={"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": 0},
+            generation_defaults={"max_new_tokens": MOST},
         )  # fmt: skip
     file = Model.load(folder / "model.onnx", threads=1)
     return SimpleNamespace(model=model, file=file, report=report, lines=lines, exact=quantize == "int8", **seen)
@@ -127,16 +128,16 @@ def test_what_lines_need_is_what_gives_them_all_their_targets():
 
 @pytest.mark.thorough
 def test_a_stage_is_not_there_twice_for_a_projection_that_is_set_apart(tmp_path, monkeypatch):
-    """Of a balanced file, whose output projection alone is large enough for a kernel for few rows."""
-    monkeypatch.setattr("tformer_export.quantize.rewrite.LARGE", IDS * 32)
+    """The output projection alone is large enough for a kernel for few rows."""
+    monkeypatch.setattr("tformer_export.quantize.rewrite.MIN_WEIGHT_VALUES", IDS * 32)
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"src": source}) + "\n" for source in SOURCES))
     ids = torch.randint(10, 60, (2, 6), generator=torch.Generator().manual_seed(0))
     for shortlist in (lines, None):
         path = tmp_path / "model.onnx"
         report = export(
-            module(tied=False), path, {"src": ids, "tgt": ids}, "tgt", quantize="int8", optimize_for="balanced",
-            shortlist=shortlist, special={"start": [START], "end": [END], "pad": 0},
+            module(tied=False), path, {"src": ids, "tgt": ids}, "tgt", quantization="int8", optimize_for="latency",
+            shortlist=shortlist, special_tokens={"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": 0},
         )  # fmt: skip
         nodes = list(ir.load(path).graph.all_nodes())
         apart = shortlist is not None
@@ -144,7 +145,7 @@ def test_a_stage_is_not_there_twice_for_a_projection_that_is_set_apart(tmp_path,
         assert any(node.name == "few" for node in nodes) != apart
         assert ("few rows" in dict(report.rows())) == apart
         assert any(product.few for product in report.products.values()) != apart
-        assert read_manifest(path).decode.few_tokens == (None if apart else 2)
+        assert read_manifest(path).decode.small_batch_limit == (None if apart else 2)
         path.unlink()
 
 
@@ -158,7 +159,7 @@ def test_the_data_decode_as_with_all_ids(made):
     assert np.mean([a.token_ids == b.token_ids for a, b in zip(short, every, strict=True)]) >= 0.995
     counts = [len(allowed(made.file, source)) for source in SOURCES]
     assert made.report.shortlist.candidates == pytest.approx(np.mean(counts))
-    assert np.mean(counts) <= runtime.most_columns(IDS) < IDS / 2
+    assert np.mean(counts) <= runtime.max_columns(IDS) < IDS / 2
     held = made.file.info()["shortlist"]
     assert held["equal"] == made.report.shortlist.equal
     assert "ids a request" in dict(made.report.rows())["shortlist"]
@@ -197,15 +198,17 @@ def test_logits_are_those_of_all_ids_where_a_row_has_candidates(made):
 def test_a_row_alone_is_the_same_as_among_others(made, options):
     together = [*made.file.generate_batch(SOURCES[:14], batch_size=5, **options)]  # others join as rows end
     for source, index, result in zip(SOURCES, range(14), together, strict=False):
-        alone = next(iter(made.file.generate_batch([source], first=index, **options)))
+        alone = next(iter(made.file.numbered_from(index).generate_batch([source], **options)))
         same(result, alone, made.exact)
         assert set(result.token_ids) <= {*allowed(made.file, source)}
 
 
 def test_columns_are_gathered_once_while_the_rows_stay(made, monkeypatch):
     held = []
-    hold = runtime.Candidates.hold
-    monkeypatch.setattr(runtime.Candidates, "hold", lambda self, weight: (held.append(self.wanted), hold(self, weight)))
+    hold = runtime.Candidates.set_gathered
+    monkeypatch.setattr(
+        runtime.Candidates, "set_gathered", lambda self, weight: (held.append(self.pending_ids), hold(self, weight))
+    )
     made.file.generate(SOURCES[0], num_beams=3)
     assert [ids.tolist() for ids in held] == [allowed(made.file, SOURCES[0])]
 
@@ -229,14 +232,14 @@ def test_columns_wait_for_rows_that_come(made):
 @pytest.mark.parametrize("pays", [0, IDS])
 def test_results_do_not_depend_on_whether_columns_are_gathered(made, monkeypatch, pays):
     expected = [*made.file.generate_batch(SOURCES[:8], num_beams=2)]
-    monkeypatch.setattr(runtime, "most_columns", lambda vocabulary: pays)
+    monkeypatch.setattr(runtime, "max_columns", lambda vocabulary: pays)
     for one, other in zip(made.file.generate_batch(SOURCES[:8], num_beams=2), expected, strict=True):
         same(one, other, made.exact)
 
 
 def test_requests_with_and_without_share_batches(made):
     async def all_at_once():
-        async with AsyncModel(made.file, rows=4) as shared:
+        async with AsyncModel(made.file, max_batch_size=4) as shared:
             return await asyncio.gather(
                 *(shared.generate(source, shortlist=i % 3 > 0) for i, source in enumerate(SOURCES[:9]))
             )
@@ -247,7 +250,7 @@ def test_requests_with_and_without_share_batches(made):
 
 def test_a_draft_changes_nothing(made):
     for source in SOURCES[:4]:
-        same(made.file.generate(source, draft="prompt"), made.file.generate(source), exact=False)
+        same(made.file.generate(source, prompt_lookup=True), made.file.generate(source), exact=False)
 
 
 def test_memory_is_counted_and_given_back(made):
@@ -259,9 +262,11 @@ def test_memory_is_counted_and_given_back(made):
     state = engine.start({"src": SOURCES[:1]}, 1, candidates=[np.arange(30)])
     without = engine.start({"src": SOURCES[:1]}, 1)
     assert state.nbytes - without.nbytes == 30 * 32 * (1 if made.exact else 4)
-    held, without = engine.decode.shortlist, engine.sizing.need(8, {"time": 5})
-    most = min(runtime.most_columns(IDS), held.common + 5 * held.each)
-    assert engine.sizing.need(8, {"time": 5}, named=0) - without == most * 32 * (1 if made.exact else 4)
+    held, without = engine.decode.shortlist, engine.memory_estimate.bytes_needed(8, {"time": 5})
+    most = min(runtime.max_columns(IDS), held.common + 5 * held.each)
+    assert engine.memory_estimate.bytes_needed(8, {"time": 5}, num_named_ids=0) - without == most * 32 * (
+        1 if made.exact else 4
+    )
 
 
 # What options ask for
@@ -290,7 +295,7 @@ def test_what_may_ask_for_any_id_is_computed_of_all(made):
     assert all(seen)
     engine, prompt = made.file.engine, np.array([START])
     settings = Settings.of(GenerationOptions(), {})
-    tasks = [Task(0, prompt, 4, settings, sources={"src": np.array(source)}, guide=g) for g in (None, object())]
+    tasks = [SequenceTask(0, prompt, 4, settings, sources={"src": np.array(source)}, guide=g) for g in (None, object())]
     plain, constrained = candidates_of(engine, tasks)
     assert plain.tolist() == allowed(made.file, source)
     assert constrained is None
@@ -311,19 +316,19 @@ def test_columns_that_are_others_are_noticed(made, monkeypatch):
     assert made.report.shortlist is not None
     engine = Engine(made.file.engine.session.path, "cpu", threads=1)
     assert check_columns(made.gate, engine) <= (0 if made.exact else 1e-5)
-    hold = runtime.Candidates.hold
+    hold = runtime.Candidates.set_gathered
 
     def wrong(self, weight):
-        hold(self, engine.session.tensor(np.roll(weight.numpy(), 1, axis=1)))
+        hold(self, engine.session.device_tensor(np.roll(weight.numpy(), 1, axis=1)))
 
-    monkeypatch.setattr(runtime.Candidates, "hold", wrong)
+    monkeypatch.setattr(runtime.Candidates, "set_gathered", wrong)
     with pytest.raises(ParityError, match="logits of candidates differ from those of all ids by"):
         check_columns(made.gate, engine)
 
 
 def test_too_small_a_shortlist_is_refused(made, monkeypatch):
     engine = Engine(made.file.engine.session.path, "cpu", threads=1)
-    monkeypatch.setattr("tformer_export.shortlist.make.most_columns", lambda vocabulary: 6)
+    monkeypatch.setattr("tformer_export.shortlist.make.max_columns", lambda vocabulary: 6)
     with pytest.raises(ParityError, match=r"no shortlist of at most 6 ids gives 99.5% .* give more"):
         make_shortlist(engine, made.lines)
     few = made.lines.with_name("few.jsonl")
@@ -348,7 +353,7 @@ def test_logits_that_depend_on_each_other_have_none(op):
     after = ir.node(op, [product.outputs[0]])
     graph = ir.Graph([hidden], [after.outputs[0]], nodes=[product, after], initializers=[weight])
     with pytest.raises(UnsupportedModelError, match=f"output projection .*{op}.*: export it without one"):
-        choose_columns(ir.Model(graph, ir_version=10))
+        add_gathered_columns(ir.Model(graph, ir_version=10))
 
 
 def test_a_damaged_table_is_refused():

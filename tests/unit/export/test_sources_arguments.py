@@ -150,7 +150,7 @@ def example_of(form):
 
 
 def options_of(form):
-    return {"masks": FORMS[form], **({"dynamic": TIME_FIRST} if form is TimeFirst else {})}
+    return {"masks": FORMS[form], **({"axes": TIME_FIRST} if form is TimeFirst else {})}
 
 
 @torch.no_grad()
@@ -193,8 +193,8 @@ def test_the_file_computes_it_too(form, tmp_path):
     rows, targets = ([3, 4, 5, 6, 7], [8, 9]), ([1, 11, 12], [1, 13, 14])
     state = engine.start({"src": [np.array(row) for row in rows]}, 2)
     tokens = np.array(targets)
-    first = engine.step(state, tokens[:, :2], want="all").copy()
-    found = np.concatenate([first, engine.step(state, tokens[:, 2:], want="all")], 1)
+    first = engine.step(state, tokens[:, :2], logit_positions="all").copy()
+    found = np.concatenate([first, engine.step(state, tokens[:, 2:], logit_positions="all")], 1)
     for row, target, logits in zip(rows, targets, found, strict=True):
         np.testing.assert_allclose(logits, alone(module, row, target), rtol=0, atol=1e-4)
 
@@ -215,7 +215,15 @@ class Stages(Core):
 def test_encode_and_decode_without_forward(tmp_path):
     module, path = Stages().eval(), tmp_path / "model.onnx"
     masks = {"src_mask": padding("src"), "tgt_mask": causal("tgt")}
-    export(module, path, EXAMPLE, "tgt", masks=masks, max_length=LONGEST, special={"start": 1, "end": 2, "pad": 0})
+    export(
+        module,
+        path,
+        EXAMPLE,
+        "tgt",
+        masks=masks,
+        max_length=LONGEST,
+        special_tokens={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    )
     row, tokens = [3, 4, 5, 6, 7], [1]
     for _ in range(6):
         tokens.append(int(alone(module, row, tokens)[-1].argmax()))
@@ -276,7 +284,9 @@ class Language(nn.Module):
 )
 def test_the_logits_among_the_outputs(form, output):
     module = Language(form).eval()
-    source = from_module(module, {"ids": IDS}, "ids", constants={"use_cache": False, "temperature": 2.0}, output=output)
+    source = from_module(
+        module, {"ids": IDS}, "ids", fixed_arguments={"use_cache": False, "temperature": 2.0}, output=output
+    )
     torch.testing.assert_close(source.module(IDS), module.embed(IDS) / 2)
 
 
@@ -289,7 +299,7 @@ def test_the_logits_among_the_outputs(form, output):
     ],
 )
 def test_outputs_without_the_logits(form, output, message):
-    source = from_module(Language(form), {"ids": IDS}, "ids", constants={"use_cache": False}, output=output)
+    source = from_module(Language(form), {"ids": IDS}, "ids", fixed_arguments={"use_cache": False}, output=output)
     with pytest.raises(SourceError, match=message):
         source.module(IDS)
 
@@ -328,8 +338,8 @@ def test_a_mask_in_the_example_is_to_be_described(name, value, instead):
         (EXAMPLE, {"masks": {"src_mask": padding("src")}}, "forward needs tgt_mask too"),
         (EXAMPLE, {"masks": {"mask": padding("src")}}, "no parameter 'mask': it takes src, tgt, src_mask, tgt_mask"),
         (EXAMPLE, {"masks": {"src_mask": padding("source"), "tgt_mask": causal("tgt")}}, "speaks of 'source'"),
-        (EXAMPLE, {"constants": {"src": 1}}, "'src' is in the example and in constants"),
-        ({**EXAMPLE, "src_mask": None}, {}, "must be a tensor, .* constants={'src_mask': …}"),
+        (EXAMPLE, {"fixed_arguments": {"src": 1}}, "'src' is in the example and in fixed_arguments"),
+        ({**EXAMPLE, "src_mask": None}, {}, "must be a tensor, .* fixed_arguments={'src_mask': …}"),
         ({**EXAMPLE, "src_mask": torch.tensor(1.0)}, {"masks": {"tgt_mask": causal("tgt")}}, "is a single number"),
     ],
 )
@@ -356,5 +366,5 @@ def test_descriptions_that_describe_nothing(describe, message):
 
 def test_what_is_read_with_an_example_only(tmp_path):
     source = from_module(Language(lambda other, logits: logits), {"ids": IDS}, "ids")
-    with pytest.raises(OptionError, match="constants, step is read together with an example"):
-        export(source, tmp_path / "model.onnx", step="ids", constants={"use_cache": False})
+    with pytest.raises(OptionError, match="fixed_arguments, step_input is read together with an example"):
+        export(source, tmp_path / "model.onnx", step_input="ids", fixed_arguments={"use_cache": False})

@@ -85,12 +85,12 @@ def test_a_file_generates_as_its_folder_does(tmp_path, build, options, caplog):
 def plain(model, row):
     """Greedy decoding as if the file had no defaults."""
     settings = Settings.of(GenerationOptions(max_new_tokens=12), {})
-    task = model.generator.task(make_request(model.manifest, model.inputs, row, 0, settings), settings)
-    scheduler = model.generator.scheduler(settings, 1)
+    task = model.generator.make_task(make_request(model.manifest, model.inputs, row, 0, settings), settings)
+    scheduler = model.generator.new_scheduler(settings, 1)
     scheduler.submit(task)
     while not scheduler.idle:
         scheduler.step()
-    return model.generator.result(task).token_ids
+    return model.generator.make_result(task).token_ids
 
 
 @pytest.mark.parametrize(
@@ -163,4 +163,4 @@ def test_what_is_carried_over_and_what_is_named_as_lost(starts, config, carried,
 )
 def test_defaults_that_no_request_could_have_are_refused_before_any_work(tmp_path, defaults, message):
     with pytest.raises(OptionError, match=message):
-        export(llama(), tmp_path / "model.onnx", defaults=defaults)
+        export(llama(), tmp_path / "model.onnx", generation_defaults=defaults)

@@ -84,7 +84,7 @@ def same_weights(source, folder):
 def test_a_folder_becomes_a_file_that_takes_text(folder, tmp_path):
     export(load_source(folder), tmp_path / "model.onnx", max_length=32)
     model = Model.load(tmp_path / "model.onnx", "cpu")
-    assert model.manifest.defaults["num_beams"] == 2
+    assert model.manifest.generation_defaults["num_beams"] == 2
     assert model.manifest.tokenizer_of == {"input_ids": 0, "decoder_input_ids": 1}
     module = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_whole(harm, message, copied):
 
 def test_a_step_that_the_folder_does_not_have(folder):
     with pytest.raises(SourceError, match="stepped over 'decoder_input_ids', not 'tgt'"):
-        load_source(folder, step="tgt", tokenizer=False)
+        load_source(folder, step_input="tgt", tokenizer=False)
 
 
 def test_a_conversation_is_what_the_folders_own_tokenizer_makes_of_it(tmp_path):

@@ -63,7 +63,7 @@ def test_a_file_of_a_program_decodes_like_the_class_it_was_made_of(tmp_path):
     batch = Dim("batch")
     made = program({0: batch, 1: Dim("source", max=24)}, {0: batch, 1: Dim("target", max=16)}, wide=True)
     torch.export.save(made, tmp_path / "model.pt2")
-    source = load_source(tmp_path / "model.pt2", step="tgt")
+    source = load_source(tmp_path / "model.pt2", step_input="tgt")
     assert source.name == "model.pt2"
     export(source, tmp_path / "model.onnx")
     engine = Engine(tmp_path / "model.onnx", device="cpu", threads=1)
@@ -131,7 +131,7 @@ def test_a_program_with_pickled_objects(tmp_path, capfd):
     made.example_inputs = ((ids(5),), {"tgt": Trap()})
     torch.export.save(made, path)
     with pytest.raises(SourceError, match="is not a whole program"):
-        load_source(path, step="tgt")
+        load_source(path, step_input="tgt")
     assert "this ran" not in capfd.readouterr().out
 
 
@@ -141,4 +141,4 @@ def test_a_program_cut_short(share, tmp_path):
     content = (tmp_path / "whole.pt2").read_bytes()
     (tmp_path / "cut.pt2").write_bytes(content[: int(len(content) * share)])
     with pytest.raises(SourceError, match=r"cut.pt2 is not a whole program of torch.export.save: "):
-        load_source(tmp_path / "cut.pt2", step="tgt")
+        load_source(tmp_path / "cut.pt2", step_input="tgt")

@@ -149,7 +149,7 @@ def test_a_pair_has_a_tokenizer_for_each_side(saved):
     text = "a compiler turns"
     source, target = (Tokenizer.from_str(texts[name]).encode(text).ids for name in ("source", "target"))
     assert (source, target) == (original(text)["input_ids"], original(text_target=text)["input_ids"])
-    assert source != target
+    assert texts["source"] != texts["target"]
     code = original.convert_tokens_to_ids(">>deu<<")
     assert original(">>deu<< a model")["input_ids"][0] == code
     assert Tokenizer.from_str(texts["source"]).encode(">>deu<< a model").ids == original(">>deu<< a model")["input_ids"]
@@ -163,7 +163,7 @@ def test_a_piece_that_the_vocabulary_lacks_is_refused_by_the_runtime(saved):
         text = piece.strip("▁")
         if original.unk_token_id in original(text)["input_ids"]:
             with pytest.raises(InputError, match="is not in the model's vocabulary"):
-                codec.encode(text, special=True, known=len(original))
+                codec.encode(text, add_special_tokens=True, vocabulary_size=len(original))
             return
     pytest.fail("no piece is lacking")
 

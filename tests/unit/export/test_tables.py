@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_models import LENGTH, Mixer, Small, causal, joined, staged
 
-from tformer_export.analysis.batch_axes import Rows
+from tformer_export.analysis.batch_axes import BatchAxis
 from tformer_export.common import onnx_operators
 from tformer_export.staging.tables import Table, make_tables
 from tformer_runtime import UnsupportedModelError
@@ -59,7 +59,7 @@ def expected_at(values, positions):
 
 def test_a_table_of_one_axis():
     values = torch.randn(1, 8, 5)
-    rows = Table(values, (1,), Rows(0)).rows(0, 0, 1)
+    rows = Table(values, (1,), BatchAxis(0)).rows(0, 0, 1)
     torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
 
 
@@ -111,12 +111,17 @@ def stages(mixer):
 
 def tables_of(mixer, wanted=None, preferred=None):
     s = stages(mixer)
-    tables, length = make_tables(s.views, s.plan.tables, s.plan.still, wanted, preferred)
+    tables, length = make_tables(s.solver, s.plan.tables, s.plan.length_invariant, wanted, preferred)
     return list(tables.values()), length
 
 
 def test_the_length_is_what_the_position_table_allows():
-    for wanted, preferred, expected in ((None, None, LENGTH), (None, 25, 25), (33, None, 33), (LENGTH, None, LENGTH)):
+    for wanted, preferred, expected in (
+        (None, None, LENGTH),
+        (None, 25, 25),
+        (33, None, 33),
+        (LENGTH, None, LENGTH),
+    ):
         tables, length = tables_of(Causal, wanted, preferred)
         assert length == expected
         assert all(table.values.shape[axis] == expected for table in tables for axis in table.time_axes)

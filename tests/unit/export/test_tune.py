@@ -21,27 +21,27 @@ from torch.nn import functional as F
 from tformer_export import export
 from tformer_export.cli import command
 from tformer_export.common.kernel_choices import (  # fmt: skip
-    BIASED,
+    BIAS_BEFORE_GELU,
     CHOICES,
-    FEW,
-    GIVEN,
+    FEW_ROWS_KERNEL,
+    GIVEN_KEYS_ATTENTION,
     NORMS,
     PROJECTIONS,
-    RESIDUAL,
     ROTARY,
+    SUM_BEFORE_NORM,
     THREADS,
-    WHOLE,
-    Choice,
-    few_rows,
+    WHOLE_ATTENTION,
+    KernelChoice,
+    few_rows_limits,
     session_settings,
 )
 from tformer_export.common.onnx_writer import save
-from tformer_export.common.paired_timing import FEWEST, MARGIN, ROUNDS, race
-from tformer_export.compile import understand
+from tformer_export.common.paired_timing import MIN_GAIN, MIN_ROUNDS, ROUNDS, time_in_turns
+from tformer_export.compile import analyse
 from tformer_export.quantize import measure, quantize
 from tformer_export.sources.torch_module import from_module
-from tformer_export.tune.tune import requests, tune
-from tformer_export.verify.parity import Gate
+from tformer_export.tune.tune import make_request, tune
+from tformer_export.verify.parity import ParityGate
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest, SessionSettings, SpecialTokens
@@ -123,8 +123,8 @@ class Encoder(nn.Module):
 
 @pytest.fixture(scope="module")
 def understood():
-    source = from_module(Everything().eval(), EXAMPLE, "tgt", special=SPECIAL)
-    return understand(source, "cpu", LENGTH)
+    source = from_module(Everything().eval(), EXAMPLE, "tgt", special_tokens=SPECIAL)
+    return analyse(source, "cpu", LENGTH)
 
 
 def engine_of(model, manifest, path):
@@ -154,11 +154,11 @@ def noisy(*ratios):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("tformer_export.tune.tune.QUIET", 0.0)
+    monkeypatch.setattr("tformer_export.tune.tune.PAUSE_SECONDS", 0.0)
 
 
 def always(name, *forms):
-    return Choice(name, forms, lambda compiled: True)
+    return KernelChoice(name, forms, lambda compiled: True)
 
 
 def built(times, made=None):
@@ -183,7 +183,7 @@ def test_the_fastest_form_of_each_choice_is_kept():
     assert tuning.decisions[0].trials[2].seconds == pytest.approx({1: 0.7, 8: 0.7})
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(1 - MARGIN + 0.01, "a"), (1 - MARGIN - 0.01, "b")])
+@pytest.mark.parametrize(("ratio", "kept"), [(1 - MIN_GAIN + 0.01, "a"), (1 - MIN_GAIN - 0.01, "b")])
 def test_a_form_that_is_hardly_faster_is_not_kept(ratio, kept):
     assert tune(built({"b": ratio}), [always("norms", "a", "b")], (1,), silent).forms == {"norms": kept}
 
@@ -191,7 +191,7 @@ def test_a_form_that_is_hardly_faster_is_not_kept(ratio, kept):
 def test_what_a_form_gains_must_be_beyond_its_spread():
     steady, unsteady = ((0.92, 0.9, 0.88), (0.7, 0.9, 1.1))  # of the same median
     for times, wins in ((steady, True), (unsteady, False)):
-        first, trial = race({"a": constant(1.0), "b": noisy(*times)}, (1,), silent)
+        first, trial = time_in_turns({"a": constant(1.0), "b": noisy(*times)}, (1,), silent)
         assert trial.ratio == pytest.approx(0.9)
         assert trial.wins == wins
         assert first.ratio == 1
@@ -213,7 +213,7 @@ def test_a_choice_may_have_batch_sizes_of_its_own():
     def build(forms):
         return lambda rows: asked.append(rows) or 1.0
 
-    tune(build, [Choice("few", ("a", "b"), lambda compiled: True, rows=(2, 4))], (1, 32), silent)
+    tune(build, [KernelChoice("few", ("a", "b"), lambda compiled: True, rows=(2, 4))], (1, 32), silent)
     assert set(asked) == {2, 4}
 
 
@@ -239,7 +239,7 @@ def test_the_speed_of_a_quantised_file_is_not_that_of_a_slow_minute(understood, 
     """The same file as before and after, on a machine that is three times as slow from some moment on."""
     compiled = understood.compile()
     engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    gate = Gate(understood.source, compiled.inputs)
+    gate = ParityGate(understood.source, compiled.inputs)
     now = itertools.accumulate(1.0 if n < moment else 3.0 for n in itertools.count())
     clock = SimpleNamespace(perf_counter=lambda: next(now))
     monkeypatch.setattr(sys.modules[measure.__module__], "time", clock)
@@ -253,8 +253,8 @@ def test_a_form_that_loses_every_round_is_measured_no_longer():
         runs.append(rows)
         return 2.0
 
-    race({"a": constant(1.0), "b": slow}, (1,), silent)
-    assert len(runs) == 1 + FEWEST
+    time_in_turns({"a": constant(1.0), "b": slow}, (1,), silent)
+    assert len(runs) == 1 + MIN_ROUNDS
 
 
 def test_a_machine_that_slows_down_changes_nothing():
@@ -268,7 +268,7 @@ def test_a_machine_that_slows_down_changes_nothing():
 
         return run
 
-    _, trial = race({"a": drifting("a", 1.0), "b": drifting("b", 0.9)}, (1,), silent)
+    _, trial = time_in_turns({"a": drifting("a", 1.0), "b": drifting("b", 0.9)}, (1,), silent)
     assert trial.ratio == pytest.approx(0.9)
     assert trial.spread == pytest.approx(0)
 
@@ -276,16 +276,16 @@ def test_a_machine_that_slows_down_changes_nothing():
 # -- every form computes the same -----------------------------------------------------------------------------------
 
 CHANGES = {  # what a form that is not the default has more and less of
-    GIVEN.name: ("Softmax", "MultiHeadAttention"),
-    WHOLE.name: ("MultiHeadAttention", "GroupQueryAttention"),
+    GIVEN_KEYS_ATTENTION.name: ("Softmax", "MultiHeadAttention"),
+    WHOLE_ATTENTION.name: ("MultiHeadAttention", "GroupQueryAttention"),
     ROTARY.name: ("Neg", None),
     NORMS.name: ("Sqrt", "RMSNormalization"),
     PROJECTIONS.name: ("MatMul", "Split"),
-    RESIDUAL.name: None,
-    BIASED.name: None,
+    SUM_BEFORE_NORM.name: None,
+    BIAS_BEFORE_GELU.name: None,
     THREADS.name: None,
 }
-OTHERS = [(choice, form) for choice in CHOICES if choice != FEW for form in choice.forms[1:]]
+OTHERS = [(choice, form) for choice in CHOICES if choice != FEW_ROWS_KERNEL for form in choice.forms[1:]]
 
 
 @pytest.mark.parametrize(("choice", "form"), OTHERS, ids=[f"{c.name}: {f}" for c, f in OTHERS])
@@ -304,7 +304,7 @@ def test_each_form_computes_what_the_source_does(understood, tmp_path, choice, f
         assert less is None or after.count(less) < before.count(less)
     manifest = Manifest(**{**vars(compiled.manifest), "session": session_settings(forms)})
     engine = engine_of(compiled.model, manifest, tmp_path / "model.onnx")
-    report = Gate(understood.source, compiled.inputs, compiled.landmarks).check(engine)
+    report = ParityGate(understood.source, compiled.inputs, compiled.locator).check(engine)
     assert report.relative_error < 1e-5
     assert report.tokens_equal == report.tokens
 
@@ -313,16 +313,16 @@ def test_all_other_forms_together(understood, tmp_path):
     forms = {choice.name: choice.forms[-1] for choice in CHOICES}
     compiled = understood.compile(forms)
     engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    assert Gate(understood.source, compiled.inputs).check(engine).relative_error < 1e-5
+    assert ParityGate(understood.source, compiled.inputs).check(engine).relative_error < 1e-5
     assert compiled.manifest.decode.shares_context
 
 
 def test_rows_that_share_a_context_may_do_so_in_any_form(understood, tmp_path):
     """Beams: three rows each, of two requests, against the same rows with a request each."""
-    compiled = understood.compile({GIVEN.name: "products and softmax"})
+    compiled = understood.compile({GIVEN_KEYS_ATTENTION.name: "products and softmax"})
     assert compiled.manifest.decode.shares_context
     engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    gate = Gate(understood.source, compiled.inputs)
+    gate = ParityGate(understood.source, compiled.inputs)
     given = [gate.draw_request(n)["src"] for n in (5, 9)]
     tokens = np.arange(12).reshape(6, 2) + 3
     shared = engine.start({"src": given}, 2, repeat=3)
@@ -330,20 +330,22 @@ def test_rows_that_share_a_context_may_do_so_in_any_form(understood, tmp_path):
     np.testing.assert_allclose(engine.step(shared, tokens), engine.step(alone, tokens), atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FEW.forms)
+@pytest.mark.parametrize("form", FEW_ROWS_KERNEL.forms)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_each_limit_of_few_rows_computes_the_same(understood, tmp_path, form, bits):
-    compiled, forms = understood.compile(), {FEW.name: form}
-    gate = Gate(understood.source, compiled.inputs)
+    compiled, forms = understood.compile(), {FEW_ROWS_KERNEL.name: form}
+    gate = ParityGate(understood.source, compiled.inputs)
     before = engine_of(compiled.model.clone(), compiled.manifest, tmp_path / "before.onnx")
-    made = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows(forms))
+    made = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
     after = engine_of(compiled.model, compiled.manifest, tmp_path / "after.onnx")
     kinds = operators(compiled.model)
     assert ("MatMulNBits" in kinds) == (form != "none")
     assert made.count > 0
     measure(gate, before, after, exact=False)  # refuses a row that its batch changes by more than rounding does
     limit = next((v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.most"), None)
-    wanted = {"none": None, FEW.default: {8: 2, 4: 3}[bits]}.get(form, int(form[0]) if form[0].isdigit() else None)
+    wanted = {"none": None, FEW_ROWS_KERNEL.default: {8: 2, 4: 3}[bits]}.get(
+        form, int(form[0]) if form[0].isdigit() else None
+    )
     assert (None if limit is None else int(limit.numpy())) == wanted
 
 
@@ -353,15 +355,15 @@ def test_each_limit_of_few_rows_computes_the_same(understood, tmp_path, form, bi
 @pytest.fixture
 def timed(monkeypatch):
     """Requests take the time that is told for the forms of their file, and the engine really runs them besides."""
-    real = requests
+    real = make_request
 
     def patch(times):
         def told(gate, engine):
-            request, forms = real(gate, engine), engine.manifest.forms
+            request, forms = real(gate, engine), engine.manifest.kernel_forms
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr("tformer_export.tune.tune.requests", told)
+        monkeypatch.setattr("tformer_export.tune.tune.make_request", told)
 
     return patch
 
@@ -371,12 +373,12 @@ def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
     timed(times)
     path, said = tmp_path / "model.onnx", tmp_path / "report.json"
     report = export(
-        Decoder(), path, {"tgt": EXAMPLE["tgt"]}, "tgt", special=SPECIAL, max_length=LENGTH,
-        quantize="int8", optimize_for="latency", tune=True,
+        Decoder(), path, {"tgt": EXAMPLE["tgt"]}, "tgt", special_tokens=SPECIAL, max_length=LENGTH,
+        quantization="int8", optimize_for="latency", tune=True,
     )  # fmt: skip
     kept = {
-        NORMS.name: NORMS.default, PROJECTIONS.name: "a product each", RESIDUAL.name: RESIDUAL.default,
-        BIASED.name: BIASED.default, FEW.name: "4 rows",
+        NORMS.name: NORMS.default, PROJECTIONS.name: "a product each", SUM_BEFORE_NORM.name: SUM_BEFORE_NORM.default,
+        BIAS_BEFORE_GELU.name: BIAS_BEFORE_GELU.default, FEW_ROWS_KERNEL.name: "4 rows",
     }  # fmt: skip
     if (os.cpu_count() or 1) > 1:
         kept[THREADS.name] = "one"
@@ -385,7 +387,7 @@ def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
     assert report.tuning.ratio == pytest.approx(0.9 ** (len(kept) - 3))
     assert report.tokens_equal
     manifest = read_manifest(path)
-    assert manifest.forms == kept
+    assert manifest.kernel_forms == kept
     assert manifest.session == SessionSettings(threads=1 if THREADS.name in kept else None)
     model = onnx.load(path)
     kinds = operators(ir.from_proto(model))
@@ -406,9 +408,9 @@ def test_a_model_that_is_run_once_is_tuned(tmp_path, timed):
     timed({"MultiHeadAttention": 0.5})
     path = tmp_path / "model.onnx"
     report = export(Encoder(), path, {"src": EXAMPLE["src"]}, tune=True, optimize_for="latency")
-    applied = {WHOLE.name, PROJECTIONS.name, RESIDUAL.name}  # of what the model has
+    applied = {WHOLE_ATTENTION.name, PROJECTIONS.name, SUM_BEFORE_NORM.name}  # of what the model has
     assert set(report.tuning.forms) - {THREADS.name} == applied
-    assert report.tuning.forms[WHOLE.name] == "MultiHeadAttention"
+    assert report.tuning.forms[WHOLE_ATTENTION.name] == "MultiHeadAttention"
     assert "GroupQueryAttention" not in {node.op_type for node in onnx.load(path).graph.node}
 
 
@@ -420,7 +422,8 @@ def test_another_target_is_not_tuned_for_here(tmp_path, target):
 
 def test_the_command_line_takes_it(tmp_path, monkeypatch):
     asked = {}
-    monkeypatch.setattr("tformer_export.cli._export", lambda *a, **options: asked.update(options) or _Report())
+    monkeypatch.setattr("tformer_export.cli._load", lambda *_: (None, None))
+    monkeypatch.setattr("tformer_export.cli._export", lambda *a: asked.update(tune=a[3].tune) or _Report())
     for arguments, wanted in ((["--tune"], True), ([], False)):
         done = CliRunner().invoke(command, ["a.module:make", "-o", str(tmp_path / "out.onnx"), *arguments])
         assert done.exit_code == 0, done.output
@@ -431,4 +434,4 @@ class _Report:
     mixture = None
 
     def rows(self):
-        return []
+        return [("source", "a module")]

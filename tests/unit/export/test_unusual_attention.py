@@ -122,11 +122,11 @@ def differences(module, path):
     random = np.random.default_rng(0)
     rows, counts = random.integers(0, VOCABULARY, (3, 14)), np.array([5, 2, 8])
     state = engine.start(None, 3)
-    logits = engine.step(state, rows[:, :8], counts, want="all").copy()
+    logits = engine.step(state, rows[:, :8], counts, logit_positions="all").copy()
     found = [[*logits[i, :n]] for i, n in enumerate(counts)]
     taken = np.array([3, 1, 2])  # a chunk after a past, ragged again
     chunk = np.stack([row[n : n + 3] for row, n in zip(rows, counts, strict=True)])
-    logits = engine.step(state, chunk, taken, want="all").copy()
+    logits = engine.step(state, chunk, taken, logit_positions="all").copy()
     for i, n in enumerate(taken):
         found[i] += list(logits[i, :n])
     counts = counts + taken

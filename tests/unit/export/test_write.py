@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tformer_export.common import onnx_writer as writing
-from tformer_export.common.onnx_writer import ALIGNMENT, SMALL, data_file, write
-from tformer_runtime.format.model_file import mapped, read_metadata
+from tformer_export.common.onnx_writer import ALIGNMENT, MAX_INLINE_BYTES, data_file, write
+from tformer_runtime.format.model_file import read_mapped_model, read_metadata
 
 SIZES = (3, 256, 257, 1000, 5000)  # elements; float32, so the first is small and stays in the model
 
@@ -47,7 +47,7 @@ def run(source, folder=None):
 @pytest.mark.parametrize("doc_string", ["", "about it"])
 def test_onnx_reads_the_model_that_was_written(doc_string, beside, tmp_path, monkeypatch):
     if beside:
-        monkeypatch.setattr(writing, "LARGEST", 2000)
+        monkeypatch.setattr(writing, "MAX_FILE_BYTES", 2000)
     proto, path = model(doc_string), tmp_path / "model.onnx"
     write(ir.from_proto(proto), path)
     onnx.checker.check_model(path)
@@ -66,12 +66,12 @@ def test_onnx_reads_the_model_that_was_written(doc_string, beside, tmp_path, mon
 @pytest.mark.parametrize("beside", [False, True])
 def test_the_weights_are_read_back_from_the_file(beside, tmp_path, monkeypatch):
     if beside:
-        monkeypatch.setattr(writing, "LARGEST", 2000)
+        monkeypatch.setattr(writing, "MAX_FILE_BYTES", 2000)
     proto, first, second = model(), tmp_path / "first.onnx", tmp_path / "second.onnx"
     written = ir.from_proto(proto)
     write(written, first)
     for value in written.graph.initializers.values():
-        assert isinstance(value.const_value, ir.LazyTensor) == (value.const_value.nbytes > SMALL)
+        assert isinstance(value.const_value, ir.LazyTensor) == (value.const_value.nbytes > MAX_INLINE_BYTES)
         np.testing.assert_array_equal(value.const_value.numpy(), weights_of(proto)[value.name])
     write(written, second)
     for name, array in weights_of(onnx.load(second)).items():
@@ -81,13 +81,13 @@ def test_the_weights_are_read_back_from_the_file(beside, tmp_path, monkeypatch):
 def test_numbers_begin_where_vectors_do_and_are_mapped(tmp_path):
     proto, path = model(), tmp_path / "model.onnx"
     write(ir.from_proto(proto), path)
-    content, (header, folder) = path.read_bytes(), mapped(path)
+    content, (header, folder) = path.read_bytes(), read_mapped_model(path)
     assert folder == tmp_path
     assert len(header) < 0.1 * len(content)
     references = {t.name: t for t in onnx.load_from_string(header).graph.initializer}
     for name, array in weights_of(proto).items():
         place = {entry.key: entry.value for entry in references[name].external_data}
-        assert bool(place) == (array.nbytes > SMALL)
+        assert bool(place) == (array.nbytes > MAX_INLINE_BYTES)
         if place:
             assert place["location"] == "model.onnx"
             assert int(place["offset"]) % ALIGNMENT == 0
@@ -100,7 +100,7 @@ def test_a_file_whose_weights_lie_anywhere_is_copied(tmp_path):
     """As other tools write it: nothing is aligned, so nothing is referred to by chance alone."""
     proto, path = model(), tmp_path / "model.onnx"
     onnx.save(proto, path)
-    header, folder = mapped(path)
+    header, folder = read_mapped_model(path)
     for tensor in onnx.load_from_string(header).graph.initializer:
         for entry in tensor.external_data:
             assert entry.key != "offset" or int(entry.value) % ALIGNMENT == 0

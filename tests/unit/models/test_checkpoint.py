@@ -1,4 +1,4 @@
-"""A checkpoint gives back what was saved, or says in one sentence why not; nothing that it holds is ever run."""
+"""Checkpoints: round trip, errors for wrong files, and no execution of code in a file."""
 
 import subprocess
 import sys
@@ -29,14 +29,14 @@ def tiny():
 
 @pytest.fixture
 def saved(tmp_path):
-    """A good checkpoint."""
+    """Return the path of a valid checkpoint."""
     path = tmp_path / "model.pt"
     save_checkpoint(tiny(), path, factory=FACTORY, arguments=ARGUMENTS)
     return path
 
 
 def change(path, **values):
-    """Overwrite entries of a checkpoint's dictionary; ... removes one."""
+    """Overwrite entries of a checkpoint's dictionary; the value ... removes an entry."""
     content = torch.load(path, weights_only=True) | values
     torch.save({name: value for name, value in content.items() if value is not ...}, path)
 
@@ -50,7 +50,7 @@ def refusal(path):
     return message
 
 
-def test_round_trip(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     model, path = tiny(), tmp_path / "model.pt"
     save_checkpoint(
         model,
@@ -59,25 +59,25 @@ def test_round_trip(tmp_path):
         arguments=ARGUMENTS,
         tokenizer={"src": "{}", "tgt": "[]"},
         task="text2text-generation",
-        step="tgt",
-        special={"start": [1], "end": [2], "pad": 0},
-        defaults={"num_beams": 4},
+        step_input="tgt",
+        special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+        generation_defaults={"num_beams": 4},
         max_length=64,
     )
     loaded = load_checkpoint(path)
     assert loaded.arguments == ARGUMENTS
     assert loaded.tokenizers == {"src": "{}", "tgt": "[]"}
-    assert (loaded.task, loaded.step, loaded.max_length) == ("text2text-generation", "tgt", 64)
-    assert loaded.special == {"start": [1], "end": [2], "pad": 0}
-    assert loaded.defaults == {"num_beams": 4}
-    again = loaded.build()
-    assert not again.training
-    assert again.output.weight is again.target.tokens.weight
+    assert (loaded.task, loaded.step_input, loaded.max_length) == ("text2text-generation", "tgt", 64)
+    assert loaded.special_tokens == {"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0}
+    assert loaded.generation_defaults == {"num_beams": 4}
+    rebuilt = loaded.build()
+    assert not rebuilt.training
+    assert rebuilt.output.weight is rebuilt.target.tokens.weight
     src, tgt = torch.randint(1, 7, (2, 5)), torch.randint(1, 9, (2, 4))
-    assert torch.equal(again(src, tgt), model(src, tgt))
+    assert torch.equal(rebuilt(src, tgt), model(src, tgt))
 
 
-def test_one_tokenizer_stands_for_every_input(tmp_path):
+def test_one_tokenizer_is_for_every_input(tmp_path):
     save_checkpoint(tiny(), tmp_path / "m.pt", factory=FACTORY, arguments=ARGUMENTS, tokenizer="{}")
     assert load_checkpoint(tmp_path / "m.pt").tokenizers == {"*": "{}"}
 
@@ -89,7 +89,7 @@ def test_arguments_must_be_json(tmp_path):
 
 
 class Trap(nn.Module):
-    """Unpickling this would leave a file behind."""
+    """A module whose unpickling creates a file."""
 
     def __init__(self, path):
         super().__init__()
@@ -100,7 +100,7 @@ class Trap(nn.Module):
 
 
 @pytest.mark.parametrize("new_format", [True, False])
-def test_a_pickled_module_is_refused_and_not_run(tmp_path, new_format):
+def test_pickled_module_is_refused_and_not_run(tmp_path, new_format):
     path, sprung = tmp_path / "model.pt", tmp_path / "sprung"
     torch.save(Trap(str(sprung)), path, _use_new_zipfile_serialization=new_format)
     message = refusal(path)
@@ -109,13 +109,13 @@ def test_a_pickled_module_is_refused_and_not_run(tmp_path, new_format):
     assert not sprung.exists()
 
 
-def test_a_whole_module_is_refused(tmp_path):
+def test_saved_module_is_refused(tmp_path):
     torch.save(tiny(), tmp_path / "model.pt")
     assert "runs code" in refusal(tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_a_truncated_file_is_damaged(saved, share):
+def test_truncated_file_is_reported_as_damaged(saved, share):
     data = saved.read_bytes()
     saved.write_bytes(data[: int(len(data) * share)])
     assert "damaged" in refusal(saved)
@@ -124,43 +124,52 @@ def test_a_truncated_file_is_damaged(saved, share):
 @pytest.mark.parametrize(
     "content", [b"\x00" * 100, b"contents:\nnothing\n", b"\x80\x02garbage", b"PK\x03\x04" + b"x" * 50]
 )
-def test_a_foreign_file_is_no_checkpoint(tmp_path, content):
+def test_other_file_format_is_refused(tmp_path, content):
     path = tmp_path / "model.pt"
     path.write_bytes(content)
     assert "not a PyTorch checkpoint" in refusal(path)
 
 
-def test_a_missing_file_and_a_folder_are_named(tmp_path):
+def test_error_names_a_missing_file_and_a_folder(tmp_path):
     assert "No such file" in refusal(tmp_path / "none.pt")
     assert "directory" in refusal(tmp_path)
 
 
-def test_a_bare_state_dict_is_told_from_a_checkpoint(tmp_path):
+def test_error_for_a_bare_state_dict_names_save_checkpoint(tmp_path):
     torch.save(tiny().state_dict(), tmp_path / "model.pt")
     assert "save_checkpoint()" in refusal(tmp_path / "model.pt")
 
 
-def test_a_newer_version_asks_for_an_upgrade(saved):
-    change(saved, version=2)
+def test_error_for_a_newer_version_asks_for_an_upgrade(saved):
+    change(saved, version=3)
     message = refusal(saved)
-    assert "version 2" in message
+    assert "version 3" in message
     assert "upgrade" in message
 
 
-def test_all_missing_keys_are_named(saved):
-    change(saved, arguments=..., special=...)
+def test_error_for_an_older_version_names_save_checkpoint(saved):
+    change(saved, version=1)
+    message = refusal(saved)
+    assert "version 1" in message
+    assert "save_checkpoint()" in message
+
+
+def test_error_names_all_missing_keys(saved):
+    change(saved, arguments=..., special_tokens=...)
     message = refusal(saved)
     assert "arguments" in message
-    assert "special" in message
+    assert "special_tokens" in message
 
 
-@pytest.mark.parametrize("wrong", [{"state_dict": [1]}, {"state_dict": {"a": 1}}, {"arguments": "x"}, {"step": 3}])
-def test_values_of_the_wrong_type_are_named(saved, wrong):
+@pytest.mark.parametrize(
+    "wrong", [{"state_dict": [1]}, {"state_dict": {"a": 1}}, {"arguments": "x"}, {"step_input": 3}]
+)
+def test_error_names_values_of_the_wrong_type(saved, wrong):
     change(saved, **wrong)
     assert next(iter(wrong)) in refusal(saved)
 
 
-def test_all_weights_that_do_not_fit_are_listed(saved):
+def test_error_lists_all_mismatched_weights(saved):
     weights = torch.load(saved, weights_only=True)["state_dict"]
     del weights["output.bias"], weights["encoder.0.self_attention.query.bias"]
     weights["encoder.0.self_attention.key.bias"] = torch.zeros(3)
@@ -182,19 +191,19 @@ def test_all_weights_that_do_not_fit_are_listed(saved):
         (":make", "package.module:callable"),
     ],
 )
-def test_a_missing_factory_is_named(saved, factory, named):
+def test_error_names_a_missing_factory(saved, factory, named):
     change(saved, factory=factory)
     with pytest.raises(SourceError, match=named):
         load_checkpoint(saved).build()
 
 
-def test_a_factory_that_fails_is_named_with_its_reason(saved):
+def test_error_names_a_failing_factory_and_its_reason(saved):
     change(saved, arguments=ARGUMENTS | {"heads": 3})
     with pytest.raises(SourceError, match=r"Seq2SeqTransformer failed.* 3 heads"):
         load_checkpoint(saved).build()
 
 
-def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
+def test_error_names_a_module_that_fails_on_import(tmp_path, monkeypatch):
     (tmp_path / "broken_factory.py").write_text("import no_such_dependency\n")
     (tmp_path / "raising_factory.py").write_text("raise RuntimeError('boom')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -204,12 +213,12 @@ def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
         import_callable("raising_factory:make")
 
 
-def test_a_folder_that_does_not_exist_is_an_output_error(tmp_path):
+def test_missing_output_folder_is_an_output_error(tmp_path):
     with pytest.raises(OutputError, match="cannot be written"):
         save_checkpoint(tiny(), tmp_path / "none" / "m.pt", factory=FACTORY, arguments=ARGUMENTS)
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file(saved, monkeypatch):
+def test_interrupted_write_leaves_the_old_file(saved, monkeypatch):
     before = saved.read_bytes()
 
     def break_off(content, path):
@@ -223,6 +232,6 @@ def test_a_write_that_breaks_off_leaves_the_old_file(saved, monkeypatch):
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_the_format_can_be_read_about_without_torch():
+def test_checkpoint_module_imports_without_torch():
     code = "import sys, tformer_export.common.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

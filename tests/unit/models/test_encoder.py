@@ -1,4 +1,4 @@
-"""Sentence encoder, classifier and language model: what PyTorch's own layers compute, and nothing of padding."""
+"""Sentence encoder, classifier and language model: equal to torch.nn's layers, and independent of padding."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tformer_models.encoder import POOLS, SelfAttention, SentenceClassifier, SentenceEncoder
+from tformer_models.encoder import POOLINGS, SelfAttention, SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
 
 SIZES = {"width": 32, "heads": 4, "layers": 2, "feedforward": 48, "max_length": 20}
@@ -17,7 +17,7 @@ ROWS = [[3, 9, 4, 4, 7, 1, 5], [8, 2, 6], [5]]
 def tiny(kind, *arguments, **options):
     torch.manual_seed(3)
     model = kind(11, *arguments, **SIZES, **options).eval()
-    for p in model.parameters():  # no norm or bias may stay at a value that hides a mistake
+    for p in model.parameters():  # norms and biases at their initial values would hide errors
         p.data += 0.1 * torch.randn_like(p)
     return model
 
@@ -26,8 +26,8 @@ def padded():
     return torch.tensor([row + [0] * (7 - len(row)) for row in ROWS])
 
 
-def torchs_own(layers, ids, mask=None):
-    """The same layers out of torch.nn.TransformerEncoder."""
+def torch_layers(layers, ids, mask=None):
+    """Return the states of torch.nn.TransformerEncoder with the same weights."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, "gelu", batch_first=True, norm_first=True)
     theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False).eval()
     for one, ours in zip(theirs.layers, layers.layers, strict=True):
@@ -44,18 +44,18 @@ def torchs_own(layers, ids, mask=None):
 
 
 CHOICES = [
-    *({"pool": pool} for pool in POOLS),
+    *({"pool": pool} for pool in POOLINGS),
     {"pool": "mean", "vector": 5, "normalize": True, "positions": "sinusoidal"},
 ]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("options", CHOICES, ids=str)
-def test_vectors_are_pooled_states_of_torchs_own_layers_whatever_the_padding(options):
+def test_vectors_equal_pooled_states_of_torch_layers_with_any_padding(options):
     model = tiny(SentenceEncoder, **options)
-    found = model(padded())
-    for row, vector in zip(ROWS, found, strict=True):
-        (states,) = torchs_own(model.states, torch.tensor([row]))
+    outputs = model(padded())
+    for row, vector in zip(ROWS, outputs, strict=True):
+        (states,) = torch_layers(model.states, torch.tensor([row]))
         expected = {"first": states[0], "mean": states.mean(0), "max": states.amax(0)}[options["pool"]]
         expected = F.linear(expected, *model.project.parameters()) if "vector" in options else expected
         expected = expected / expected.norm() if "normalize" in options else expected
@@ -63,11 +63,11 @@ def test_vectors_are_pooled_states_of_torchs_own_layers_whatever_the_padding(opt
 
 
 @torch.inference_mode()
-def test_a_rows_scores_do_not_depend_on_the_rows_beside_it():
+def test_scores_of_a_row_do_not_depend_on_other_rows():
     model = tiny(SentenceClassifier, 4, pool="first")
-    found = model(padded())
-    assert found.shape == (3, 4)
-    for row, scores in zip(ROWS, found, strict=True):
+    outputs = model(padded())
+    assert outputs.shape == (3, 4)
+    for row, scores in zip(ROWS, outputs, strict=True):
         (vector,) = tiny_vector(model, row)
         torch.testing.assert_close(scores, F.linear(vector, model.output.weight, model.output.bias))
 
@@ -78,22 +78,22 @@ def tiny_vector(model, row):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tie_output", [True, False])
-def test_logits_see_what_came_before_and_no_padding(tie_output):
+def test_logits_depend_on_earlier_tokens_and_not_on_padding(tie_output):
     model = tiny(LanguageModel, tie_output=tie_output)
     assert (model.output.weight is model.states.embedding.tokens.weight) == tie_output
-    found = model(padded())
-    for row, logits in zip(ROWS, found, strict=True):
+    outputs = model(padded())
+    for row, logits in zip(ROWS, outputs, strict=True):
         later = torch.ones(len(row), len(row), dtype=torch.bool).triu(1)
-        expected = model.output(torchs_own(model.states, torch.tensor([row]), later))[0]
+        expected = model.output(torch_layers(model.states, torch.tensor([row]), later))[0]
         torch.testing.assert_close(logits[: len(row)], expected, atol=1e-4, rtol=1e-5)
 
 
-def test_a_row_of_padding_alone_is_finite():
+def test_logits_of_a_row_of_padding_are_finite():
     assert torch.isfinite(tiny(LanguageModel)(torch.zeros(1, 4, dtype=torch.long))).all()
 
 
-def test_what_cannot_be_built_is_refused():
-    with pytest.raises(ValueError, match="a width of 32 cannot be shared by 5 heads"):
+def test_impossible_arguments_are_refused():
+    with pytest.raises(ValueError, match="the width 32 is not a multiple of 5 heads"):
         SelfAttention(32, 5, 0.0)
     with pytest.raises(ValueError, match="pool must be one of first, mean, max, not 'last'"):
         SentenceEncoder(11, pool="last")

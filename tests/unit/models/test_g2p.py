@@ -1,4 +1,4 @@
-"""The g2p benchmark: who is on which side, how words become ids, and how errors are counted."""
+"""The g2p benchmark: splits, tokenizers, error rates and commands."""
 
 from pathlib import Path
 
@@ -11,27 +11,27 @@ from tokenizers import Tokenizer
 
 from tformer_export.common.checkpoint import InputError
 from tformer_models import g2p
-from tformer_models.decoding import greedy
+from tformer_models.decoding import decode_greedily
 
 
-def test_the_split_never_changes():
-    counts = {side: len(g2p.split(side)) for side in g2p.SPLITS}
+def test_split_is_fixed():
+    counts = {split: len(g2p.load_split(split)) for split in g2p.SPLITS}
     assert counts == {"train": 112628, "validation": 6166, "test": 6132}
-    sides = [set(g2p.split(side)) for side in g2p.SPLITS]
-    assert sum(map(len, sides)) == len(set.union(*sides)) == len(g2p.lexicon())
-    for side in g2p.SPLITS:
-        assert all(g2p.split_of(word) == side for word in list(g2p.split(side))[:100])
+    splits = [set(g2p.load_split(split)) for split in g2p.SPLITS]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == len(g2p.load_lexicon())
+    for split in g2p.SPLITS:
+        assert all(g2p.assign_split(word) == split for word in list(g2p.load_split(split))[:100])
     # SHA-256 of "hello" begins 2cf24dba5fb0a30e, of "the" b9776d7ddf459c9a.
-    assert g2p.split_of("hello") == side_of(0x2CF24DBA5FB0A30E)
-    assert g2p.split_of("the") == side_of(0xB9776D7DDF459C9A)
+    assert g2p.assign_split("hello") == split_by_definition(0x2CF24DBA5FB0A30E)
+    assert g2p.assign_split("the") == split_by_definition(0xB9776D7DDF459C9A)
 
 
-def side_of(number):
+def split_by_definition(number):
     return "test" if number % 100 < 5 else "validation" if number % 100 < 10 else "train"
 
 
-def test_the_lexicon_has_no_stress_no_duplicates_and_the_literatures_alphabet():
-    words = g2p.lexicon()
+def test_lexicon_has_no_stress_no_duplicates_and_the_alphabet_of_the_literature():
+    words = g2p.load_lexicon()
     assert {letter for word in words for letter in word} == set(g2p.LETTERS)
     assert {p for options in words.values() for option in options for p in option} == set(g2p.PHONEMES)
     assert len(g2p.PHONEMES) == 39
@@ -50,7 +50,7 @@ def target():
     return Tokenizer.from_str(g2p.target_tokenizer())
 
 
-def test_source_ids_are_the_exact_input_of_the_model(source):
+def test_source_tokenizer_gives_the_ids_of_the_model(source):
     assert source.encode("Don’t ").ids == source.encode("don't").ids
     assert source.encode("ab'z").tokens == ["a", "b", "'", "z", "<eos>"]
     assert source.encode("abz").ids == [5, 6, 30, g2p.EOS]
@@ -58,15 +58,15 @@ def test_source_ids_are_the_exact_input_of_the_model(source):
 
 
 @pytest.mark.parametrize("text", ["naïve", "a b", "e-mail", "3", "a\nb", "日本"])
-def test_other_characters_can_be_told(source, text):
+def test_source_tokenizer_maps_other_characters_to_unk(source, text):
     assert g2p.UNK in source.encode(text).ids
 
 
-def test_no_word_of_the_lexicon_is_unknown(source):
-    assert all(g2p.UNK not in encoding.ids for encoding in source.encode_batch(list(g2p.lexicon())))
+def test_source_tokenizer_knows_every_word_of_the_lexicon(source):
+    assert all(g2p.UNK not in encoding.ids for encoding in source.encode_batch(list(g2p.load_lexicon())))
 
 
-def test_target_tokens_survive_a_round_trip(target):
+def test_target_tokenizer_round_trip(target):
     text = " ".join(g2p.PHONEMES)
     ids = target.encode(text).ids
     assert ids == list(range(3, 42))
@@ -75,9 +75,9 @@ def test_target_tokens_survive_a_round_trip(target):
         target.encode("HH AH0")
 
 
-def test_the_dataset_is_what_the_tokenizers_give(source, target):
+def test_dataset_ids_equal_tokenizer_ids(source, target):
     data = g2p.dataset(limit=50)
-    words = [(word, option) for word, options in list(g2p.split("train").items())[:50] for option in options]
+    words = [(word, option) for word, options in list(g2p.load_split("train").items())[:50] for option in options]
     assert len(data.train) == len(words)
     for (src, tgt), (word, option) in zip(data.train, words, strict=True):
         assert src == source.encode(word).ids
@@ -99,7 +99,7 @@ def test_the_dataset_is_what_the_tokenizers_give(source, target):
         ("ab", "ba", 2),
     ],
 )
-def test_edit_distance(a, b, distance):
+def test_edit_distance_of_known_pairs(a, b, distance):
     assert g2p.edit_distance(a, b) == distance
 
 
@@ -110,7 +110,7 @@ def by_definition(a, b):
 
 
 @given(st.text("xyz", max_size=5), st.text("xyz", max_size=5))
-def test_edit_distance_is_its_definition(a, b):
+def test_edit_distance_equals_its_recursive_definition(a, b):
     assert g2p.edit_distance(a, b) == by_definition(a, b)
 
 
@@ -118,7 +118,7 @@ def spoken(*texts):
     return [text.split() for text in texts]
 
 
-def test_error_rates_by_hand():
+def test_error_rates_equal_hand_counts():
     references = [spoken("K AE T"), spoken("T AH M EY T OW", "T AH M AA T OW"), spoken("AH", "EY")]
     assert g2p.error_rates(spoken("K AE T", "T AH M AA T OW", "EY"), references) == (0.0, 0.0)
     # One deletion of 3; one substitution and one insertion of 6 against the closer reference; 2 insertions of 1.
@@ -128,12 +128,12 @@ def test_error_rates_by_hand():
     assert g2p.error_rates(spoken(""), [spoken("K")]) == (1.0, 1.0)
 
 
-def test_commands_agree_on_words_and_their_order(tmp_path):
+def test_words_and_score_commands_use_the_same_order(tmp_path):
     run = CliRunner().invoke
     words = run(g2p.main, ["words", "--split", "validation"]).stdout.splitlines()
     assert words == sorted(words)
     assert len(words) == 6166
-    lines = [" ".join(g2p.lexicon()[word][-1]) for word in words]
+    lines = [" ".join(g2p.load_lexicon()[word][-1]) for word in words]
     lines[0] = "ZH " * 9
     (tmp_path / "predictions.txt").write_text("\n".join(lines) + "\n")
     result = run(g2p.main, ["score", str(tmp_path / "predictions.txt"), "--split", "validation"])
@@ -143,30 +143,34 @@ def test_commands_agree_on_words_and_their_order(tmp_path):
     assert piped.stdout == result.stdout
 
 
-def test_the_number_of_predictions_must_match():
+def test_report_refuses_a_wrong_number_of_predictions():
     with pytest.raises(InputError, match="1 predictions for the 6132 words"):
-        g2p.report([["AH"]], "test")
+        g2p.format_report([["AH"]], "test")
 
 
-class Counts(torch.nn.Module):
-    """Writes as many tokens 3 as there are source tokens, then the end (2)."""
+class LengthCopier(torch.nn.Module):
+    """Predicts as many tokens 3 as the source has tokens, then the end token (2)."""
 
     def forward(self, src, tgt):
-        left = (src != 0).sum(1)[:, None] - torch.arange(tgt.shape[1])[None]
-        return torch.nn.functional.one_hot(torch.where(left > 0, 3, 2), 5).float()
+        remaining = (src != 0).sum(1)[:, None] - torch.arange(tgt.shape[1])[None]
+        return torch.nn.functional.one_hot(torch.where(remaining > 0, 3, 2), 5).float()
 
 
-def test_greedy_ends_each_row_by_itself():
-    options = {"start": 1, "end": 2, "pad": 0}
-    assert greedy(Counts(), [[7], [7, 7, 7], [7, 7]], **options, max_new_tokens=9) == [[3], [3] * 3, [3] * 2]
-    assert greedy(Counts(), [[7, 7, 7]], **options, max_new_tokens=2) == [[3, 3]]
+def test_greedy_decoding_ends_each_row_separately():
+    options = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    assert decode_greedily(LengthCopier(), [[7], [7, 7, 7], [7, 7]], **options, max_new_tokens=9) == [
+        [3],
+        [3] * 3,
+        [3] * 2,
+    ]
+    assert decode_greedily(LengthCopier(), [[7, 7, 7]], **options, max_new_tokens=2) == [[3, 3]]
 
 
-def test_the_committed_model_reads_words_it_was_not_trained_on():
+def test_committed_model_pronounces_held_out_words():
     path = Path(g2p.__file__).parents[1] / "g2p" / "model.pt"
-    words = list(g2p.split("test"))[::60]
+    words = list(g2p.load_split("test"))[::60]
     predictions = g2p.predict(path, ["hello", *words])
-    assert tuple(predictions[0]) in g2p.lexicon()["hello"]
-    per, wer = g2p.error_rates(predictions[1:], [g2p.split("test")[word] for word in words])
-    assert per < 0.12  # of about a hundred words only: the model card has the error rates of all
+    assert tuple(predictions[0]) in g2p.load_lexicon()["hello"]
+    per, wer = g2p.error_rates(predictions[1:], [g2p.load_split("test")[word] for word in words])
+    assert per < 0.12  # on about a hundred words; the model card has the error rates of the whole split
     assert wer < 0.4

@@ -1,4 +1,4 @@
-"""Seq2SeqTransformer computes what PyTorch's own layers compute with the same weights, and sees only what it may."""
+"""Seq2SeqTransformer: equal to torch.nn's layers with the same weights, causal, and independent of padding."""
 
 import ast
 import json
@@ -19,13 +19,13 @@ SIZES = {"width": 32, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "fee
 def tiny(**options):
     torch.manual_seed(3)
     model = Seq2SeqTransformer(11, 13, **{**SIZES, **options}).eval()
-    for p in model.parameters():  # no norm or bias may stay at a value that hides a mistake
+    for p in model.parameters():  # norms and biases at their initial values would hide errors
         p.data += 0.1 * torch.randn_like(p)
     return model
 
 
 def ragged():
-    """Three rows of 7, 4, 5 source ids and 6, 3, 5 target ids, padded with 0."""
+    """Return three rows of 7, 4, 5 source ids and 6, 3, 5 target ids, padded with 0."""
     torch.manual_seed(4)
     src, tgt = torch.randint(1, 11, (3, 7)), torch.randint(1, 13, (3, 6))
     src[1, 4:], src[2, 5:], tgt[1, 3:], tgt[2, 5:] = 0, 0, 0, 0
@@ -39,7 +39,7 @@ def copy_attention(theirs, ours):
 
 
 def reference(model, src, tgt, norm, activation):
-    """The same model out of torch.nn.TransformerEncoder and torch.nn.TransformerDecoder."""
+    """Return the logits of torch.nn.TransformerEncoder and TransformerDecoder with the same weights."""
     options = {"batch_first": True, "norm_first": norm == "pre", "activation": activation, "dropout": 0.0}
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, **options), 2, enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 48, **options), 2)
@@ -63,7 +63,7 @@ def reference(model, src, tgt, norm, activation):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 @torch.no_grad()
-def test_equals_torch_layers_with_the_same_weights(norm, activation, positions):
+def test_logits_equal_torch_layers_with_the_same_weights(norm, activation, positions):
     model = tiny(norm=norm, activation=activation, positions=positions)
     src, tgt = ragged()
     real = tgt != 0
@@ -84,7 +84,7 @@ def test_attention_equals_scaled_dot_product_attention():
     torch.testing.assert_close(attention(x, memory, mask), attention.output(joined))
 
 
-def test_sinusoids_follow_the_paper():
+def test_sinusoids_equal_the_formula_of_the_paper():
     table = sinusoids(9, 6)
     for p in range(9):
         for i in range(3):
@@ -96,7 +96,7 @@ def test_sinusoids_follow_the_paper():
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @torch.no_grad()
-def test_a_position_sees_only_what_is_written(norm):
+def test_logits_do_not_depend_on_later_tokens(norm):
     model = tiny(norm=norm)
     src, tgt = ragged()
     changed = tgt.clone()
@@ -107,7 +107,7 @@ def test_a_position_sees_only_what_is_written(norm):
 
 
 @torch.no_grad()
-def test_padding_changes_nothing():
+def test_logits_do_not_depend_on_padding():
     model = tiny()
     src, tgt = ragged()
     padded = model(src, tgt)
@@ -117,7 +117,7 @@ def test_padding_changes_nothing():
 
 
 @torch.no_grad()
-def test_a_row_of_padding_stays_finite():
+def test_logits_of_a_row_of_padding_are_finite():
     src, tgt = ragged()
     src[1], tgt[1] = 0, 0
     assert tiny()(src, tgt).isfinite().all()
@@ -140,7 +140,7 @@ def test_tied_output_is_the_target_embedding():
     assert count["free"] - count["tied"] == 13 * 32
 
 
-def test_position_tables_are_weights_only_if_learned():
+def test_position_tables_are_weights_if_learned_only():
     assert "source.positions" not in tiny(positions="sinusoidal").state_dict()
     assert tiny(positions="learned").state_dict()["target.positions"].shape == (20, 32)
 
@@ -162,7 +162,7 @@ def test_dropout_is_active_in_training_only():
         ({"activation": "x"}, "relu"),
     ],
 )
-def test_impossible_arguments_are_named(options, named):
+def test_impossible_arguments_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         tiny(**options)
 
@@ -182,7 +182,7 @@ def test_arguments_survive_json():
 
 @pytest.mark.parametrize("options", [{}, {"norm": "pre", "positions": "learned", "activation": "gelu"}])
 @torch.no_grad()
-def test_no_size_is_fixed_when_traced(options):
+def test_torch_export_fixes_no_size(options):
     model = tiny(encoder_layers=1, decoder_layers=1, **options)
     batch, source, target = (torch.export.Dim(name, min=2, max=20) for name in ("batch", "source", "target"))
     src, tgt = ragged()
@@ -191,7 +191,7 @@ def test_no_size_is_fixed_when_traced(options):
     torch.testing.assert_close(program.module()(*other), model(*other))
 
 
-def test_needs_nothing_but_torch():
+def test_module_imports_torch_and_the_standard_library_only():
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

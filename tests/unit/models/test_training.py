@@ -1,29 +1,32 @@
-"""Training learns, repeats itself exactly, and survives being killed; what a recipe cannot mean is refused."""
+"""Training: it learns, is reproducible and can be resumed; wrong recipes and data are refused."""
 
 import csv
 import math
 import sys
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 from tformer_export.common.checkpoint import OptionError, OutputError, SourceError, load_checkpoint
 from tformer_models.cli import main
+from tformer_models.curves import find_best_step
 from tformer_models.data import Batches, pad_rows
 from tformer_models.dropout import ByteDropout, use_byte_dropout
-from tformer_models.objectives import Seq2SeqTask, rate
-from tformer_models.recipe import Output, Part, Recipe, Training, load_recipe
+from tformer_models.objectives import Seq2SeqObjective, learning_rate_factor
+from tformer_models.recipe import CheckpointOptions, FactoryCall, Recipe, TrainingOptions, load_recipe
 from tformer_models.training import train
 
 MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
 RECIPE = Recipe(
-    data=Part("tiny_task:successors"),
-    model=Part("tformer_models.seq2seq:Seq2SeqTransformer", MODEL | {"norm": "pre"}),
-    training=Training(steps=12, validate_every=4, batch_tokens=128, warmup=4, learning_rate=5e-3),
-    checkpoint=Output(defaults={"num_beams": 2}, max_length=16),
+    data=FactoryCall("tiny_task:successors"),
+    model=FactoryCall("tformer_models.seq2seq:Seq2SeqTransformer", MODEL | {"norm": "pre"}),
+    training=TrainingOptions(steps=12, validate_every=4, batch_tokens=128, warmup=4, learning_rate=5e-3),
+    checkpoint=CheckpointOptions(generation_defaults={"num_beams": 2}, max_length=16),
 )
 
 
@@ -35,12 +38,12 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def changed(**options):
+def recipe_with(**options):
     return replace(RECIPE, training=replace(RECIPE.training, **options))
 
 
 def curve(output):
-    """metrics.csv without the one column that may differ."""
+    """Return the rows of metrics.csv without the seconds, which differ from run to run."""
     with (output / "metrics.csv").open(newline="", encoding="utf-8") as file:
         return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
@@ -53,143 +56,179 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_it_learns_and_the_checkpoint_says_all(tmp_path):
-    longer = changed(steps=160, validate_every=40, batch_tokens=256, learning_rate=1e-2, warmup=20, schedule="cosine")
-    path = train(replace(longer, data=Part("tiny_task:successors", {"longest": 3})), tmp_path / "run")
+def test_model_learns_and_its_checkpoint_is_complete(tmp_path):
+    longer = recipe_with(
+        steps=160, validate_every=40, batch_tokens=256, learning_rate=1e-2, warmup=20, schedule="cosine"
+    )
+    path = train(replace(longer, data=FactoryCall("tiny_task:successors", {"max_digits": 3})), tmp_path / "run")
     rows = curve(tmp_path / "run")
     assert [row["step"] for row in rows] == ["40", "80", "120", "160"]
     losses = [float(row["loss"]) for row in rows]
     assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.5 * math.log(6)  # of a blind guess among five digits and the end
+    assert losses[-1] < 0.5 * math.log(6)  # half the loss of a uniform guess among five digits and the end token
     assert float(rows[-1]["token_accuracy"]) > 0.8
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     loaded = load_checkpoint(path)
     assert loaded.arguments["source_vocabulary"] == 8
-    assert loaded.special == {"start": [1], "end": [2], "pad": 0}
-    assert (loaded.defaults, loaded.max_length) == ({"num_beams": 2}, 16)
+    assert loaded.special_tokens == {"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0}
+    assert (loaded.generation_defaults, loaded.max_length) == ({"num_beams": 2}, 16)
     model = loaded.build()
     digits = torch.tensor([[3, 4, 5]])
     assert model(digits, torch.tensor([[1]])).shape == (1, 1, 8)
 
 
-def test_same_seed_same_curve(tmp_path):
+def test_same_seed_gives_the_same_curve(tmp_path):
     first = train(RECIPE, tmp_path / "first")
     second = train(RECIPE, tmp_path / "second")
-    other = train(changed(seed=2), tmp_path / "other")
+    other = train(recipe_with(seed=2), tmp_path / "other")
     assert curve(tmp_path / "first") == curve(tmp_path / "second")
     assert same(weights(first), weights(second))
     assert curve(tmp_path / "first") != curve(tmp_path / "other")
     assert not same(weights(first), weights(other))
 
 
-@pytest.mark.parametrize("killed_at", [5, 11, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 8))])
-def test_a_killed_run_resumes_on_the_same_path(tmp_path, monkeypatch, killed_at):
-    recipe = changed(schedule="cosine", precision="bf16")
+@pytest.mark.parametrize("killed_step", [5, 11, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 8))])
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path, monkeypatch, killed_step):
+    recipe = recipe_with(schedule="cosine", precision="bf16")
     whole = train(recipe, tmp_path / "whole")
-    step = Seq2SeqTask.training_step
+    step = Seq2SeqObjective.training_step
 
     def dies(self, batch, batch_idx):
-        if self.global_step == killed_at:
+        if self.global_step == killed_step:
             raise RuntimeError("killed")
         return step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Seq2SeqTask, "training_step", dies)
+        patch.setattr(Seq2SeqObjective, "training_step", dies)
         with pytest.raises(RuntimeError, match="killed"):
             train(recipe, tmp_path / "broken")
     assert not (tmp_path / "broken" / "model.pt").exists()
-    torch.manual_seed(killed_at)  # a new process knows nothing of the old one's random state
+    torch.manual_seed(killed_step)  # a new process does not have the random state of the old one
     resumed = train(recipe, tmp_path / "broken", resume=True)
     assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
     assert same(weights(resumed), weights(whole))
 
 
-def test_a_finished_run_can_be_resumed_without_harm(tmp_path):
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
     before = weights(train(RECIPE, tmp_path))
     assert same(before, weights(train(RECIPE, tmp_path, resume=True)))
 
 
-def test_a_run_is_not_overwritten_unasked(tmp_path):
+def test_run_is_overwritten_with_force_only(tmp_path):
     train(RECIPE, tmp_path)
     with pytest.raises(OutputError, match=r"--resume.*--force"):
         train(RECIPE, tmp_path)
     with pytest.raises(OptionError, match="another recipe"):
-        train(changed(seed=5), tmp_path, resume=True)
+        train(recipe_with(seed=5), tmp_path, resume=True)
     first = curve(tmp_path)
-    train(changed(seed=5), tmp_path, force=True)
+    train(recipe_with(seed=5), tmp_path, force=True)
     assert len(curve(tmp_path)) == 3
     assert curve(tmp_path) != first
 
 
-def test_what_is_begun_anew_does_not_resume_the_old_run(tmp_path, monkeypatch):
+def test_run_started_again_does_not_resume_the_old_run(tmp_path, monkeypatch):
     train(RECIPE, tmp_path / "used")
     with monkeypatch.context() as patch:
-        patch.setattr(Seq2SeqTask, "training_step", lambda *_: 1 / 0)
+        patch.setattr(Seq2SeqObjective, "training_step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train(changed(seed=5), tmp_path / "used", force=True)
-    train(changed(seed=5), tmp_path / "used", resume=True)
-    train(changed(seed=5), tmp_path / "fresh")
+            train(recipe_with(seed=5), tmp_path / "used", force=True)
+    train(recipe_with(seed=5), tmp_path / "used", resume=True)
+    train(recipe_with(seed=5), tmp_path / "fresh")
     assert curve(tmp_path / "used") == curve(tmp_path / "fresh")
 
 
-def test_the_kept_weights_are_the_average_of_the_best_validation(tmp_path):
-    path = train(changed(average=0.5), tmp_path)
-    kept = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
-    assert same(weights(path), {name.removeprefix("model."): value for name, value in kept["state_dict"].items()})
-    last = kept["current_model_state"]["model.output.bias"]
+def test_saved_weights_are_the_average_at_the_best_validation(tmp_path):
+    path = train(recipe_with(average=0.5), tmp_path)
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert same(weights(path), {name.removeprefix("model."): value for name, value in best["state_dict"].items()})
+    last = best["current_model_state"]["model.output.bias"]
     assert not torch.equal(weights(path)["output.bias"], last)
 
 
-def test_without_average_the_last_weights_of_the_best_validation_are_kept(tmp_path):
-    path = train(changed(average=0.0), tmp_path)
-    kept = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
-    assert torch.equal(weights(path)["output.bias"], kept["state_dict"]["model.output.bias"])
+@pytest.mark.parametrize("monitor", ["loss", "sequence_accuracy"])
+def test_curves_mark_the_step_of_the_saved_weights(tmp_path, monkeypatch, monitor):
+    figures = []
+    save = Figure.savefig
+
+    def record(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+    train(recipe_with(monitor=monitor, learning_rate=0.5, clip=0.0), tmp_path)  # the last step need not be the best
+    best_step = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["global_step"]
+    rows = [{name: float(value) for name, value in row.items()} for row in curve(tmp_path)]
+    assert find_best_step(rows, monitor) == best_step
+    assert len(figures) == len(rows)
+    for axes in figures[-1].axes:
+        assert axes.get_xlabel() == "training step (linear scale)"
+        assert axes.get_ylabel().endswith(f"({axes.get_yscale()} scale)")
+        (marker,) = [line for line in axes.lines if line.get_label().startswith("saved weights")]
+        assert set(marker.get_xdata()) == {best_step}
 
 
-def test_it_stops_where_nothing_improves(tmp_path):
-    stuck = changed(steps=100, validate_every=2, patience=2, learning_rate=0.0, weight_decay=0.0)
+def test_curves_mark_the_first_of_equal_steps():
+    rows = [{"step": 2.0, "accuracy": 0.5}, {"step": 4.0, "accuracy": 0.7}, {"step": 6.0, "accuracy": 0.7}]
+    assert find_best_step(rows, "accuracy") == 4
+    assert find_best_step([{"step": row["step"], "loss": row["accuracy"]} for row in rows], "loss") == 2
+
+
+def test_saved_weights_without_average_are_those_of_the_best_validation(tmp_path):
+    path = train(recipe_with(average=0.0), tmp_path)
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert torch.equal(weights(path)["output.bias"], best["state_dict"]["model.output.bias"])
+
+
+def test_run_stops_after_patience_validations(tmp_path):
+    stuck = recipe_with(steps=100, validate_every=2, patience=2, learning_rate=0.0, weight_decay=0.0)
     train(stuck, tmp_path)
     assert [row["step"] for row in curve(tmp_path)] == ["2", "4", "6"]
 
 
-def test_a_loss_that_explodes_is_an_error(tmp_path):
+def test_loss_that_is_not_finite_is_an_error(tmp_path):
     with pytest.raises(OptionError, match="lower learning_rate"):
-        train(changed(learning_rate=1e30, clip=0.0), tmp_path)
+        train(recipe_with(learning_rate=1e30, clip=0.0), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        (replace(RECIPE, data=Part("tiny_task:nothing")), "no training pairs"),
-        (replace(RECIPE, data=Part("tiny_task:stepping_over_another")), "a step input 'input_ids': it is 'tgt'"),
-        (replace(RECIPE, data=Part("builtins:dict")), "Dataset"),
-        (replace(RECIPE, model=Part(RECIPE.model.factory, MODEL | {"heads": 5})), "16 cannot be shared by 5 heads"),
-        (replace(RECIPE, data=Part("tiny_task:successors", {"digits": 0})), "tiny_task:successors failed"),
-        (replace(RECIPE, checkpoint=Output(max_length=4)), "a sequence of 8 ids"),
+        (replace(RECIPE, data=FactoryCall("tiny_task:no_pairs")), "no training pairs"),
+        (
+            replace(RECIPE, data=FactoryCall("tiny_task:wrong_step_input")),
+            "the step input 'input_ids': it must be 'tgt'",
+        ),
+        (replace(RECIPE, data=FactoryCall("builtins:dict")), "Dataset"),
+        (
+            replace(RECIPE, model=FactoryCall(RECIPE.model.factory, MODEL | {"heads": 5})),
+            "16 is not a multiple of 5 heads",
+        ),
+        (replace(RECIPE, data=FactoryCall("tiny_task:successors", {"digits": 0})), "tiny_task:successors failed"),
+        (replace(RECIPE, checkpoint=CheckpointOptions(max_length=4)), "a sequence of 8 ids"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path, recipe, named):
+def test_unusable_data_is_refused(tmp_path, recipe, named):
     with pytest.raises(OptionError, match=named):
         train(recipe, tmp_path)
 
 
-def test_rates():
-    options = Training(steps=100, warmup=10)
-    assert rate(0, options) == pytest.approx(0.1)
-    assert rate(9, options) == 1.0
-    assert rate(39, options) == pytest.approx(0.5)  # 1/√4 of the peak, at four times the warm-up
+def test_learning_rate_schedules():
+    options = TrainingOptions(steps=100, warmup=10)
+    assert learning_rate_factor(0, options) == pytest.approx(0.1)
+    assert learning_rate_factor(9, options) == 1.0
+    assert learning_rate_factor(39, options) == pytest.approx(0.5)  # 1/√4 of the peak, at four times the warm-up
     cosine = replace(options, schedule="cosine")
-    assert rate(10, cosine) == 1.0
-    assert rate(55, cosine) == pytest.approx(0.5)
-    assert rate(100, cosine) == 0.0
+    assert learning_rate_factor(10, cosine) == 1.0
+    assert learning_rate_factor(55, cosine) == pytest.approx(0.5)
+    assert learning_rate_factor(100, cosine) == 0.0
 
 
 def numbered(count=97):
-    """Pairs of different lengths whose first id is their number."""
+    """Return pairs of different lengths; the first id of a pair is its number."""
     return [([i + 1] * (1 + i % 7), [i + 1] * (1 + i % 5)) for i in range(count)]
 
 
-def test_a_pass_holds_every_pair_once_within_the_budget():
+def test_pass_has_every_pair_once_within_batch_tokens():
     batches = Batches(numbered(), batch_tokens=40, seed=1)
     for first in (0, len(batches), 5 * len(batches)):
         seen = Counter()
@@ -201,7 +240,7 @@ def test_a_pass_holds_every_pair_once_within_the_budget():
     assert sum(len(src) for src, _ in batches.in_order()) == 97
 
 
-def test_batches_follow_from_seed_and_step():
+def test_batches_depend_on_seed_and_step_only():
     batches = Batches(numbered(), batch_tokens=40, seed=1)
     whole = list(batches.shuffled(0, 3 * len(batches)))
     for first in (0, 3, len(batches) - 1, len(batches), 2 * len(batches) + 1):
@@ -217,7 +256,7 @@ def test_batches_follow_from_seed_and_step():
 
 
 def test_rows_are_padded_at_the_end():
-    assert pad_rows([[1, 2, 3], [4]], pad=9).tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert pad_rows([[1, 2, 3], [4]], pad_token_id=9).tolist() == [[1, 2, 3], [4, 9, 9]]
 
 
 def test_byte_dropout_keeps_the_mean_and_the_gradient():
@@ -253,7 +292,7 @@ steps = 2
 """
 
 
-def test_a_recipe_names_all_that_is_wrong_with_it(tmp_path):
+def test_recipe_error_names_every_wrong_name(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text("[model]\nfactory = 'a:b'\nwidht = 3\n[training]\nsteps = 1\nseeds = 2\n[extra]\n")
     with pytest.raises(OptionError) as caught:
@@ -272,20 +311,20 @@ def test_a_recipe_names_all_that_is_wrong_with_it(tmp_path):
         ("seed = 1.5", "seed must be of type int"),
     ],
 )
-def test_a_value_that_no_recipe_has_is_refused(tmp_path, line, named):
+def test_wrong_value_in_a_recipe_is_refused(tmp_path, line, named):
     (tmp_path / "recipe.toml").write_text(TOML + line)
     with pytest.raises(OptionError, match=named):
         load_recipe(tmp_path / "recipe.toml")
 
 
 @pytest.mark.parametrize("content", ["steps = = 2", "\x00"])
-def test_a_file_that_is_not_toml_is_refused(tmp_path, content):
+def test_recipe_that_is_not_toml_is_refused(tmp_path, content):
     (tmp_path / "recipe.toml").write_text(content)
     with pytest.raises(SourceError, match="not TOML"):
         load_recipe(tmp_path / "recipe.toml")
 
 
-def test_command_line_prints_the_model_and_nothing_else(tmp_path, monkeypatch):
+def test_command_prints_the_path_of_the_model_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(TOML)
     result = CliRunner().invoke(main, ["small.toml", "--threads", "1"])
@@ -299,12 +338,25 @@ def test_command_line_prints_the_model_and_nothing_else(tmp_path, monkeypatch):
     assert "--resume" in again.stderr
 
 
-def test_command_line_refuses_to_resume_and_begin_anew():
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_command_prints_its_help(option):
+    result = CliRunner().invoke(main, [option])
+    assert result.exit_code == 0
+    assert "RECIPE" in result.stdout
+
+
+def test_command_prints_its_version():
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0
+    assert version("tformer") in result.stdout
+
+
+def test_command_refuses_resume_with_force():
     result = CliRunner().invoke(main, ["small.toml", "--resume", "--force"])
     assert result.exit_code == 2
 
 
-def test_command_line_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatch):
+def test_command_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatch):
     missing = CliRunner().invoke(main, [str(tmp_path / "none.toml")])
     assert (missing.exit_code, missing.stdout) == (1, "")
     assert "none.toml cannot be read" in missing.stderr
@@ -316,14 +368,16 @@ def test_command_line_names_a_missing_recipe_and_a_missing_extra(tmp_path, monke
     assert "pip install 'tformer[train]'" in extra.stderr
 
 
-def test_a_recipe_may_begin_with_the_weights_of_another(tmp_path):
+def test_recipe_starts_from_the_weights_of_a_checkpoint(tmp_path):
     first = train(RECIPE, tmp_path / "first")
-    still = changed(start=str(first), learning_rate=0.0, weight_decay=0.0, seed=9)
-    assert same(weights(train(still, tmp_path / "second")), weights(first))
+    frozen = recipe_with(start=str(first), learning_rate=0.0, weight_decay=0.0, seed=9)
+    assert same(weights(train(frozen, tmp_path / "second")), weights(first))
 
 
-def test_weights_of_another_shape_are_no_start(tmp_path):
+def test_start_with_weights_of_another_shape_is_refused(tmp_path):
     first = train(RECIPE, tmp_path / "first")
-    wider = replace(changed(start=str(first)), model=Part(RECIPE.model.factory, MODEL | {"width": 32, "norm": "pre"}))
+    wider = replace(
+        recipe_with(start=str(first)), model=FactoryCall(RECIPE.model.factory, MODEL | {"width": 32, "norm": "pre"})
+    )
     with pytest.raises(SourceError, match="misshapen"):
         train(wider, tmp_path / "second")

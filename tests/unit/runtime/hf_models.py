@@ -102,7 +102,7 @@ class HfRows:
     def fit(self) -> bool:
         return False
 
-    def trails(self) -> None:
+    def histories(self) -> None:
         return None
 
     def guesses(self) -> None:
@@ -126,7 +126,7 @@ class HfStarter:
         self.batches.append(rows)
         return rows, rows.logits()
 
-    def need(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
+    def bytes_needed(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
         return sum(task.width for task in (*running, *coming))
 
 

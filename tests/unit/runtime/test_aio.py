@@ -84,7 +84,7 @@ def rows_of_steps(model: Model, monkeypatch) -> list[int]:
     rows, step = [], model.engine.step
 
     def counted(state, tokens, *args, **kwargs):
-        if state.longest:
+        if state.max_row_length:
             rows.append(len(tokens))
         return step(state, tokens, *args, **kwargs)
 
@@ -121,7 +121,7 @@ def test_requests_yield_what_they_yield_alone(model):
     expected = [model.generate(word, **way) for word, way in requests(48)]
 
     async def run():
-        async with AsyncModel(model, rows=8) as aio:
+        async with AsyncModel(model, max_batch_size=8) as aio:
             return await asyncio.gather(*(aio.generate(word, **way) for word, way in requests(48)))
 
     for result, alone in zip(asyncio.run(run()), expected, strict=True):
@@ -135,7 +135,7 @@ def test_streams_are_the_texts_in_pieces(model):
     expected = [model.generate(word, **way).text for word, way in plan]
 
     async def run():
-        async with AsyncModel(model, rows=8) as aio:
+        async with AsyncModel(model, max_batch_size=8) as aio:
             return await asyncio.gather(*(text_of(aio.stream(word, **way)) for word, way in plan))
 
     assert asyncio.run(run()) == expected
@@ -182,7 +182,7 @@ def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
     room, step = threading.Semaphore(0), toy.engine.step
 
     def waits(state, *args, **kwargs):
-        assert not state.longest or room.acquire()
+        assert not state.max_row_length or room.acquire()
         return step(state, *args, **kwargs)
 
     monkeypatch.setattr(toy.engine, "step", waits)
@@ -211,14 +211,14 @@ def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
 
 def test_more_requests_than_the_queue_holds_wait_outside(toy):
     async def run():
-        async with AsyncModel(toy, queue=2) as aio:
+        async with AsyncModel(toy, max_pending=2) as aio:
             first, gate = await gated(aio, 1)
             others = await started(*(aio.generate(word, max_new_tokens=5) for word in WORDS))
-            taken = [len(aio._worker._jobs) + len(aio._worker._came)]
+            taken = [len(aio._worker._jobs) + len(aio._worker._new_jobs)]
             others[0].cancel()
             await asyncio.wait(others[:1])
             await asyncio.sleep(0)
-            taken.append(len(aio._worker._came))  # one more came, in the place of the one that left
+            taken.append(len(aio._worker._new_jobs))  # one more came, in the place of the one that left
             gate.open()
             return taken, await asyncio.gather(first, *others[1:])
 
@@ -257,7 +257,7 @@ def test_what_is_cancelled_before_its_turn_never_begins(toy, monkeypatch):
     monkeypatch.setattr(toy.engine, "start", lambda *args, **kw: begun.append(args[0]) or start(*args, **kw))
 
     async def run():
-        async with AsyncModel(toy, rows=1) as aio:
+        async with AsyncModel(toy, max_batch_size=1) as aio:
             first, gate = await gated(aio, 1, 3)
             waiting = await started(aio.generate("ab"))
             gate.open()
@@ -279,7 +279,7 @@ def test_leaving_a_stream_ends_its_request(toy, monkeypatch):
     rows = rows_of_steps(toy, monkeypatch)
 
     async def run():
-        async with AsyncModel(toy, queue=2) as aio:
+        async with AsyncModel(toy, max_pending=2) as aio:
             first, gate = await gated(aio, 1, 12)
             stream = aio.stream("ab", **LONG)
             (piece,) = await started(anext(stream))
@@ -299,7 +299,7 @@ def test_leaving_a_stream_ends_its_request(toy, monkeypatch):
 
 def test_a_stream_that_is_not_read_takes_no_room(toy):
     async def run():
-        async with AsyncModel(toy, queue=1) as aio:
+        async with AsyncModel(toy, max_pending=1) as aio:
             never = aio.stream("ab")
             assert (await aio.generate("a")).token_ids
             await never.aclose()
@@ -310,11 +310,11 @@ def test_a_stream_that_is_not_read_takes_no_room(toy):
 def test_deadlines(toy, monkeypatch):
     """Of a request that runs, and of one that waits for its turn; by a clock that only the test moves."""
     clock = [1000.0]
-    for module in ("async_model", "decoding.scheduler"):
+    for module in ("async_model", "decoding.scheduler", "decoding.worker_pool"):
         monkeypatch.setattr(f"tformer_runtime.{module}.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def run():
-        async with AsyncModel(toy, rows=1) as aio:
+        async with AsyncModel(toy, max_batch_size=1) as aio:
             runs, gate = await gated(aio, 1, deadline=10)
             waits = await started(aio.generate("ab", deadline=5), aio.generate("ab", deadline=100), aio.generate("q"))
             stream = asyncio.ensure_future(text_of(aio.stream("ab", deadline=7)))
@@ -333,7 +333,7 @@ def test_deadlines(toy, monkeypatch):
 
 def test_a_deadline_counts_while_a_request_waits_outside(toy):
     async def run():
-        async with AsyncModel(toy, queue=1) as aio:
+        async with AsyncModel(toy, max_pending=1) as aio:
             first, gate = await gated(aio, 1)
             with pytest.raises(DeadlineError):
                 await aio.generate("ab", deadline=0.01)
@@ -370,7 +370,7 @@ def test_a_request_that_fails_fails_alone(files):
     ]
 
     async def run():
-        async with AsyncModel(model, rows=4) as aio:
+        async with AsyncModel(model, max_batch_size=4) as aio:
             good = [aio.generate(word, **way) for word, way in requests(24)]
             every = [
                 call for word, way in ((w, o) for _, w, o in bad) for call in (aio.generate(word, **way), good.pop())
@@ -389,22 +389,22 @@ def test_a_request_that_fails_fails_alone(files):
 
 def test_results_have_what_was_asked_for_besides(toy):
     """Alignments and hidden states, of requests that run beside others without."""
-    ways = [{}, {"alignments": True}, {"hidden": True}, {"alignments": True, "num_beams": 2}]
+    ways = [{}, {"cross_attentions": True}, {"hidden_states": True}, {"cross_attentions": True, "num_beams": 2}]
     plan = [(word, way) for word in WORDS[:4] for way in ways]
 
     async def run():
-        async with AsyncModel(toy, rows=4) as aio:
+        async with AsyncModel(toy, max_batch_size=4) as aio:
             return await asyncio.gather(*(aio.generate(word, **way) for word, way in plan))
 
     for result, (word, way) in zip(asyncio.run(run()), plan, strict=True):
         alone = toy.generate(word, **way)
         assert_alike(result, alone)
-        assert (result.alignments is not None) == ("alignments" in way)
-        if result.alignments is not None:
-            np.testing.assert_allclose(result.alignments, alone.alignments, atol=1e-5)
-        assert result.hidden.keys() == alone.hidden.keys()
-        for name, value in result.hidden.items():
-            np.testing.assert_allclose(value, alone.hidden[name], atol=1e-4)
+        assert (result.cross_attentions is not None) == ("cross_attentions" in way)
+        if result.cross_attentions is not None:
+            np.testing.assert_allclose(result.cross_attentions, alone.cross_attentions, atol=1e-5)
+        assert result.hidden_states.keys() == alone.hidden_states.keys()
+        for name, value in result.hidden_states.items():
+            np.testing.assert_allclose(value, alone.hidden_states[name], atol=1e-4)
 
 
 def test_memory_is_shared_with_all_who_use_the_model(files):
@@ -412,7 +412,7 @@ def test_memory_is_shared_with_all_who_use_the_model(files):
     free = Model.load(files["encoder-decoder"], "cpu", threads=1)
     free.generate("onnx", num_beams=2)
     model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=free.memory()["peak"] * 2)
-    ways = [{"num_beams": 2}, {"alignments": True}, {"hidden": True}]
+    ways = [{"num_beams": 2}, {"cross_attentions": True}, {"hidden_states": True}]
     plan = [(word, ways[i % 3]) for i, word in enumerate(WORDS * 3)]
 
     async def run():
@@ -454,7 +454,7 @@ def test_a_request_waits_for_memory_without_turning(files):
 
 def test_close_ends_what_runs_and_what_waits(toy):
     async def run():
-        aio = AsyncModel(toy, rows=1, queue=3)
+        aio = AsyncModel(toy, max_batch_size=1, max_pending=3)
         runs, gate = await gated(aio, 1)
         stream = asyncio.ensure_future(text_of(aio.stream("hello")))
         waits = await started(*(aio.generate(word) for word in WORDS))
@@ -488,7 +488,7 @@ def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
             (other,) = await started(aio.generate("ab", **LONG))
             gate.open()
             await gate.reached()
-            late = await started(aio.generate("a", alignments=True))
+            late = await started(aio.generate("a", cross_attentions=True))
             broken.append(0)
             gate.open()
             outcomes = await asyncio.gather(first, other, return_exceptions=True)
@@ -503,11 +503,11 @@ def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
 def test_a_result_that_cannot_be_made_is_its_requests_error(toy, monkeypatch):
     async def run():
         async with AsyncModel(toy) as aio:
-            result = toy.generator.result
-            monkeypatch.setattr(toy.generator, "result", lambda task: 1 / 0)
+            result = toy.generator.make_result
+            monkeypatch.setattr(toy.generator, "make_result", lambda task: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 await text_of(aio.stream("hello", num_beams=2))
-            monkeypatch.setattr(toy.generator, "result", result)
+            monkeypatch.setattr(toy.generator, "make_result", result)
             assert_alike(await aio.generate("hello"), toy.generate("hello"))
 
     asyncio.run(run())
@@ -516,10 +516,10 @@ def test_a_result_that_cannot_be_made_is_its_requests_error(toy, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_thread_that_has_died(toy, monkeypatch):
     async def run():
-        async with AsyncModel(toy, rows=1) as aio:
+        async with AsyncModel(toy, max_batch_size=1) as aio:
             first, gate = await gated(aio, 1)
             waits = await started(aio.generate("ab"), aio.generate("q"))
-            monkeypatch.setattr(Scheduler, "turn", lambda scheduler: 1 / 0)
+            monkeypatch.setattr(Scheduler, "step_or_fail", lambda scheduler: 1 / 0)
             gate.open()
             outcomes = await asyncio.gather(first, *waits, return_exceptions=True)
             with pytest.raises(UnsupportedCallError):
@@ -588,7 +588,7 @@ def test_the_interpreter_may_end_at_any_time(files, way):
 
 
 def test_what_it_is_made_of(toy, tmp_path):
-    for options in ({"rows": 0}, {"queue": 0}, {"rows": 1.5}, {"queue": True}):
+    for options in ({"max_batch_size": 0}, {"max_pending": 0}, {"max_batch_size": 1.5}, {"max_pending": True}):
         with pytest.raises(OptionError, match="must be a whole number of at least 1"):
             AsyncModel(toy, **options)
 

@@ -12,11 +12,11 @@ import soundfile
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from tformer_runtime.base.errors import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
-from tformer_runtime.format.manifest import Preparation
-from tformer_runtime.preprocess.audio import LOG_MEL, Audio
+from tformer_runtime.format.manifest import Preprocessing
+from tformer_runtime.preprocess.audio import LOG_MEL, AudioPreprocessor
 
-WAVE = Audio(rate=16000, shortest=50)
-MEL = Audio(rate=16000, features=LOG_MEL, mels=80, window=400, hop=160, highest=8000.0, samples=480000)
+WAVE = AudioPreprocessor(rate=16000, shortest=50)
+MEL = AudioPreprocessor(rate=16000, features=LOG_MEL, mels=80, window=400, hop=160, highest=8000.0, samples=480000)
 
 
 def speech(seconds, rate=16000, seed=0):
@@ -42,7 +42,7 @@ SOUNDS = {
 @pytest.mark.parametrize("mels", [80, 128])
 def test_spectrograms_are_those_of_the_feature_extractor(name, mels):
     theirs = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
-    own = replace(MEL, mels=mels).made(SOUNDS[name])
+    own = replace(MEL, mels=mels).from_samples(SOUNDS[name])
     assert own.shape == (mels, 3000)
     assert own.dtype == np.float32
     np.testing.assert_allclose(own, theirs.input_features[0], atol=1e-4, rtol=0)
@@ -63,7 +63,7 @@ def test_waveforms_are_normalised_as_by_the_feature_extractor():
         extractor = Wav2Vec2FeatureExtractor(do_normalize=normalize)
         for sound in SOUNDS.values():
             theirs = extractor(sound + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
-            own = Audio(normalize=normalize).made(sound + np.float32(0.3))
+            own = AudioPreprocessor(normalize=normalize).from_samples(sound + np.float32(0.3))
             np.testing.assert_allclose(own, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_what_is_no_sound_is_refused(tmp_path):
         with pytest.raises(InputError, match=sentence):
             WAVE.read(given)
     with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
-        MEL.made(speech(31.0))
+        MEL.from_samples(speech(31.0))
 
 
 def says(flac, frames):
@@ -175,7 +175,7 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
     with pytest.raises(InputError, match=r"slow\.wav has a rate of 1 samples a second"):
         WAVE.read(tmp_path / "slow.wav")
-    monkeypatch.setattr("tformer_runtime.preprocess.audio.MOST_SAMPLES", 10000)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio.MAX_SAMPLES", 10000)
     with pytest.raises(InputError, match="resampled to 16000 Hz, has 16,000 samples, and at most 10,000"):
         WAVE.read((speech(1.0, 8000), 8000))
     with pytest.raises(InputError, match="does not say how long it is"):
@@ -184,12 +184,12 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     def nothing_left(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("tformer_runtime.preprocess.audio._resampled", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio._resample", nothing_left)
     with pytest.raises(OutOfMemoryError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
     monkeypatch.setattr("tformer_runtime.preprocess.audio.np.fft.rfft", nothing_left)
     with pytest.raises(OutOfMemoryError, match="the sound is too long for the memory there is"):
-        MEL.made(speech(0.5))
+        MEL.from_samples(speech(0.5))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_rate_may_be_a_whole_float():
 
 
 def test_what_a_file_holds_is_read_again():
-    assert Audio.of(MEL.preparation) == MEL
+    assert AudioPreprocessor.of(MEL.manifest_entry) == MEL
     for numbers in ({"rate": "fast"}, {"features": "smell"}, {"loud": 1}, {"features": LOG_MEL, "mels": 0}):
         with pytest.raises(ModelFileError, match="damaged"):
-            Audio.of(Preparation("audio", numbers))
+            AudioPreprocessor.of(Preprocessing("audio", numbers))

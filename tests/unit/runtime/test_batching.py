@@ -10,9 +10,9 @@ from toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, Model, Result
 from tformer_runtime.decoding.options import Settings
-from tformer_runtime.decoding.ordered import WINDOW
+from tformer_runtime.decoding.ordered import WINDOW_BATCHES
 from tformer_runtime.decoding.request import Request, make_request
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.sequence import SequenceTask
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
 ROWS = 2
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 def alive():
     gc.collect()
-    return sum(type(thing) in (Request, Task, Result) for thing in gc.get_objects())
+    return sum(type(thing) in (Request, SequenceTask, Result) for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -47,9 +47,9 @@ def test_of_endless_inputs_a_bounded_number_is_held(model, workers):
         if given in (250, 500):
             held.append(alive() - before)
     results.close()
-    assert ahead[0] < 2 * WINDOW * ROWS
-    assert max(ahead) <= 2 * WINDOW * ROWS
-    assert max(held) <= 3 * 2 * WINDOW * ROWS
+    assert ahead[0] < 2 * WINDOW_BATCHES * ROWS
+    assert max(ahead) <= 2 * WINDOW_BATCHES * ROWS
+    assert max(held) <= 3 * 2 * WINDOW_BATCHES * ROWS
     assert alive() == before
 
 
@@ -57,10 +57,12 @@ def test_of_endless_inputs_a_bounded_number_is_held(model, workers):
 def test_a_run_that_goes_on_with_another(model, options):
     whole = list(model.generate_batch(WORDS, batch_size=ROWS, max_new_tokens=6, **options))
     for done in (0, 3, len(WORDS)):
-        rest = list(model.generate_batch(WORDS[done:], batch_size=ROWS, max_new_tokens=6, first=done, **options))
+        rest = list(
+            model.numbered_from(done).generate_batch(WORDS[done:], batch_size=ROWS, max_new_tokens=6, **options)
+        )
         assert rest == whole[done:]
     with pytest.raises(InputError, match=r"^input 8: 'é'"):
-        list(model.generate_batch(["ab", "é"], first=6))
+        list(model.numbered_from(6).generate_batch(["ab", "é"]))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -69,8 +71,10 @@ def test_a_request_that_is_refused_is_refused_in_its_turn(model, workers):
     small = Model(model.engine, max_memory=1)
     with pytest.raises(MemoryBudgetError):
         next(small.generate_batch(["a"], max_new_tokens=2))
-    needs = [model.generator.task(make_request(model.manifest, model.inputs, t, 0, S), S) for t in ("ab", "ab" * 20)]
-    least, most = (model.generator.scheduler(None, 1)._model.need((), [task]) for task in needs)
+    needs = [
+        model.generator.make_task(make_request(model.manifest, model.inputs, t, 0, S), S) for t in ("ab", "ab" * 20)
+    ]
+    least, most = (model.generator.new_scheduler(None, 1)._starter.bytes_needed((), [task]) for task in needs)
     assert least < most
     limited = Model(model.engine, max_memory=(least + most) // 2)
     results = limited.generate_batch(["ab", "ba", "ab" * 20, "ab"], batch_size=2, workers=workers, max_new_tokens=4)

@@ -87,10 +87,10 @@ def test_a_prefix_of_ids_and_one_that_ends_in_the_middle(model):
 def test_hidden_states_after_a_prefix(tmp_path):
     toy = Toy(encoder=False, extras=True, seed=3)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
-    whole = model.generate("helloab", hidden=True, max_new_tokens=6)
-    result = model.generate("ab", hidden=True, max_new_tokens=6, prefix=model.cache_prefix("hello"))
-    assert result.hidden["last"].shape == (len(result.token_ids), 16)
-    np.testing.assert_allclose(result.hidden["last"], whole.hidden["last"], atol=1e-4)
+    whole = model.generate("helloab", hidden_states=True, max_new_tokens=6)
+    result = model.generate("ab", hidden_states=True, max_new_tokens=6, prefix=model.cache_prefix("hello"))
+    assert result.hidden_states["last"].shape == (len(result.token_ids), 16)
+    np.testing.assert_allclose(result.hidden_states["last"], whole.hidden_states["last"], atol=1e-4)
 
 
 def test_threads_share_a_prefix(model):

@@ -253,7 +253,7 @@ def test_an_end_is_possible_exactly_where_the_text_is_complete(make, seed):
     for _ in range(12):
         allowed = m.allowed(guide)
         assert (m.end in allowed) == bool(re.fullmatch(regex, m.decode(ids)))
-        assert guide.over == (allowed == [m.end])
+        assert guide.must_end == (allowed == [m.end])
         token = int(rng.choice([i for i in allowed if i != m.end]))
         guide.accept(token)
         ids.append(token)
@@ -405,11 +405,11 @@ def test_a_row_that_takes_what_it_may_not_is_lost():
     m = model(byte_level)
     guide = m.grammar("choices", ["cat"]).start()
     guide.accept(m.tokenizer.token_to_id("x"))
-    assert guide.over
+    assert guide.must_end
     assert m.allowed(guide) == [m.end] == m.allowed(guide.copy())
     ended = m.grammar("regex", "a*").start()
     ended.accept(m.end)
-    assert ended.over
+    assert ended.must_end
 
 
 def test_threads_share_a_grammar():

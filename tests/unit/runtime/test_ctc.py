@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tformer_runtime.preprocess.ctc import Spelling, Stretch, aligned, beam, greedy, said
+from tformer_runtime.preprocess.ctc import CtcSpan, CtcSpelling, align_path, beam_search, collapse_path, greedy_path
 
 
 def drawn(frames, tokens, seed, spread=1.5):
@@ -42,7 +42,7 @@ def labellings(logprobs, blank):
 def test_a_wide_beam_has_the_probabilities_of_all_labellings(frames, blank):
     logprobs = drawn(frames, 3, seed=frames)
     expected = labellings(logprobs, blank)
-    found = beam(logprobs, blank, size=10**4)
+    found = beam_search(logprobs, blank, size=10**4)
     assert {labelling.ids for labelling in found} == set(expected)
     for labelling in found:
         assert labelling.score == pytest.approx(expected[labelling.ids], abs=1e-9)
@@ -51,8 +51,8 @@ def test_a_wide_beam_has_the_probabilities_of_all_labellings(frames, blank):
 
 def test_a_beam_finds_what_the_likeliest_path_does_not_say():
     logprobs = np.log(np.array([[0.6, 0.4], [0.6, 0.4]]))  # the blank, the blank: 0.36; but some token: 0.64
-    assert greedy(logprobs, 0)[1].ids == ()
-    best = beam(logprobs, 0, 4)[0]
+    assert greedy_path(logprobs, 0)[1].ids == ()
+    best = beam_search(logprobs, 0, 4)[0]
     assert best.ids == (1,)
     assert best.score == pytest.approx(np.log(0.64))
 
@@ -61,7 +61,7 @@ def test_a_narrow_beam_never_says_more_than_is_true():
     for seed in range(20):
         logprobs = drawn(6, 4, seed)
         expected = labellings(logprobs, 0)
-        found = beam(logprobs, 0, 3)
+        found = beam_search(logprobs, 0, 3)
         assert len(found) <= 3
         assert all(labelling.score <= expected[labelling.ids] + 1e-9 for labelling in found)
 
@@ -75,17 +75,17 @@ def test_the_likeliest_path_of_a_labelling(seed, frames, tokens):
     for path, score in paths.items():
         of_each[collapsed(path, 0)].append((score, path))
     for ids, some in of_each.items():
-        path = tuple(aligned(logprobs, ids, 0).tolist())
-        assert said(path, 0) == collapsed(path, 0) == ids
+        path = tuple(align_path(logprobs, ids, 0).tolist())
+        assert collapse_path(path, 0) == collapsed(path, 0) == ids
         assert paths[path] == pytest.approx(max(some)[0])
-    best, labelling = greedy(logprobs, 0)
+    best, labelling = greedy_path(logprobs, 0)
     assert paths[tuple(best.tolist())] == pytest.approx(max(paths.values())) == pytest.approx(labelling.score)
 
 
 def test_spelling():
-    spelling = Spelling(("<pad>", "|", "A", "B", "'S"), 0, "|", lower=True, tidy=True)
+    spelling = CtcSpelling(("<pad>", "|", "A", "B", "'S"), 0, "|", lower=True, tidy=True)
     path = [1, 0, 2, 2, 0, 2, 3, 1, 1, 0, 1, 3, 3, 0, 0, 1, 4]
     assert spelling.text(path) == "aab  b's"
-    assert spelling.words(path) == [Stretch("AAB", 2, 7), Stretch("B", 11, 13), Stretch("'S", 16, 17)]
-    assert spelling.characters(path)[:3] == [Stretch(" ", 0, 1), Stretch("A", 2, 4), Stretch("A", 5, 6)]
+    assert spelling.words(path) == [CtcSpan("AAB", 2, 7), CtcSpan("B", 11, 13), CtcSpan("'S", 16, 17)]
+    assert spelling.characters(path)[:3] == [CtcSpan(" ", 0, 1), CtcSpan("A", 2, 4), CtcSpan("A", 5, 6)]
     assert spelling.text([0, 0]) == ""

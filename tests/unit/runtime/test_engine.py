@@ -13,7 +13,7 @@ from toy_models import Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import POSITIONS, SELECT, TOTAL
+from tformer_runtime.format.manifest import POSITIONS, SELECTED_TOKENS, TOTAL_SLOTS
 
 KINDS = [
     Toy(encoder=encoder, attention=attention, select=select, layers=2)
@@ -36,17 +36,17 @@ class Rows:
         self.state = engine.start({"src": sources} if toy.encoder else None, rows)
         self.rows = list(range(rows))
 
-    def feed(self, counts: list[int], want: str = "last", counted: bool = True) -> None:
+    def feed(self, counts: list[int], logit_positions: str = "last", counted: bool = True) -> None:
         before = self.state.lengths.copy()
         tokens = np.zeros((len(counts), max(counts)), np.int64)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             tokens[i, :count] = self.targets[row][before[i] : before[i] + count]
-        logits = self.engine.step(self.state, tokens, np.array(counts) if counted else None, want)
+        logits = self.engine.step(self.state, tokens, np.array(counts) if counted else None, logit_positions)
         assert logits.dtype == np.float32
         np.testing.assert_array_equal(self.state.lengths, before + counts)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             end = before[i] + count
-            got, first = (logits[i, :count], before[i]) if want == "all" else (logits[i : i + 1], end - 1)
+            got, first = (logits[i, :count], before[i]) if logit_positions == "all" else (logits[i : i + 1], end - 1)
             np.testing.assert_allclose(got, self.expected[row][first:end], atol=TOLERANCE)
 
     def reorder(self, rows: list[int]) -> None:
@@ -100,8 +100,9 @@ def test_one_row_rewinds_and_reads_on_in_calls_of_many_shapes(made):
     rows.feed([9])
     shapes = set()
     for _ in range(60):
-        rows.state.rewind(int(random.integers(max(1, rows.state.longest - 4), rows.state.longest + 1)))
-        count = int(random.integers(1, min(6, 64 - rows.state.longest) + 1)) if rows.state.longest < 64 else 0
+        rows.state.rewind(int(random.integers(max(1, rows.state.max_row_length - 4), rows.state.max_row_length + 1)))
+        room = 64 - rows.state.max_row_length
+        count = int(random.integers(1, min(6, room) + 1)) if room > 0 else 0
         if not count:
             break
         rows.feed([count], "all", counted=False)
@@ -185,7 +186,7 @@ def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
         rows = Rows(toy, own, rows=2)
         rows.feed([5, 3])
         rows.feed([1, 1])
-        assert own.sizing.need(8, {"source": 4 + own.slack}) > 0
+        assert own.memory_estimate.bytes_needed(8, {"source": 4 + own.join_padding}) > 0
         gone = weakref.ref(own)
         del own, rows
         assert gone() is None
@@ -217,7 +218,7 @@ def test_wrong_numbers_of_rows_and_inputs(made):
         with pytest.raises(InputError, match="1 rows where 2"):
             engine.start({"src": [np.array([5])]}, 2)
     else:
-        with pytest.raises(UnsupportedCallError, match="no input beside the tokens"):
+        with pytest.raises(UnsupportedCallError, match="no input besides the tokens"):
             engine.encode({}, 1)
 
 
@@ -246,7 +247,7 @@ def test_a_file_that_is_run_once(tmp_path):
 
 def test_an_input_that_the_manifest_leaves_out(tmp_path):
     toy = Toy(encoder=False)
-    decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL, SELECT))
+    decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL_SLOTS, SELECTED_TOKENS))
     other = with_manifest(toy.write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=decode)
     with pytest.raises(ModelFileError, match=r"its graph reads 'decode\.last', of which its manifest tells nothing"):
         Engine(other, device="cpu")

@@ -10,11 +10,11 @@ import pytest
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.sampling import log_normalizer
 from tformer_runtime.decoding.scheduler import Scheduler
-from tformer_runtime.decoding.sequence import Task
+from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.format.manifest import SpecialTokens
 
 VOCABULARY, END, OTHER_END, LIKELY = 1300, 2, 3, range(2, 12)  # so many that the best are looked for in blocks
@@ -57,7 +57,7 @@ class Random:
         rows._ids = [task.prompt.tolist() for task in tasks]
         return rows, rows._logits(device=False)
 
-    def need(self, running, coming, rows=None):
+    def bytes_needed(self, running, coming, rows=None):
         return 0
 
     def step(self, tokens):
@@ -74,10 +74,10 @@ class Random:
         self._kept = self._given.copy()
         return OnDevice(self._given) if device else self._given
 
-    def trails(self):
+    def histories(self):
         return None
 
-    guesses = requests = trails
+    guesses = requests = histories
 
     def release(self):
         pass
@@ -111,22 +111,22 @@ def decoded(model, options, rules=FORBIDDING):
     tasks = []
     for name in rules:
         settings = Settings.of(GenerationOptions(max_new_tokens=12, **options, **FORBIDDING[name]), {})
-        made = rules_of(settings, SpecialTokens((1,), (END, OTHER_END), 0), VOCABULARY)
+        made = make_rules(settings, SpecialTokens((1,), (END, OTHER_END), 0), VOCABULARY)
         for prompt in ([1], [1, 20, 30, 40], [5, 6, 5]):
-            tasks.append(Task(len(tasks), np.array(prompt), 12, settings, (END, OTHER_END), made))
+            tasks.append(SequenceTask(len(tasks), np.array(prompt), 12, settings, (END, OTHER_END), made))
     scheduler = Scheduler(model, rows=200)
     for task in tasks:
         scheduler.submit(task)
     while not scheduler.idle:
         scheduler.step()
-    return [task.found for task in tasks]
+    return [task.hypotheses for task in tasks]
 
 
 @pytest.fixture
 def ruled(monkeypatch):
     """Grows by each row of scores that rules have changed."""
-    calls, rule = [], Task.ruled
-    monkeypatch.setattr(Task, "ruled", lambda task, *args: calls.append(task) or rule(task, *args))
+    calls, rule = [], SequenceTask.apply_rules
+    monkeypatch.setattr(SequenceTask, "apply_rules", lambda task, *args: calls.append(task) or rule(task, *args))
     return calls
 
 
@@ -175,8 +175,11 @@ def test_a_row_comes_from_a_device_where_what_is_likeliest_there_is_forbidden(wa
 @pytest.mark.parametrize("device", [False, True])
 def test_no_id_that_may_come(options, device):
     settings = Settings.of(GenerationOptions(suppress_tokens=range(VOCABULARY), max_new_tokens=3, **options), {})
-    rules = rules_of(settings, SpecialTokens((1,), (END,), 0), VOCABULARY)
-    tasks = [Task(0, np.array([1]), 3, settings, (END,), rules), Task(1, np.array([1]), 3, Settings(), (END,))]
+    rules = make_rules(settings, SpecialTokens((1,), (END,), 0), VOCABULARY)
+    tasks = [
+        SequenceTask(0, np.array([1]), 3, settings, (END,), rules),
+        SequenceTask(1, np.array([1]), 3, Settings(), (END,)),
+    ]
     scheduler = Scheduler(Random(1, device))
     for task in tasks:
         scheduler.submit(task)
@@ -184,4 +187,4 @@ def test_no_id_that_may_come(options, device):
         scheduler.step()
     assert isinstance(tasks[0].error, OptionError)
     assert "leave no token that may come next" in str(tasks[0].error)
-    assert tasks[1].found
+    assert tasks[1].hypotheses

@@ -14,15 +14,15 @@ from toy_models import Toy
 
 from tformer_runtime import Model
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
-from tformer_runtime.backend.sampling_graph import TOP_TOKENS
-from tformer_runtime.backend.session import Session, cuda_missing
+from tformer_runtime.backend.sampling_graph import TOP_LOGITS_COUNT
+from tformer_runtime.backend.session import Session, find_missing_cuda
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.decoding.request import make_request
-from tformer_runtime.decoding.sampling import SLACK, Sampler
+from tformer_runtime.decoding.sampling import DEVICE_SUM_TOLERANCE, Sampler
 from tformer_runtime.engine.cuda_call import CudaGraphCall
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.model_file import mapped
-from tformer_runtime.format.stage_split import cut
+from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.stage_split import extract_stage
 
 TOYS = {
     "encoder-decoder": Toy(seed=3, layers=2),
@@ -38,21 +38,21 @@ class Apart(Session):
     """A device that is the CPU: what is there is a copy, and stays where it is."""
 
     def __init__(self, path):
-        super().__init__(path, "cpu", threads=1, apart=True)
+        super().__init__(path, "cpu", threads=1, split_stages=True)
         self.device = "cuda"
         self.runs: list[int | None] = []
         self.writes = 0
 
-    _chooses = keeps_buffers = True
+    _adds_greedy_choice = keeps_buffers = True
 
-    def write(self, tensor, array):
+    def write_tensor(self, tensor, array):
         self.writes += 1
-        super().write(tensor, array)
+        super().write_tensor(tensor, array)
 
-    def tensor(self, array):
+    def device_tensor(self, array):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
 
-    def give(self, binding, output):
+    def bind_new_output(self, binding, output):
         binding.bind_output(output, "cpu")
 
     def run(self, binding, stage, graph=None):
@@ -92,9 +92,10 @@ def test_a_stage_alone_reads_what_it_needs_and_gives_what_is_its_own(files, name
     manifest = TOYS[name].manifest()
     if not manifest.staged:
         with pytest.raises(ModelFileError, match="not the branches of one If"):
-            cut(mapped(files[name])[0], "decode")
+            extract_stage(read_mapped_model(files[name])[0], "decode")
         return
-    decode, encode = (onnx.load_from_string(cut(mapped(files[name])[0], stage)) for stage in ("decode", "encode"))
+    model, _ = read_mapped_model(files[name])
+    decode, encode = (onnx.load_from_string(extract_stage(model, stage)) for stage in ("decode", "encode"))
     given = {value.name for value in decode.graph.output}
     assert given == {manifest.decode.logits.name, *(cache.present for cache in manifest.decode.caches)}
     assert {value.name for value in encode.graph.output} == {output.name for output in manifest.encode.outputs}
@@ -110,7 +111,7 @@ def test_stages_apart_compute_what_one_session_does(files, name):
     """Bit for bit: the same kernels on the same numbers."""
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (3, 1, 6))
     one, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 12)
-    other, _ = steps(Engine(Session(files[name], "cpu", threads=1, apart=True)), sources, prompts, 12)
+    other, _ = steps(Engine(Session(files[name], "cpu", threads=1, split_stages=True)), sources, prompts, 12)
     np.testing.assert_array_equal(one, other)
 
 
@@ -201,7 +202,7 @@ def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, nam
     tokens = engine.step(state, tokens).argmax(-1)[:, None]
     begun = engine.session.writes
     for _ in range(20):
-        chosen = engine.choose(state, tokens)
+        chosen = engine.step_one_token(state, tokens)
         assert isinstance(chosen, DeviceLogits)
         logits = chosen.copy().astype(np.float64)
         np.testing.assert_array_equal(chosen.tokens, logits.argmax(-1))
@@ -210,7 +211,7 @@ def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, nam
         tokens = chosen.tokens[:, None]
     assert engine.session.writes == begun
     other = np.array([[9], [4]])  # not what was likeliest: written, and right
-    found = engine.choose(state, other).copy()
+    found = engine.step_one_token(state, other).copy()
     assert engine.session.writes == begun + 1
     plain = Engine(files[name], "cpu", threads=1)
     again = plain.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
@@ -253,17 +254,17 @@ def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
     engine.step(state, np.array([[5, 6], [7, 8], [9, 3]]))
     engine.step(state, np.array([[4], [5], [6]]))
     for temperatures in ([1.0, 0.5, 3.0], [1.0, 0.5, 3.0], [2.0, 1e-3, 40.0]):
-        chosen = engine.choose(state, np.array([[4], [5], [6]]))
+        chosen = engine.step_one_token(state, np.array([[4], [5], [6]]))
         logits = chosen.copy()
         for row, temperature, head in zip(
             logits, temperatures, chosen.top_logits(np.float32(temperatures)), strict=True
         ):
-            assert len(head.tokens) == TOP_TOKENS
-            assert not head.whole
-            np.testing.assert_array_equal(head.tokens, np.sort(np.argsort(-row, kind="stable")[:TOP_TOKENS]))
+            assert len(head.tokens) == TOP_LOGITS_COUNT
+            assert not head.complete
+            np.testing.assert_array_equal(head.tokens, np.sort(np.argsort(-row, kind="stable")[:TOP_LOGITS_COUNT]))
             np.testing.assert_array_equal(head.logits, row[head.tokens])
             total = np.exp((row.astype(np.float64) - row.max()) / temperature).sum()
-            assert head.total == pytest.approx(total, rel=SLACK / 10)
+            assert head.total == pytest.approx(total, rel=DEVICE_SUM_TOLERANCE / 10)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_samples_of_heads_are_those_of_whole_rows(wide, monkeypatch, options, ro
         return [r.token_ids for r in found], [logprob for r in found for logprob in r.token_logprobs]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "of_few", False)
+        patch.setattr(Sampler, "draws_from_few", False)
         expected, logprobs = generated()
     counted = Counted(monkeypatch)
     found, own = generated()
@@ -313,20 +314,20 @@ def test_greedy_rows_samples_and_rows_with_rules_beside_each_other(wide, monkeyp
     model = Model(Engine(Apart(wide)))
     counted = Counted(monkeypatch)
     generator, tasks = model.generator, []
-    scheduler = generator.scheduler(None, 4)
+    scheduler = generator.new_scheduler(None, 4)
     for i, (row, options) in enumerate(zip(inputs, asked, strict=True)):
         settings = model.settings(None, {"max_new_tokens": 20, **options})
-        tasks.append(generator.task(make_request(model.manifest, model.inputs, row, i, settings), settings))
+        tasks.append(generator.make_task(make_request(model.manifest, model.inputs, row, i, settings), settings))
         scheduler.submit(tasks[-1])
     while not scheduler.idle:
         scheduler.step()
-    assert [generator.result(task).token_ids for task in tasks] == [list(own)[-1].token_ids for own in expected]
+    assert [generator.make_result(task).token_ids for task in tasks] == [list(own)[-1].token_ids for own in expected]
     assert counted.whole > 15  # the rules'
     assert counted.heads > 15
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 @pytest.mark.parametrize("options", [{"top_k": 40}, {"temperature": 0.6, "top_p": 0.9}, {"min_p": 0.05}])
 def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options):
     model, inputs = Model(Engine(wide, "cuda")), rows_of(8, (4, 9, 2, 6, 3), 900)
@@ -335,7 +336,7 @@ def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options
         return [r.token_ids for r in model.generate_batch(inputs, max_new_tokens=24, seed=5, **options)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "of_few", False)
+        patch.setattr(Sampler, "draws_from_few", False)
         expected = generated()
     counted = Counted(monkeypatch)
     assert generated() == expected
@@ -343,11 +344,11 @@ def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(cuda_missing() is not None, reason=f"no CUDA here: {cuda_missing()}")
+@pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 @toys
 def test_graphs_on_a_gpu(files, name):
     engine = Engine(files[name], "cuda")
-    assert engine.session.captures
+    assert engine.session.captures_graphs
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
     expected, _ = steps(Engine(files[name], "cpu"), sources, prompts, 40)
     for _ in range(2):  # captured, then replayed

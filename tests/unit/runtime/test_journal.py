@@ -21,8 +21,8 @@ ASKED = {"--num-beams": 2, "--json": None}
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    monkeypatch.setattr(result_file, "RESULTS", 3)
-    monkeypatch.setattr(result_file, "SECONDS", 1e9)
+    monkeypatch.setattr(result_file, "JOURNAL_INTERVAL_RESULTS", 3)
+    monkeypatch.setattr(result_file, "JOURNAL_INTERVAL_SECONDS", 1e9)
 
 
 def write(path, inputs=INPUTS, asked=ASKED, most=None, ahead=4, **options):
@@ -147,7 +147,7 @@ def test_what_stands_in_the_way(tmp_path):
     (tmp_path / "out.part").write_bytes(kept[:10])
     assert "out.part has lost results" in refused(path, resume=True)
     (tmp_path / "out.part").write_bytes(kept)
-    for text in ("", "{", "[]", '{"place": {}}', json.dumps({"place": {"inputs": 1, "other": 2}, "asked": {}})):
+    for text in ("", "{", "[]", '{"progress": {}}', json.dumps({"progress": {"inputs": 1, "other": 2}, "options": {}})):
         (tmp_path / "out.part.json").write_text(text)
         assert refused(path, resume=True) == "out.part.json is not a journal of tformer-run: start over with --force"
     write(path, force=True)

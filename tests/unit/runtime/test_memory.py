@@ -14,10 +14,10 @@ from tformer_runtime import MemoryBudgetError, Model, UnsupportedCallError
 from tformer_runtime.decoding.generator import Generator
 from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.scheduler import Scheduler
-from tformer_runtime.decoding.sequence import Task
-from tformer_runtime.engine.encoder_context import Context
+from tformer_runtime.decoding.sequence import SequenceTask
+from tformer_runtime.engine.encoder_context import EncoderContext
 from tformer_runtime.engine.kv_cache import KVCache
-from tformer_runtime.engine.memory_budget import Budget, Share
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.engine.shortlist import Candidates
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
@@ -48,30 +48,32 @@ def loaded(files, name="decoder-only", limit=None):
 def cost(model: Model, words: list[str], **options) -> int:
     """The bytes that one batch of words is promised."""
     generator, settings = model.generator, model.settings(None, options)
-    tasks = [generator.task(make_request(model.manifest, model.inputs, word, 0, settings), settings) for word in words]
-    return generator.scheduler(settings, 32)._model.need((), tasks)
+    tasks = [
+        generator.make_task(make_request(model.manifest, model.inputs, word, 0, settings), settings) for word in words
+    ]
+    return generator.new_scheduler(settings, 32)._starter.bytes_needed((), tasks)
 
 
-def of_length(model: Model, length: int) -> Task:
+def of_length(model: Model, length: int) -> SequenceTask:
     settings = model.settings(None, {"max_new_tokens": length, "suppress_tokens": [END_ID]})
-    return model.generator.task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
+    return model.generator.make_task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
 
 
-def until_waiting(budget: Budget, count: int) -> None:
+def until_waiting(budget: MemoryBudget, count: int) -> None:
     with budget.changed:
-        assert budget.changed.wait_for(lambda: len(budget._queue) == count)
+        assert budget.changed.wait_for(lambda: len(budget._waiting) == count)
 
 
 @pytest.fixture
 def strict(monkeypatch):
     """A batch that takes more than it was promised fails, free bytes or not."""
-    take = Share.take
+    take = MemoryShare.acquire
 
-    def checked(share: Share, count: int) -> None:
-        assert share.kept or share.limit is None or share.held + count <= share.promised
+    def checked(share: MemoryShare, count: int) -> None:
+        assert share.persistent or share.limit is None or share.used_bytes + count <= share.reserved_bytes
         take(share, count)
 
-    monkeypatch.setattr(Share, "take", checked)
+    monkeypatch.setattr(MemoryShare, "acquire", checked)
 
 
 @pytest.mark.parametrize("name", sorted(TOYS))
@@ -82,14 +84,14 @@ def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
     limit = int(tightness * max(cost(free, [word], **way) for word in WORDS for way in WAYS))
     model = loaded(files, name, limit)
     generator, budget = model.generator, model.budget
-    schedulers = [generator.scheduler(None, 16, waits=False) for _ in range(2)]
+    schedulers = [generator.new_scheduler(None, 16, waits=False) for _ in range(2)]
     rng = np.random.default_rng(3)
     tasks, most = [], 0
     while len(tasks) < 60 or not all(s.idle for s in schedulers):
         if len(tasks) < 60 and rng.random() < 0.6:
             word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
             settings = model.settings(None, WAYS[way])
-            task = generator.task(make_request(model.manifest, model.inputs, WORDS[word], 0, settings), settings)
+            task = generator.make_task(make_request(model.manifest, model.inputs, WORDS[word], 0, settings), settings)
             tasks.append((task, word, way))
             schedulers[rng.integers(2)].submit(task)
         for scheduler in schedulers:
@@ -97,17 +99,17 @@ def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
                 if scheduler.running and rng.random() < 0.03:
                     scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
                 scheduler.step()
-                assert budget.held <= limit
-                most = max(most, budget._promised(lambda _: True))
+                assert budget.used_bytes <= limit
+                most = max(most, budget._reserved_bytes(lambda _: True))
                 assert most <= limit
     assert most > limit / 2
-    assert model.memory()["held"] == budget._promised(lambda _: True) == 0
+    assert model.memory()["held"] == budget._reserved_bytes(lambda _: True) == 0
     for task, word, way in tasks:
         if isinstance(task.error, KeyError):
             continue
         if (word, way) not in alone:
             alone[word, way] = free.generate(WORDS[word], **WAYS[way])
-        assert_alike(generator.result(task), alone[word, way])
+        assert_alike(generator.make_result(task), alone[word, way])
     assert sum(isinstance(task.error, KeyError) for task, *_ in tasks) < 30
 
 
@@ -140,27 +142,27 @@ def test_a_batch_of_more_than_fits_goes_through_in_parts(files, strict):
 def test_rows_that_left_make_room_for_others(files, strict):
     """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
     model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
-    scheduler = model.generator.scheduler(None, 32)
+    scheduler = model.generator.new_scheduler(None, 32)
     tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
     for task in tasks:
         scheduler.submit(task)
     assert [len(scheduler.running) for _ in range(4) if scheduler.step() is not None] == [4, 2, 4, 3]
     while not scheduler.idle:
         scheduler.step()
-    assert all(task.found for task in tasks)
+    assert all(task.hypotheses for task in tasks)
 
 
 def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
     """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
-    scheduler = model.generator.scheduler(None, 32)
+    scheduler = model.generator.new_scheduler(None, 32)
     tasks = [of_length(model, length) for length in (50, 30, 30)]
     for task, steps in zip(tasks, (25, 27, 30), strict=True):
         scheduler.submit(task)
         for _ in range(steps):
             scheduler.step()
     assert scheduler.idle
-    assert all(task.found for task in tasks)
+    assert all(task.hypotheses for task in tasks)
 
 
 def test_a_request_that_never_fits_says_what_it_needs(files):
@@ -235,57 +237,57 @@ def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
 
 
 def test_who_asks_first_is_served_first():
-    budget = Budget(10)
-    large, small, running = (budget.share(waits=False) for _ in range(3))
-    assert running.ask(6)
-    assert not large.ask(8)
-    assert not small.ask(2)  # would fit, and is behind
-    assert not running.ask(7, idle=False)  # as is who runs and wants more
-    running.end()
-    assert large.ask(8)
-    assert small.ask(2)
-    large.end()
-    small.end()
-    assert not budget._queue
+    budget = MemoryBudget(10)
+    large, small, running = (budget.new_share(blocking=False) for _ in range(3))
+    assert running.reserve(6)
+    assert not large.reserve(8)
+    assert not small.reserve(2)  # would fit, and is behind
+    assert not running.reserve(7, idle=False)  # as is who runs and wants more
+    running.release_reservation()
+    assert large.reserve(8)
+    assert small.reserve(2)
+    large.release_reservation()
+    small.release_reservation()
+    assert not budget._waiting
 
 
 def test_who_leaves_the_queue_keeps_nobody_waiting():
-    budget = Budget(10)
-    first, second, running = (budget.share(waits=False) for _ in range(3))
-    assert running.ask(6)
-    assert not first.ask(8)
-    assert not second.ask(4)
-    changes = budget.changes
-    first.leave()
-    assert budget.changes > changes
-    assert second.ask(4)
+    budget = MemoryBudget(10)
+    first, second, running = (budget.new_share(blocking=False) for _ in range(3))
+    assert running.reserve(6)
+    assert not first.reserve(8)
+    assert not second.reserve(4)
+    changes = budget.change_count
+    first.withdraw()
+    assert budget.change_count > changes
+    assert second.reserve(4)
 
 
 def test_a_thread_that_holds_what_others_wait_for_is_not_behind_them():
-    budget = Budget(10)
-    mine, more = budget.share(), budget.share()
-    assert mine.ask(4)
+    budget = MemoryBudget(10)
+    mine, more = budget.new_share(), budget.new_share()
+    assert mine.reserve(4)
     with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(budget.share().ask, 8)
+        waiting = other.submit(budget.new_share().reserve, 8)
         until_waiting(budget, 1)
-        assert more.ask(5)
-        more.end()
-        mine.end()
+        assert more.reserve(5)
+        more.release_reservation()
+        mine.release_reservation()
         assert waiting.result()
 
 
 def test_threads_that_could_only_wait_for_each_other_do_not():
     """Each is in the middle of a stream and wants as much again: one waits for the other, and that one is refused."""
-    budget = Budget(10)
-    mine, more = budget.share(), budget.share()
-    assert mine.ask(4)
+    budget = MemoryBudget(10)
+    mine, more = budget.new_share(), budget.new_share()
+    assert mine.reserve(4)
 
     def other():
-        held = budget.share()
-        assert held.ask(4)
+        held = budget.new_share()
+        assert held.reserve(4)
         ready.set()
-        assert budget.share().ask(5)  # there when the other thread's four are
-        held.end()
+        assert budget.new_share().reserve(5)  # there when the other thread's four are
+        held.release_reservation()
 
     ready = threading.Event()
     with ThreadPoolExecutor(1) as threads:
@@ -293,39 +295,39 @@ def test_threads_that_could_only_wait_for_each_other_do_not():
         assert ready.wait()
         until_waiting(budget, 1)
         with pytest.raises(MemoryBudgetError):
-            more.ask(5)
-        mine.end()
+            more.reserve(5)
+        mine.release_reservation()
         over.result()
 
 
 def test_what_is_kept_grows_when_there_is_room():
-    budget = Budget(10)
-    kept, running = budget.share(kept=True), budget.share(waits=False)
-    kept.take(3)
-    assert running.ask(6)
+    budget = MemoryBudget(10)
+    kept, running = budget.new_share(persistent=True), budget.new_share(blocking=False)
+    kept.acquire(3)
+    assert running.reserve(6)
     with ThreadPoolExecutor(1) as threads:
-        growing = threads.submit(kept.take, 3)
+        growing = threads.submit(kept.acquire, 3)
         until_waiting(budget, 1)
-        running.end()
+        running.release_reservation()
         growing.result()
-    assert budget.held == kept.held == 6
+    assert budget.used_bytes == kept.used_bytes == 6
     with pytest.raises(MemoryBudgetError):
-        running.ask(5)
-    kept.give(6)
-    assert running.ask(10)
-    assert budget.held == 0
+        running.reserve(5)
+    kept.release(6)
+    assert running.reserve(10)
+    assert budget.used_bytes == 0
 
 
 def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
     model = loaded(files)
     assert isinstance(model.generator, Generator)
-    scheduler = model.generator.scheduler(None, 4)
+    scheduler = model.generator.new_scheduler(None, 4)
     assert isinstance(scheduler, Scheduler)
     list(model.generate_batch(WORDS))
     assert model.memory()["limit"] is None
     assert model.memory()["held"] == 0 < model.memory()["peak"]
 
 
-@pytest.mark.parametrize("kind", [KVCache, Context, Candidates])
+@pytest.mark.parametrize("kind", [KVCache, EncoderContext, Candidates])
 def test_what_an_interrupt_kept_from_being_made_has_nothing_to_give_back(kind):
     kind.__new__(kind).__del__()

@@ -302,8 +302,8 @@ def test_a_file_without_a_tokenizer(tmp_path):
 
 def test_a_file_that_names_no_start_token(tmp_path):
     path = Toy().write(tmp_path / "toy.onnx")
-    bare = with_manifest(path, tmp_path / "bare.onnx", special=SpecialTokens(end=(END_ID,)))
-    with pytest.raises(InputError, match="names no token to start from: export the model with special="):
+    bare = with_manifest(path, tmp_path / "bare.onnx", special_tokens=SpecialTokens(eos_token_ids=(END_ID,)))
+    with pytest.raises(InputError, match="names no token to start from: export the model with special_tokens="):
         Model.load(bare, "cpu").generate("ab")
 
 

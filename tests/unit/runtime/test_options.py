@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.decoding.options import _CHECKS, Settings
+from tformer_runtime.decoding.options import OPTIONS, Settings
 
 
 def settled(defaults=None, **options):
@@ -234,4 +234,4 @@ def test_options_are_frozen_and_compare():
 def test_every_setting_is_an_option_and_has_a_value():
     names = [f.name for f in dataclasses.fields(GenerationOptions)]
     assert [f.name for f in dataclasses.fields(Settings)] == names
-    assert list(_CHECKS) == names
+    assert list(OPTIONS) == names

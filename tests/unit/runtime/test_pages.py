@@ -42,14 +42,14 @@ def test_pages_of_a_file_are_dropped_and_read_again(tmp_path):
     mine, other = contents
     maps[mine][5:9] = b"mine"
     assert resident(mine) >= len(contents[mine])
-    resident_pages.forget(mine)
+    resident_pages.drop_file_pages(mine)
     assert resident(mine) < len(contents[mine]) / 2
     assert resident(other) >= len(contents[other])
     assert maps[mine][:] == contents[mine][:5] + b"mine" + contents[mine][9:]
 
 
 def test_a_file_that_is_not_mapped(tmp_path):
-    resident_pages.forget(tmp_path / "none")
+    resident_pages.drop_file_pages(tmp_path / "none")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
@@ -64,7 +64,7 @@ def test_what_was_freed_is_given_back():
     for block in blocks[:-1]:
         library.free(block)
     kept = held()
-    resident_pages.trim()
+    resident_pages.trim_heap()
     assert held() < kept - size * count / 2
     library.free(blocks[-1])
 

@@ -15,8 +15,8 @@ from toy_models import Toy
 from transformers.image_processing_backends import PilBackend
 
 from tformer_runtime import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
-from tformer_runtime.format.manifest import BATCH, Preparation, RequestInput
-from tformer_runtime.preprocess.images import FILTERS, Images, is_picture
+from tformer_runtime.format.manifest import BATCH_AXIS, Preprocessing, RequestInput
+from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor, is_picture
 from tformer_runtime.preprocess.inputs import Inputs
 
 SIZES = (
@@ -46,7 +46,7 @@ def test_every_size_and_crop_is_transformers(size, crop):
         )  # fmt: skip
         picture = drawn(*shape, number)
         expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-        found = Images(size, resample, crop, mean=mean, std=std).pixels(picture)
+        found = ImagePreprocessor(size, resample, crop, mean=mean, std=std).pixels(picture)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, expected)
 
@@ -59,46 +59,48 @@ def test_scale_and_normalisation_are_each_left_out():
             image_mean=mean or None, image_std=[2.0] * 3 if mean else None,
         )  # fmt: skip
         expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-        found = Images(scale=scale, mean=mean, std=(2.0,) * 3 if mean else ()).pixels(picture)
+        found = ImagePreprocessor(scale=scale, mean=mean, std=(2.0,) * 3 if mean else ()).pixels(picture)
         np.testing.assert_array_equal(found, expected)
 
 
 def test_arrays():
     picture = drawn(12, 10)
-    expected = Images().pixels(picture)
-    assert np.array_equal(Images().pixels(np.array(picture)), expected)
+    expected = ImagePreprocessor().pixels(picture)
+    assert np.array_equal(ImagePreprocessor().pixels(np.array(picture)), expected)
     gray = np.array(picture.convert("L"))
-    assert np.array_equal(Images(channels=1).pixels(gray[..., None]), Images(channels=1).pixels(gray))
+    assert np.array_equal(
+        ImagePreprocessor(channels=1).pixels(gray[..., None]), ImagePreprocessor(channels=1).pixels(gray)
+    )
     for wrong in (3, ("a.jpg",)):
         with pytest.raises(InputError, match=rf"a Pillow image or an array of uint8, not {type(wrong).__name__}$"):
-            Images().pixels(wrong)
+            ImagePreprocessor().pixels(wrong)
     for shape in ((3, 12, 10), (12,), (1, 12, 10, 3)):
         with pytest.raises(InputError, match=rf"1, 3 or 4 of them, and this is {re.escape(str(shape))}$"):
-            Images().pixels(np.zeros(shape, np.uint8))
+            ImagePreprocessor().pixels(np.zeros(shape, np.uint8))
 
 
 def test_what_is_made_already_is_no_picture():
-    made = Images().pixels(drawn(5, 4))
+    made = ImagePreprocessor().pixels(drawn(5, 4))
     assert not any(map(is_picture, (made, made.tolist(), tuple(made), [], np.zeros((3, 5, 4), np.int64))))
     assert all(map(is_picture, ("a", Path("a"), b"a", drawn(5, 4), np.zeros((5, 4), np.uint8), ("a", "b"), 3)))
 
 
 def test_a_model_that_generates_reads_pictures_too(tmp_path):
-    manifest, images = Toy().manifest(), Images({"height": 4, "width": 6}, channels=1)
-    encode = replace(manifest.encode, inputs=(RequestInput("pixels", "float32", (BATCH, 1, 4, 6), "data"),))
-    inputs = Inputs(replace(manifest, encode=encode, preparation={"pixels": images.preparation}))
+    manifest, images = Toy().manifest(), ImagePreprocessor({"height": 4, "width": 6}, channels=1)
+    encode = replace(manifest.encode, inputs=(RequestInput("pixels", "float32", (BATCH_AXIS, 1, 4, 6), "data"),))
+    inputs = Inputs(replace(manifest, encode=encode, preprocessing={"pixels": images.manifest_entry}))
     drawn(9, 8).save(tmp_path / "a.png")
     for given in (str(tmp_path / "a.png"), {"pixels": tmp_path / "a.png"}, images.pixels(tmp_path / "a.png")):
-        sources, start, _ = inputs.parts(given)
+        sources, start, _ = inputs.generation_inputs(given)
         np.testing.assert_array_equal(sources["pixels"], images.pixels(drawn(9, 8)))
-        assert tuple(start) == manifest.special.start
+        assert tuple(start) == manifest.special_tokens.bos_token_ids
     with pytest.raises(InputError, match=r"none.png cannot be read"):
-        inputs.parts("none.png")
+        inputs.generation_inputs("none.png")
     for number in (np.nan, -np.inf, 1e300):  # the last is none of float32
         pixels = np.zeros((1, 4, 6))
         pixels[0, 3, 2] = number
         with pytest.raises(InputError, match=r"input pixels takes finite numbers of float32, not \S+ at \(0, 3, 2\)"):
-            inputs.parts(pixels)
+            inputs.generation_inputs(pixels)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +116,13 @@ def test_a_model_that_generates_reads_pictures_too(tmp_path):
 )
 def test_names_that_are_none(given, message):
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
-        Images().pixels(given)
+        ImagePreprocessor().pixels(given)
 
 
 def test_without_pillow(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtraError, match=r"^reading images needs Pillow: pip install 'tformer\[image\]'$"):
-        Images().pixels("photo.jpg")
+        ImagePreprocessor().pixels("photo.jpg")
 
 
 def test_a_pillow_that_cannot_be_loaded(monkeypatch, tmp_path):
@@ -131,16 +133,16 @@ def test_a_pillow_that_cannot_be_loaded(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingExtraError, match=r"cannot be loaded \(libjpeg.so.62: cannot open\): install it anew"):
-        Images().pixels("photo.jpg")
+        ImagePreprocessor().pixels("photo.jpg")
 
 
 def test_a_picture_for_which_there_is_no_memory(monkeypatch):
     def nothing_left(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("tformer_runtime.preprocess.images._opened", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.images._open", nothing_left)
     with pytest.raises(OutOfMemoryError, match=r"^photo\.jpg is too large for the memory there is: make it smaller$"):
-        Images().pixels("photo.jpg")
+        ImagePreprocessor().pixels("photo.jpg")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +153,9 @@ def test_a_picture_for_which_there_is_no_memory(monkeypatch):
 )  # fmt: skip
 def test_damaged_numbers(numbers):
     with pytest.raises(ModelFileError, match="what the file says of its images is damaged"):
-        Images.of(Preparation("image", numbers))
+        ImagePreprocessor.of(Preprocessing("image", numbers))
 
 
 def test_numbers_go_through_the_file():
-    made = Images({"shortest_edge": 40}, "lanczos", (32, 30), None, (0.5,) * 3, (0.25,) * 3)
-    assert Images.of(made.preparation) == made
+    made = ImagePreprocessor({"shortest_edge": 40}, "lanczos", (32, 30), None, (0.5,) * 3, (0.25,) * 3)
+    assert ImagePreprocessor.of(made.manifest_entry) == made

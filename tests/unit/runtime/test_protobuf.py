@@ -10,12 +10,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.onnx_wire import BYTES, VARINT, WireError, fields, message, read_head, tag, varint
-from tformer_runtime.format.stage_split import cut
+from tformer_runtime.format import onnx_fields
+from tformer_runtime.format.onnx_wire import (
+    BYTES,
+    VARINT,
+    WireError,
+    bytes_field,
+    iter_fields,
+    read_field_header,
+    tag,
+    varint,
+)
+from tformer_runtime.format.stage_split import extract_stage
 
+MESSAGES = {  # how the constants of onnx_fields begin
+    "MODEL": onnx.ModelProto,
+    "OPERATOR_SET_ID": onnx.OperatorSetIdProto,
+    "STRING_STRING_ENTRY": onnx.StringStringEntryProto,
+    "GRAPH": onnx.GraphProto,
+    "NODE": onnx.NodeProto,
+    "ATTRIBUTE": onnx.AttributeProto,
+    "VALUE_INFO": onnx.ValueInfoProto,
+    "TYPE_TENSOR": onnx.TypeProto.Tensor,
+    "TYPE": onnx.TypeProto,
+    "TENSOR": onnx.TensorProto,
+}
+ENUM_VALUES = {
+    "ATTRIBUTE_TYPE_INT": onnx.AttributeProto.INT,
+    "TENSOR_DATA_LOCATION_EXTERNAL": onnx.TensorProto.EXTERNAL,
+    "DATA_TYPE_FLOAT": onnx.TensorProto.FLOAT,
+    "DATA_TYPE_INT32": onnx.TensorProto.INT32,
+    "DATA_TYPE_INT64": onnx.TensorProto.INT64,
+    "DATA_TYPE_BFLOAT16": onnx.TensorProto.BFLOAT16,
+}
 # Of TensorProto: a number, a text, bytes, packed numbers of 4 bytes; of AttributeProto: one of 4 bytes by itself.
 TENSOR = onnx.TensorProto(data_type=1, name="ü", raw_data=b"\xff" * 300, float_data=[1.5, -2])
 ATTRIBUTE = onnx.AttributeProto(name="alpha", f=0.5, type=onnx.AttributeProto.FLOAT, i=-1)
+
+
+def onnx_number(name):
+    """The number that onnx gives a constant of onnx_fields."""
+    if name in ENUM_VALUES:
+        return ENUM_VALUES[name]
+    numbers = {
+        f"{prefix}_{field.name.upper()}": field.number
+        for prefix, message in MESSAGES.items()
+        for field in message.DESCRIPTOR.fields
+    }
+    return numbers[name]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(onnx_fields) if name.isupper()])
+def test_field_numbers_are_those_of_onnx(name):
+    assert getattr(onnx_fields, name) == onnx_number(name)
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -28,17 +75,17 @@ def test_a_number(number):
 @given(st.text(), st.text())
 def test_texts(key, value):
     expected = onnx.StringStringEntryProto(key=key, value=value).SerializeToString()
-    assert message(1, key.encode()) + message(2, value.encode()) == expected
+    assert bytes_field(1, key.encode()) + bytes_field(2, value.encode()) == expected
 
 
 @pytest.mark.parametrize("proto", [TENSOR, ATTRIBUTE], ids=["tensor", "attribute"])
 def test_fields(proto):
     content = proto.SerializeToString()
-    found = list(fields(content))
+    found = list(iter_fields(content))
     assert sorted({field.number for field in found}) == [described.number for described, _ in proto.ListFields()]
-    assert b"".join(field.whole for field in found) == content
+    assert b"".join(field.encoded for field in found) == content
     for field in found:  # a field by itself is a message with nothing else
-        ((described, value),) = type(proto).FromString(field.whole).ListFields()
+        ((described, value),) = type(proto).FromString(field.encoded).ListFields()
         assert described.number == field.number
         if isinstance(value, (str, bytes)):
             assert field.content == (value.encode() if isinstance(value, str) else value)
@@ -50,11 +97,11 @@ def test_fields(proto):
 def test_what_is_cut_short(proto):
     content = proto.SerializeToString()
     ends = {0}
-    for field in fields(content):
-        ends.add(max(ends) + len(field.whole))
+    for field in iter_fields(content):
+        ends.add(max(ends) + len(field.encoded))
     for end in set(range(len(content))) - ends:
         with pytest.raises(WireError):
-            list(fields(content[:end]))
+            list(iter_fields(content[:end]))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +111,9 @@ def test_what_is_cut_short(proto):
 )
 def test_what_is_no_field(content):
     with pytest.raises(WireError):
-        read_head(io.BytesIO(content), len(content))
+        read_field_header(io.BytesIO(content), len(content))
 
 
 def test_a_damaged_graph_has_no_stages():
     with pytest.raises(ModelFileError, match="damaged, export the model again"):
-        cut(message(7, b"\x0a\x7f"), "decode")  # a node of 127 bytes, of which there are none
+        extract_stage(bytes_field(7, b"\x0a\x7f"), "decode")  # a node of 127 bytes, of which there are none

@@ -14,8 +14,8 @@ import tformer_runtime
 from tformer_runtime.base import errors
 
 NAMES = {
-    "Answer", "AsyncModel", "Candidate", "Classification", "DeadlineError", "DeviceError",
-    "GenerationOptions", "InputError", "MemoryBudgetError",
+    "Answer", "AsyncModel", "Classification", "DeadlineError", "DeviceError",
+    "GenerationOptions", "InputError", "MaskCandidate", "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
     "Result", "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription",
     "UnsupportedCallError", "UnsupportedModelError",

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from tformer_runtime import InputError
-from tformer_runtime.engine.padding import request_arrays
-from tformer_runtime.format.manifest import BATCH, RequestInput
+from tformer_runtime.engine.padding import padded_request_arrays
+from tformer_runtime.format.manifest import BATCH_AXIS, RequestInput
 
-IDS = RequestInput("src", "int64", (BATCH, "time"), pad=9)
+IDS = RequestInput("src", "int64", (BATCH_AXIS, "time"), pad=9)
 ROWS = {"src": [np.array([1, 2, 3]), np.array([4])]}
 
 
 def test_ids_are_padded_with_the_inputs_own_id():
-    assert request_arrays([IDS], ROWS, 2)["src"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert padded_request_arrays([IDS], ROWS, 2)["src"].tolist() == [[1, 2, 3], [4, 9, 9]]
 
 
 @pytest.mark.parametrize(
@@ -27,29 +27,29 @@ def test_ids_are_padded_with_the_inputs_own_id():
     ],
 )
 def test_masks_follow_lengths(dtype, keep, expected):
-    mask = RequestInput("mask", dtype, (BATCH, "time"), "mask", of="src", keep=keep)
-    made = request_arrays([mask, IDS], ROWS, 2)["mask"]
+    mask = RequestInput("mask", dtype, (BATCH_AXIS, "time"), "mask", of="src", keep=keep)
+    made = padded_request_arrays([mask, IDS], ROWS, 2)["mask"]
     assert made.dtype == dtype
     assert made.tolist() == expected
 
 
 def test_a_mask_may_have_axes_of_one():
-    mask = RequestInput("mask", "bool", (BATCH, 1, 1, "time"), "mask", of="src")
-    assert request_arrays([mask, IDS], ROWS, 2)["mask"].shape == (2, 1, 1, 3)
+    mask = RequestInput("mask", "bool", (BATCH_AXIS, 1, 1, "time"), "mask", of="src")
+    assert padded_request_arrays([mask, IDS], ROWS, 2)["mask"].shape == (2, 1, 1, 3)
 
 
 def test_features_are_padded_along_free_axes():
-    audio = RequestInput("audio", "float32", (BATCH, "frames", 2), "data")
-    made = request_arrays([audio], {"audio": [np.ones((3, 2)), np.ones((1, 2))]}, 2)["audio"]
+    audio = RequestInput("audio", "float32", (BATCH_AXIS, "frames", 2), "data")
+    made = padded_request_arrays([audio], {"audio": [np.ones((3, 2)), np.ones((1, 2))]}, 2)["audio"]
     assert made.shape == (2, 3, 2)
     assert made.sum() == 8
     with pytest.raises(InputError, match="shape"):
-        request_arrays([audio], {"audio": [np.ones((3, 5))]}, 1)
+        padded_request_arrays([audio], {"audio": [np.ones((3, 5))]}, 1)
     with pytest.raises(InputError, match="2 axes a row, not 1"):
-        request_arrays([audio], {"audio": [np.ones(3)]}, 1)
+        padded_request_arrays([audio], {"audio": [np.ones(3)]}, 1)
 
 
 def test_a_mask_of_nothing():
-    mask = RequestInput("mask", "bool", (BATCH, "time"), "mask", of="other")
+    mask = RequestInput("mask", "bool", (BATCH_AXIS, "time"), "mask", of="other")
     with pytest.raises(InputError, match="mask of other"):
-        request_arrays([mask, IDS], ROWS, 2)
+        padded_request_arrays([mask, IDS], ROWS, 2)

@@ -266,20 +266,20 @@ def test_prefixes_that_cannot_be(made, tmp_path):
 def test_a_request_tells_its_time(made, way, monkeypatch):
     """By a clock that only the model moves: 7 seconds to read prompts, 1 for each step."""
     _, model = made
-    clock, step, task = [0.0], model.engine.step, model.generator.task
+    clock, step, task = [0.0], model.engine.step, model.generator.make_task
 
     def timed(state, *args, **kwargs):
-        clock[0] += 1 if state.longest else 7
+        clock[0] += 1 if state.max_row_length else 7
         return step(state, *args, **kwargs)
 
     def begun(*args):
         begins = task(*args)
-        begins.began = clock[0]
+        begins.started_at = clock[0]
         return begins
 
     monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(model.engine, "step", timed)
-    monkeypatch.setattr(model.generator, "task", begun)
+    monkeypatch.setattr(model.generator, "make_task", begun)
     for most, per_token in ((1, 0.0), (9, 1.0)):
         options = {"max_new_tokens": most, "suppress_tokens": [END_ID], **WAYS[way]}
         results = [model.generate("hello", **options), *model.generate_batch(["a", "hello"], **options)]
@@ -339,18 +339,24 @@ WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx",
 def test_alignments_and_hidden_states_are_each_rows_own(tmp_path, way, prefix):
     toy = Toy(seed=27, extras=True, layers=2)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
-    options = {"alignments": True, "hidden": True, "max_new_tokens": 12, "forced_prefix": prefix, **WAYS[way]}
+    options = {
+        "cross_attentions": True,
+        "hidden_states": True,
+        "max_new_tokens": 12,
+        "forced_prefix": prefix,
+        **WAYS[way],
+    }
     lengths = set()
     for word, result in zip(WORDS, model.generate_batch(WORDS, batch_size=2, **options), strict=True):
         for r in every(result):
             ids = np.array([START_ID, *r.token_ids[:-1]])
             expected = toy.compute(ids, np.array(letters().encode(word).ids))
-            assert r.alignments.shape == (len(r.token_ids), len(word))
-            np.testing.assert_allclose(r.alignments, expected["alignments"], atol=3e-5)
+            assert r.cross_attentions.shape == (len(r.token_ids), len(word))
+            np.testing.assert_allclose(r.cross_attentions, expected["cross_attentions"], atol=3e-5)
             for name in ("last", "source"):
-                np.testing.assert_allclose(r.hidden[name], expected[name], atol=3e-5)
+                np.testing.assert_allclose(r.hidden_states[name], expected[name], atol=3e-5)
             columns, rows = model.labels(word, r)
-            assert [len(rows), len(columns)] == list(r.alignments.shape)
+            assert [len(rows), len(columns)] == list(r.cross_attentions.shape)
             lengths.add(len(r.token_ids))
     assert len(lengths) > 2  # rows came and went
 
@@ -421,7 +427,7 @@ def test_what_reads_a_given_target_is_counted_too(tmp_path):
     toy = Toy(seed=27, extras=True)
     engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1).engine
     free, limited, narrow = Model(engine), Model(engine, max_memory=20_000), Model(engine, max_memory=4_000)
-    for call in ("score", "align", "hidden"):
+    for call in ("score", "align", "hidden_states"):
         expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
         np.testing.assert_equal(found, expected)
         with pytest.raises(MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache"):

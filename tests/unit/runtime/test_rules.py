@@ -15,7 +15,7 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 from transformers.generation import GenerationMixin, LogitsProcessor
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.format.manifest import SpecialTokens
 
@@ -65,7 +65,7 @@ def options_like(draw, names):
 def ruled(options, ids, prompt, scores, vocabulary=VOCABULARY):
     scores = scores.copy()
     of = Settings.of(GenerationOptions(**options), {})
-    for rule in rules_of(of, SpecialTokens(end=ENDS), vocabulary):
+    for rule in make_rules(of, SpecialTokens(eos_token_ids=ENDS), vocabulary):
         rule(ids, prompt, scores)
     assert scores.dtype == np.float32
     return scores
@@ -162,7 +162,7 @@ def test_a_first_token_is_forced_after_a_prompt_of_any_length():
 
 
 def test_no_option_is_no_rule():
-    assert rules_of(Settings(), SpecialTokens(end=ENDS), VOCABULARY) == []
+    assert make_rules(Settings(), SpecialTokens(eos_token_ids=ENDS), VOCABULARY) == []
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ class Ours(LogitsProcessor):
 
     def __init__(self, options, prompt):
         of = Settings.of(GenerationOptions(**options), {})
-        self._rules, self._prompt = rules_of(of, SpecialTokens(end=ENDS), VOCABULARY), prompt
+        self._rules, self._prompt = make_rules(of, SpecialTokens(eos_token_ids=ENDS), VOCABULARY), prompt
 
     def __call__(self, input_ids, scores):
         scores = scores.numpy().copy()

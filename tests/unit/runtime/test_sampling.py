@@ -14,7 +14,15 @@ from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 
 from tformer_runtime import OptionError
-from tformer_runtime.decoding.sampling import SLACK, Guess, Sampler, TopLogits, log_normalizer, warp, warp_top_logits
+from tformer_runtime.decoding.sampling import (
+    DEVICE_SUM_TOLERANCE,
+    Guess,
+    Sampler,
+    TopLogits,
+    log_normalizer,
+    warp,
+    warp_top_logits,
+)
 
 
 def _logits(seed: int, size: int = 40) -> np.ndarray:
@@ -175,7 +183,7 @@ def test_a_head_tells_what_its_row_does_or_nothing(way, told):
     count = 0
     for seed in range(60):
         logits = (np.random.default_rng(seed).standard_normal(2000) * 3).astype(np.float32)
-        head = _head(logits, 64, way[0], SLACK * (-1, 0, 1)[seed % 3] * 0.99)
+        head = _head(logits, 64, way[0], DEVICE_SUM_TOLERANCE * (-1, 0, 1)[seed % 3] * 0.99)
         count += _same_or_none(logits, head, *way)
     assert count == 0 if told == 0 else count >= told * 60
 
@@ -191,7 +199,7 @@ _near = st.sampled_from([0.0, -0.0, 1e-40, 1e-8, 1.0, 1.0 + 2**-23, 2.0, 3.0, 50
     top_k=st.integers(0, 12),
     top_p=st.sampled_from([1.0, 0.5, 0.9, 0.25, 0.01]) | st.floats(0.01, 1),
     min_p=st.sampled_from([0.0, 1.0, 0.5, 0.0]) | st.floats(0, 1),
-    off=st.floats(-0.99 * SLACK, 0.99 * SLACK),
+    off=st.floats(-0.99 * DEVICE_SUM_TOLERANCE, 0.99 * DEVICE_SUM_TOLERANCE),
 )
 def test_a_head_never_tells_otherwise(logits, count, temperature, top_k, top_p, min_p, off):
     """Ties, numbers that are next to each other, and rows of which rules have left little."""
@@ -214,7 +222,9 @@ def test_a_sampler_that_a_head_does_not_help_has_drawn_nothing():
     logits = _logits(4, 500)
     one, other = Sampler(5, 0, 0, top_p=0.999), Sampler(5, 0, 0, top_p=0.999)
     for _ in range(10):
-        assert one.of_top_logits(_head(logits, 16, 1.0)) is None
+        assert one.draw_from_top_logits(_head(logits, 16, 1.0)) is None
         assert one(logits) == other(logits)
     few = Sampler(5, 0, 0, top_k=5), Sampler(5, 0, 0, top_k=5)
-    assert [few[0].of_top_logits(_head(logits, 16, 1.0)) for _ in range(50)] == [few[1](logits) for _ in range(50)]
+    assert [few[0].draw_from_top_logits(_head(logits, 16, 1.0)) for _ in range(50)] == [
+        few[1](logits) for _ in range(50)
+    ]

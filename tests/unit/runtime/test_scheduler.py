@@ -14,7 +14,7 @@ from test_search import decoded, run, tasks_for
 
 from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError
 from tformer_runtime.decoding.scheduler import Scheduler
-from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.memory_budget import MemoryBudget
 
 WAYS = [
     {"max_new_tokens": 7},
@@ -33,7 +33,7 @@ def task(way, row, index):
 
 
 def found(task):
-    return [h.ids for h in task.found]
+    return [h.ids for h in task.hypotheses]
 
 
 @given(
@@ -48,7 +48,7 @@ def test_a_task_yields_the_same_in_any_company(plan, rows):
     tasks = [(task(way, row, i), wait) for i, (way, row, wait) in enumerate(plan)]
     step = 0
     over = []
-    while not scheduler.idle or any(not t.over for t, _ in tasks):
+    while not scheduler.idle or any(not t.finished for t, _ in tasks):
         for t, wait in tasks:
             if wait == step:
                 scheduler.submit(t)
@@ -176,7 +176,7 @@ def test_a_long_prompt_is_begun_beside_what_runs():
 
 def test_a_budget_of_memory():
     """HfStarter says that a task needs as many bytes as it has rows."""
-    scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=Budget(5).share())
+    scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=MemoryBudget(5).new_share())
     ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, num_beams=6)
     with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
         scheduler.submit(wide)
@@ -186,7 +186,7 @@ def test_a_budget_of_memory():
     while not scheduler.idle:
         scheduler.step()
         assert sum(t.width for t in scheduler.running) <= 5
-    assert all(t.found for t in tasks)
+    assert all(t.hypotheses for t in tasks)
 
 
 def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
@@ -210,7 +210,7 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
     broken = False
     again, _ = tasks_for("gpt2", [0], max_new_tokens=6, suppress_tokens=[hf.END])
     run(scheduler, again)
-    assert len(again[0].found[0].ids) == 6
+    assert len(again[0].hypotheses[0].ids) == 6
 
 
 def test_prompts_are_read_in_portions():
@@ -219,7 +219,7 @@ def test_prompts_are_read_in_portions():
     run(Scheduler(starter, rows=32, positions=12), tasks)
     assert starter.begun[0] == 2  # prompts of five tokens
     assert sum(starter.begun) == 5
-    assert all(len(t.found[0].ids) == 3 for t in tasks)
+    assert all(len(t.hypotheses[0].ids) == 3 for t in tasks)
     assert np.array_equal(tasks[0].prompt, tasks[1].prompt)
 
 
@@ -228,7 +228,7 @@ def test_a_token_is_told_before_the_model_reads_it(way):
     told = []
     tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     for t in tasks:
-        t.listen = lambda token, index=t.index: told.append((index, token.copy, sum(map(len, calls()))))
+        t.on_token = lambda token, index=t.index: told.append((index, token.copy, sum(map(len, calls()))))
     starter = hf.HfStarter(hf.gpt2(4))
     scheduler = Scheduler(starter)
 
@@ -243,7 +243,7 @@ def test_a_token_is_told_before_the_model_reads_it(way):
         assert sum(map(len, calls())) == steps
     assert scheduler.idle
     copies = way.get("num_return_sequences", 1)
-    assert sorted(told) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.most)]
+    assert sorted(told) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.max_tokens)]
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
@@ -269,8 +269,8 @@ def test_times_are_of_when_tokens_are_known(way, monkeypatch):
     for t in tasks:
         t.began = 0.0
     run(Scheduler(Timed(hf.gpt2(4))), tasks)
-    assert [t.first for t in tasks] == [10.0] * 3
-    assert [t.ended - t.first for t in tasks] == [0.0, 4.0, 7.0]
+    assert [t.first_token_at for t in tasks] == [10.0] * 3
+    assert [t.ended_at - t.first_token_at for t in tasks] == [0.0, 4.0, 7.0]
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
@@ -293,7 +293,7 @@ def test_what_comes_and_goes_while_the_model_runs(way):
     width = way.get("num_beams", 1)
     assert starter.batches[0].calls == [3 * width]
     assert scheduler.running == tasks[2:]
-    assert all(t.first for t in tasks)
+    assert all(t.first_token_at for t in tasks)
     scheduler.cancel(tasks[3], KeyError("cancelled"))  # before the model has read its first token
     assert scheduler.step() == [tasks[3]]
     assert starter.batches[0].calls == [3 * width, width]

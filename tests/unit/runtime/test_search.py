@@ -12,10 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from tformer_runtime.decoding.beam_search import best
-from tformer_runtime.decoding.logit_rules import rules_of
+from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.row_placement import pad_rows, place_rows
 from tformer_runtime.decoding.scheduler import Scheduler
-from tformer_runtime.decoding.sequence import Task, padded, placed
+from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.format.manifest import SpecialTokens
 
 SOURCES = [np.array(s) for s in ([5, 6, 7, 8, 9, 2], [4, 2], [20, 11, 19, 2], [13, 13, 2])]
@@ -29,14 +30,14 @@ def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
     """Tasks of a model's rows, and what generate() takes for each."""
     settings = Settings.of(GenerationOptions(**options), {})
     special = SpecialTokens((hf.START,), tuple(ends), hf.PAD)
-    rules = rules_of(settings, special, hf.VOCABULARY)
+    rules = make_rules(settings, special, hf.VOCABULARY)
     tasks, inputs = [], []
     for i, row in enumerate(rows):
         given = SOURCES[row] if kind in ENCODED else PROMPTS[row]
         prompt = np.array([hf.START]) if kind in ENCODED else given
         sources = {"src": given} if kind in ENCODED else {}
         limit = settings.max_new_tokens if most is None else most[i]
-        tasks.append(Task(i, prompt, limit, settings, tuple(ends), rules, sources=sources))
+        tasks.append(SequenceTask(i, prompt, limit, settings, tuple(ends), rules, sources=sources))
         inputs.append(given)
     return tasks, inputs
 
@@ -55,7 +56,7 @@ def decoded(model, tasks, rows=32):
     run(Scheduler(starter, rows), tasks)
     for task in tasks:
         assert task.error is None, task.error
-    return [task.found for task in tasks], starter
+    return [task.hypotheses for task in tasks], starter
 
 
 def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
@@ -288,7 +289,7 @@ def test_children_take_their_parents_places(seed):
     rng = np.random.default_rng(seed)
     present, count = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     parents = rng.integers(0, present, count)
-    places, order = placed(parents)
+    places, order = place_rows(parents)
     assert sorted(places.tolist()) == list(range(count))
     np.testing.assert_array_equal(order[places], parents)
     assert int((order == np.arange(count)).sum()) == len({p for p in parents.tolist() if p < count})
@@ -302,7 +303,7 @@ def test_rows_of_a_request_are_placed_beside_each_other(data):
     stay = data.draw(st.permutations(range(2 * count)))[:count]
     parents = np.array([data.draw(st.sampled_from(np.flatnonzero(requests == r))) for r in stay for _ in range(size)])
     parents = parents[data.draw(st.permutations(range(len(parents))))]
-    places, order = placed(parents, requests)
+    places, order = place_rows(parents, requests)
     assert sorted(places.tolist()) == list(range(len(parents)))
     np.testing.assert_array_equal(order[places], parents)
     blocks = requests[order].reshape(count, size)
@@ -312,6 +313,6 @@ def test_rows_of_a_request_are_placed_beside_each_other(data):
 
 
 def test_padded_keeps_each_rows_length():
-    tokens, counts = padded([np.array([1, 2, 3]), np.array([4])])
+    tokens, counts = pad_rows([np.array([1, 2, 3]), np.array([4])])
     assert tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert counts.tolist() == [3, 1]

@@ -9,11 +9,11 @@ import pytest
 from toy_models import Toy
 
 from tformer_runtime import InputError, ModelFileError, OptionError
-from tformer_runtime.format.manifest import Manifest, Preparation
+from tformer_runtime.decoding.ordered import BatchRunner, WindowLimits, in_order
+from tformer_runtime.format.manifest import Manifest, Preprocessing
 from tformer_runtime.preprocess.csv_series import read_series
-from tformer_runtime.preprocess.series import Series
-from tformer_runtime.tasks.forecasting import _alike, _Row
-from tformer_runtime.tasks.windows import in_windows
+from tformer_runtime.preprocess.series import SeriesPreprocessor
+from tformer_runtime.tasks.forecasting import ForecastRequest, _make_batches
 
 RNG = np.random.default_rng(0)
 HISTORY = 50 + 3 * RNG.standard_normal((9, 3))
@@ -22,7 +22,7 @@ MEAN, SCALE = (50.0, 49.0, 0.0), (3.0, 2.0, 1.0)
 
 def series(**said):
     given = {"input": "x", "features": 3, "columns": ("a", "b", "c"), "targets": (2, 0), "feedback": (0, 1)}
-    return Series(**{**given, **said})
+    return SeriesPreprocessor(**{**given, **said})
 
 
 @pytest.mark.parametrize("normalize", ["none", "fixed", "instance"])
@@ -36,7 +36,7 @@ def test_a_window_is_normalised_and_turned_back(normalize):
     }[normalize]
     assert window.values.dtype == np.float32
     np.testing.assert_allclose(window.values, (HISTORY - mean) / scale, rtol=1e-6)
-    back = of.restored(window.values[:, [2, 0]], window)
+    back = of.denormalize(window.values[:, [2, 0]], window)
     assert back.dtype == np.float32
     np.testing.assert_allclose(back, HISTORY[:, [2, 0]], rtol=1e-6)
 
@@ -50,8 +50,8 @@ def test_a_window_has_the_last_rows_where_that_is_asked_for():
 
 def test_what_a_decoder_begins_with():
     window = series().window(HISTORY)
-    np.testing.assert_array_equal(series(begin=2).first(window), window.values[-2:][:, [2, 0]])
-    np.testing.assert_array_equal(series(begin=((0.5, -1.0),)).first(window), np.float32([[0.5, -1.0]]))
+    np.testing.assert_array_equal(series(begin=2).decoder_start(window), window.values[-2:][:, [2, 0]])
+    np.testing.assert_array_equal(series(begin=((0.5, -1.0),)).decoder_start(window), np.float32([[0.5, -1.0]]))
 
 
 def nan_at(row, column, value=np.nan):
@@ -103,13 +103,15 @@ def test_horizons():
 def test_a_series_comes_back_from_the_manifest():
     of = series(begin=((0.0, 1.0),), mean=MEAN, scale=SCALE, longest=8, horizon=3)
     held = Toy().manifest()
-    assert Series.of(held) is None
-    held = Manifest.from_json(json.dumps(json.loads(held.to_json()) | {"preparation": {"x": as_json(of.preparation)}}))
-    assert Series.of(held) == of
-    damaged = Preparation("series", {"features": 3, "colour": "red"})
-    held = Manifest.from_json(json.dumps(json.loads(held.to_json()) | {"preparation": {"x": as_json(damaged)}}))
+    assert SeriesPreprocessor.of(held) is None
+    held = Manifest.from_json(
+        json.dumps(json.loads(held.to_json()) | {"preprocessing": {"x": as_json(of.manifest_entry)}})
+    )
+    assert SeriesPreprocessor.of(held) == of
+    damaged = Preprocessing("series", {"features": 3, "colour": "red"})
+    held = Manifest.from_json(json.dumps(json.loads(held.to_json()) | {"preprocessing": {"x": as_json(damaged)}}))
     with pytest.raises(ModelFileError, match="what the file says of its series is damaged"):
-        Series.of(held)
+        SeriesPreprocessor.of(held)
 
 
 def as_json(preparation):
@@ -185,9 +187,10 @@ def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragg
         for row in rows:
             row.forecast = row.window.values[:1, :1]
 
-    rows = [_Row(i, series().window(np.full((n, 3), i, float))) for i, n in enumerate(lengths)]
-    found = list(in_windows(iter(rows), lambda some: _alike(some, ragged, 3), run, 48, workers))
-    assert [row.forecast.item() for row in found] == list(range(8))
+    rows = [ForecastRequest(i, series().window(np.full((n, 3), i, float))) for i, n in enumerate(lengths)]
+    runner = BatchRunner(lambda window: _make_batches(window, ragged, 3), run, workers)
+    found = list(in_order(rows, runner, lambda row: row.forecast.item(), WindowLimits(48)))
+    assert found == list(range(8))
     assert sorted(n for batch in batches for n in batch) == sorted(lengths)
     assert max(map(len, batches)) == 3
     assert ragged or all(len(set(batch)) == 1 for batch in batches)
@@ -195,11 +198,12 @@ def test_histories_of_like_length_are_read_together_and_given_back_in_order(ragg
 
 
 def test_a_history_that_cannot_be_read_is_told_after_the_results_before_it():
-    def windows():
-        yield series().window(HISTORY)
+    def requests():
+        yield ForecastRequest(0, series().window(HISTORY))
         raise InputError("input 2: it is not one")
 
-    found = (window.values for window in in_windows(windows(), lambda some: [some], lambda batch: None, 64))
+    runner = BatchRunner(lambda window: [window], lambda batch: None)
+    found = in_order(requests(), runner, lambda request: request.window.values, WindowLimits(64))
     np.testing.assert_allclose(next(found), HISTORY.astype(np.float32))
     with pytest.raises(InputError, match="input 2"):
         next(found)

@@ -15,7 +15,7 @@ from toy_models import Toy, with_manifest
 from tformer_runtime import DeviceError, MissingExtraError, ModelFileError
 from tformer_runtime.backend.session import Session
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import KEY, VERSION, Manifest, SessionSettings
+from tformer_runtime.format.manifest import MANIFEST_KEY, MANIFEST_VERSION, Manifest, SessionSettings
 from tformer_runtime.format.model_file import read_manifest, read_metadata
 
 
@@ -26,7 +26,7 @@ def path(tmp_path_factory):
 
 def test_the_manifest_is_read_without_the_graph(path):
     assert read_manifest(path) == Toy().manifest()
-    assert read_metadata(path) == {KEY: Toy().manifest().to_json()}
+    assert read_metadata(path) == {MANIFEST_KEY: Toy().manifest().to_json()}
 
 
 def test_metadata_before_the_graph_are_found_as_well(path, tmp_path):
@@ -101,7 +101,7 @@ def test_a_newer_or_damaged_manifest(path, tmp_path):
     with pytest.raises(ModelFileError, match=r"newer\.onnx: .*version 99 .*upgrade tformer"):
         Session(newer, "cpu")
     model = onnx.load(path)
-    helper.set_model_props(model, {KEY: json.dumps({"version": VERSION, "task": 3})})
+    helper.set_model_props(model, {MANIFEST_KEY: json.dumps({"version": MANIFEST_VERSION, "task": 3})})
     onnx.save(model, tmp_path / "damaged.onnx")
     with pytest.raises(ModelFileError, match="damaged"):
         Session(tmp_path / "damaged.onnx", "cpu")
@@ -120,7 +120,7 @@ def test_truncated_external_data(path, tmp_path):
     moved = tmp_path / "big.onnx"
     onnx.save(onnx.load(path), moved, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
     os.truncate(tmp_path / "big.onnx.data", 100)
-    with pytest.raises(ModelFileError, match=r"is missing or not whole beside it"):
+    with pytest.raises(ModelFileError, match=r"is missing or not whole"):
         Session(moved, "cpu")
 
 
@@ -174,7 +174,7 @@ def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
         return opened(file, options, providers, **others)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
-    monkeypatch.setattr("tformer_runtime.backend.session.cuda_missing", lambda: None)
+    monkeypatch.setattr("tformer_runtime.backend.session.find_missing_cuda", lambda: None)
     with pytest.raises(DeviceError, match=r"cannot be had: CUDA failure 35: the driver is too old$"):
         Session(other, "cuda")
     assert Session(other, "auto").device == "cpu"

@@ -16,10 +16,10 @@ from toy_models import END_ID, LETTERS, Toy, assert_alike, with_manifest, write_
 
 from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError
 from tformer_runtime.decoding import drafting, speculation
-from tformer_runtime.decoding.drafting import Lookup, Pace
+from tformer_runtime.decoding.drafting import DraftLengthController, PromptLookup
 from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import Guess
-from tformer_runtime.engine.memory_budget import Share
+from tformer_runtime.engine.memory_budget import MemoryShare
 
 TOYS = {
     "decoder-only": Toy(encoder=False, seed=5, extras=True),
@@ -74,7 +74,12 @@ def models(request, files):
 
 
 def besides(result):
-    return [*([] if result.alignments is None else [result.alignments]), *result.hidden.values()]
+    return [*([] if result.cross_attentions is None else [result.cross_attentions]), *result.hidden_states.values()]
+
+
+def guesses(draft):
+    """The option of a way to guess: of prompt lookup, or of a draft model."""
+    return {"prompt_lookup": True} if isinstance(draft, str) and draft == "prompt" else {"draft_model": draft}
 
 
 def assert_same(result, plain):
@@ -89,11 +94,11 @@ def assert_same(result, plain):
 def test_the_result_is_that_without_a_draft(models, draft, way):
     """Samples too, if the guesses are not drawn."""
     model = models["model"]
-    extras = {"hidden": True} if model.manifest.extras else {}
+    extras = {"hidden_states": True} if model.manifest.extras else {}
     options = {"max_new_tokens": 30, **extras, **WAYS.get(way, {}), **DRAWN.get(way, {})}
     for word in ("hello", "abcabcabcab", "q"):
         plain = model.generate(word, **options)
-        result = model.generate(word, **options, draft=models[draft])
+        result = model.generate(word, **options, **guesses(models[draft]))
         assert_same(result, plain)
         assert plain.speculation is None
         assert 0 <= result.speculation.accepted <= result.speculation.guessed
@@ -103,17 +108,17 @@ def test_the_result_is_that_without_a_draft(models, draft, way):
 
 @pytest.mark.parametrize("way", list(DRAWN))
 def test_a_draft_that_is_always_right_is_always_taken(models, way):
-    result = models["model"].generate("hello", max_new_tokens=30, draft=models["twin"], **DRAWN[way])
+    result = models["model"].generate("hello", max_new_tokens=30, draft_model=models["twin"], **DRAWN[way])
     assert result.speculation.guessed == result.speculation.accepted > 0
-    again = models["model"].generate("hello", max_new_tokens=30, draft=models["twin"], **DRAWN[way])
+    again = models["model"].generate("hello", max_new_tokens=30, draft_model=models["twin"], **DRAWN[way])
     assert again.token_ids == result.token_ids
 
 
 def test_alignments(files):
     model = Model.load(files["encoder-decoder"], "cpu", threads=1)
-    plain = model.generate("hello", alignments=True, max_new_tokens=20)
+    plain = model.generate("hello", cross_attentions=True, max_new_tokens=20)
     for draft in ("prompt", Model.load(files["encoder-decoder"], "cpu", threads=1)):
-        assert_same(model.generate("hello", alignments=True, max_new_tokens=20, draft=draft), plain)
+        assert_same(model.generate("hello", cross_attentions=True, max_new_tokens=20, **guesses(draft)), plain)
 
 
 class Scripted:
@@ -152,7 +157,7 @@ class Scripted:
 def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
     model = models["model"]
     engine = model.engine
-    options = {"max_new_tokens": 25, "top_logprobs": 2, "hidden": bool(model.manifest.extras), **way}
+    options = {"max_new_tokens": 25, "top_logprobs": 2, "hidden_states": bool(model.manifest.extras), **way}
     plain = model.generate("hello", **options)
     guesser, steps = Scripted(plain.token_ids, script), []
 
@@ -161,10 +166,10 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
         return type(engine).step(engine, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation.Speculator, "_guesser", lambda *_: guesser)
-        patch.setattr(speculation.Pace, "count", lambda *_: 7)
+        patch.setattr(speculation.SpeculativeStarter, "_new_guesser", lambda *_: guesser)
+        patch.setattr(speculation.DraftLengthController, "num_guesses", lambda *_: 7)
         patch.setattr(engine, "step", step)
-        result = model.generate("hello", **options, draft="prompt")
+        result = model.generate("hello", **options, prompt_lookup=True)
     assert_same(result, plain)
     assert (result.speculation.guessed, result.speculation.accepted) == (guesser.made, guesser.right)
     # A step reads the prompt, and one each token but the last that was no guess.
@@ -178,7 +183,7 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
 def test_streams_batches_and_asyncio_give_the_same(models, draft):
     model, words = models["model"], ["hello", "abcabc", "q"]
     for way in ({}, {"temperature": 1.3, "seed": 5}):
-        options = GenerationOptions(max_new_tokens=20, draft=models[draft], **way)
+        options = GenerationOptions(max_new_tokens=20, **guesses(models[draft]), **way)
         alone = [model.generate(word, options) for word in words]
         assert "".join(model.stream(words[0], options)) == alone[0].text
         batches = {n: list(model.generate_batch(words, options, batch_size=n)) for n in (1, 2, 32)}
@@ -201,7 +206,7 @@ def test_streams_batches_and_asyncio_give_the_same(models, draft):
 def test_several_samples_are_those_without_a_draft(models):
     options = {"temperature": 1.0, "seed": 2, "num_return_sequences": 3, "max_new_tokens": 12}
     plain = models["model"].generate("hello", **options)
-    assert_alike(models["model"].generate("hello", **options, draft=models["twin"]), plain)
+    assert_alike(models["model"].generate("hello", **options, draft_model=models["twin"]), plain)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -213,11 +218,11 @@ def test_after_a_prefix_and_in_a_conversation(files, draft, way):
     guesser = "prompt" if draft == "prompt" else Model.load(paths[draft], "cpu", threads=1)
     options = {"max_new_tokens": 12, **WAYS[way]}
     prefix = model.cache_prefix("abcab")
-    result = model.generate("hello", prefix=prefix, draft=guesser, **options)
+    result = model.generate("hello", prefix=prefix, **guesses(guesser), **options)
     assert_same(result, model.generate("abcabhello", **options))
     one, other = model.chat(), model.chat()
     for message in ("hello", "you", "ab"):
-        assert_same(one.send(message, draft=guesser, **options), other.send(message, **options))
+        assert_same(one.send(message, **guesses(guesser), **options), other.send(message, **options))
     if draft == "twin":
         assert result.speculation.accepted == result.speculation.guessed > 0
 
@@ -233,9 +238,9 @@ def test_a_task_that_is_cancelled_or_fails_leaves_nothing_behind(models):
         return logits
 
     with pytest.raises(ValueError, match="enough"):
-        model.generate("hello", draft=models["twin"], logits_processor=fails, max_new_tokens=20)
+        model.generate("hello", draft_model=models["twin"], logits_processor=fails, max_new_tokens=20)
     assert seen == list(range(seen[0], seen[0] + 7))  # no token that was only guessed
-    stream = model.stream("hello", draft=models["twin"], max_new_tokens=20)
+    stream = model.stream("hello", draft_model=models["twin"], max_new_tokens=20)
     next(stream)
     stream.close()
     assert model.memory()["held"] == 0
@@ -244,22 +249,22 @@ def test_a_task_that_is_cancelled_or_fails_leaves_nothing_behind(models):
 @pytest.mark.parametrize("name", ["decoder-only", "encoder-decoder", "portable"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
-    take = Share.take
+    take = MemoryShare.acquire
 
     def checked(share, count):
-        assert share.kept or share.limit is None or share.held + count <= share.promised
+        assert share.persistent or share.limit is None or share.used_bytes + count <= share.reserved_bytes
         take(share, count)
 
-    monkeypatch.setattr(Share, "take", checked)
+    monkeypatch.setattr(MemoryShare, "acquire", checked)
     paths = {"twin": files[name], "other": files[name, "other"]}
     guesser = "prompt" if draft == "prompt" else Model.load(paths[draft], "cpu", threads=1)
-    options = {"draft": guesser, "suppress_tokens": [END_ID]}
+    options = {**guesses(guesser), "suppress_tokens": [END_ID]}
     free = Model.load(files[name], "cpu", threads=1)
     result = free.generate("abcabc", **options)
     assert len(result.token_ids) > 50
     generator, chosen = free.generator, free.settings(None, options)
-    task = generator.task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
-    need = generator.scheduler(chosen, 1)._model.need((), [task])
+    task = generator.make_task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
+    need = generator.new_scheduler(chosen, 1)._starter.bytes_needed((), [task])
     assert free.memory()["peak"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)
     assert tight.generate("abcabc", **options).token_ids == result.token_ids
@@ -273,11 +278,18 @@ def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
 
 def test_samples_follow_the_models_distribution(tmp_path):
     """Four tokens, of which three are drawn with guesses of another model, against their probabilities."""
-    sizes = {"encoder": False, "vocabulary": 4, "tokenizer": False, "start": (1,), "end": (), "sharpness": 1.2}
+    sizes = {
+        "encoder": False,
+        "vocabulary": 4,
+        "tokenizer": False,
+        "start": (1,),
+        "end": (),
+        "sharpness": 1.2,
+    }
     toy = Toy(seed=1, **sizes)
     model = Model.load(toy.write(tmp_path / "model.onnx"), "cpu", threads=1)
     draft = Model.load(Toy(seed=2, **sizes).write(tmp_path / "draft.onnx"), "cpu", threads=1)
-    options = GenerationOptions(temperature=1.5, top_p=0.97, seed=4, max_new_tokens=4, draft=draft)
+    options = GenerationOptions(temperature=1.5, top_p=0.97, seed=4, max_new_tokens=4, **guesses(draft))
     draws, prompt = 1500, [1, 3, 2]
     results = list(model.generate_batch([prompt] * draws, options, batch_size=1))
     counts = np.zeros((4,) * 4)
@@ -312,7 +324,7 @@ def nucleus(logits, temperature, top_p):
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=9))
 def test_what_is_looked_up_followed_the_longest_match_last(ids, source):
-    lookup, every = Lookup(source, ids), [*source, -1, *ids]
+    lookup, every = PromptLookup(source, ids), [*source, -1, *ids]
     found = [guess.token for guess in lookup.guess(5)]
     for size in (3, 2, 1):
         ends = (
@@ -336,7 +348,9 @@ def test_a_source_is_copied_from_if_it_has_the_tokenizer_of_the_target(files, tm
     def guessed(path):
         model = Model.load(path, "cpu", threads=1)
         task = SimpleNamespace(sources={"src": np.array([7, 8, 9])}, prompt=np.array([1]))
-        return [guess.token for guess in Lookup.of(model.manifest, task).guess(2)], Lookup.of(model.manifest, task)
+        return [guess.token for guess in PromptLookup.of(model.manifest, task).guess(2)], PromptLookup.of(
+            model.manifest, task
+        )
 
     _, lookup = guessed(files["encoder-decoder"])
     lookup.take(7)
@@ -355,31 +369,31 @@ def test_as_many_guesses_are_made_as_pay(rate, cost, most):
         return sum(n * rate ** (n - 1) * (1 - rate) for n in range(1, k + 1)) + (k + 1) * rate**k
 
     gains = [tokens(k) / (1 + k * cost) for k in range(most + 1)]
-    assert gains[Pace(cost, most)._best(rate)] == pytest.approx(max(gains))
+    assert gains[DraftLengthController(cost, most)._best(rate)] == pytest.approx(max(gains))
 
 
 def test_guesses_that_do_not_come_true_are_given_up_and_tried_again():
-    pace, made = Pace(0.3, 8), []
+    pace, made = DraftLengthController(0.3, 8), []
     for _ in range(400):
-        made.append(pace.count(0))
+        made.append(pace.num_guesses(0))
         if made[-1]:
-            pace.learn(0, made[-1], 0)
+            pace.record(0, made[-1], 0)
     assert made[0] > 0
     assert sum(made) < 15
     assert sum(made[200:]) >= 1
     for _ in range(150):  # until the next trial, and from there
-        count = pace.count(0)
+        count = pace.num_guesses(0)
         if count:
-            pace.learn(0, count, count)
-    assert pace.count(0) == 8
-    assert pace.count(1) == made[0]  # of another kind nothing is known yet
+            pace.record(0, count, count)
+    assert pace.num_guesses(0) == 8
+    assert pace.num_guesses(1) == made[0]  # of another kind nothing is known yet
 
 
 def test_a_draft_that_costs_as_much_as_the_model_is_not_asked(files, monkeypatch):
     monkeypatch.setattr(drafting, "relative_cost", lambda *_: 1.0)
     model, twin = (Model.load(files["decoder-only"], "cpu", threads=1) for _ in range(2))
     plain = model.generate("hello", max_new_tokens=40)
-    result = model.generate("hello", max_new_tokens=40, draft=twin)
+    result = model.generate("hello", max_new_tokens=40, draft_model=twin)
     assert_same(result, plain)
     assert result.speculation.guessed == 0
     assert twin.memory()["peak"] == 0
@@ -396,7 +410,7 @@ def test_a_draft_costs_by_what_it_reads(files, monkeypatch, tmp_path):
 @pytest.mark.parametrize("few", [None, 1, 2, 3])
 @pytest.mark.parametrize("draft", ["prompt", "twin"])
 def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeypatch, few, draft):
-    decode = replace(Toy(encoder=False, seed=5, extras=True).manifest().decode, few_tokens=few)
+    decode = replace(Toy(encoder=False, seed=5, extras=True).manifest().decode, small_batch_limit=few)
     path = with_manifest(files["decoder-only"], tmp_path / "few.onnx", decode=decode)
     model, sizes = Model.load(path, "cpu", threads=1), []
     given = "prompt" if draft == "prompt" else Model.load(files["decoder-only"], "cpu", threads=1)
@@ -408,7 +422,7 @@ def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeyp
         return real(state, tokens, *args, **kwargs)
 
     monkeypatch.setattr(model.engine, "step", step)
-    result = model.generate("abcabcabcab", max_new_tokens=40, draft=given)
+    result = model.generate("abcabcabcab", max_new_tokens=40, **guesses(given))
     assert_same(result, plain)
     read, *steps = sizes
     assert read >= len("abcabcabcab")
@@ -422,7 +436,7 @@ def test_a_draft_that_holds_less_makes_no_guesses_beyond(tmp_path, changes):
     model = Model.load(toy.write(tmp_path / "model.onnx"), "cpu", threads=1)
     short = Model.load(Toy(seed=27, end=(), **changes).write(tmp_path / "short.onnx"), "cpu", threads=1)
     plain = model.generate("hello", max_new_tokens=40)
-    result = model.generate("hello", max_new_tokens=40, draft=short)
+    result = model.generate("hello", max_new_tokens=40, draft_model=short)
     assert_same(result, plain)
     assert (result.speculation.guessed > 0) == ("max_length" in changes)
     assert len(result.token_ids) == 40
@@ -436,13 +450,13 @@ def test_drafts_that_cannot_be(files, tmp_path):
 
     def refused(draft, **options):
         with pytest.raises(OptionError) as caught:
-            model.generate("hello", draft=draft, **options)
+            model.generate("hello", **guesses(draft), **options)
         return str(caught.value)
 
     def written(name, **options):
         return Model.load(Toy(encoder=False, **options).write(tmp_path / name), "cpu", threads=1)
 
-    assert "draft is the model itself: give a smaller one" in refused(model)
+    assert "draft_model is the model itself: give a smaller one" in refused(model)
     assert "a model of 12 ids, and this one has 29" in refused(written("12.onnx", vocabulary=12, tokenizer=False))
     assert "a model with an encoder" in refused(Model.load(files["encoder-decoder"], "cpu", threads=1))
     assert "a model that does not generate" in refused(Model.load(write_encoder(tmp_path / "e.onnx"), "cpu"))
@@ -451,14 +465,16 @@ def test_drafts_that_cannot_be(files, tmp_path):
     shuffled = with_manifest(files["decoder-only"], tmp_path / "shuffled.onnx", tokenizers=(text,))
     assert "a model with another vocabulary" in refused(Model.load(shuffled, "cpu"))
     for wrong in ("promt", 3, files["decoder-only"]):
-        assert 'draft must be a Model or "prompt", not ' in refused(wrong)
-    assert refused("prompt", num_beams=3) == "a draft guesses for one row and num_beams=3 has more: set 1, or no draft"
+        assert "draft_model must be a Model, not " in refused(wrong)
+    assert refused("prompt", num_beams=3) == (
+        "prompt_lookup guesses for one row and num_beams=3 has more: set 1, or no prompt_lookup"
+    )
     assert refused("prompt", num_draft_tokens=0) == "num_draft_tokens must be a whole number of at least 1, not 0"
-    with pytest.raises(OptionError, match="num_draft_tokens=3 needs a draft"):
+    with pytest.raises(OptionError, match="num_draft_tokens=3 needs prompt_lookup or a draft_model"):
         model.generate("hello", num_draft_tokens=3)
 
 
 def test_a_file_may_ask_for_guesses(tmp_path):
-    model = Model.load(Toy(seed=27, defaults={"draft": "prompt"}).write(tmp_path / "toy.onnx"), "cpu", threads=1)
+    model = Model.load(Toy(seed=27, defaults={"prompt_lookup": True}).write(tmp_path / "toy.onnx"), "cpu", threads=1)
     assert model.generate("hello", max_new_tokens=9).speculation is not None
     assert model.generate("hello", max_new_tokens=9, num_beams=2).speculation is None

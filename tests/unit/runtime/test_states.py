@@ -15,8 +15,8 @@ from toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.kv_cache import BLOCK, SPARE, KVCache, bytes_of, slots_for
-from tformer_runtime.engine.memory_budget import Budget
+from tformer_runtime.engine.kv_cache import FIRST_BUFFER_SLOTS, MAX_BUFFER_RATIO, KVCache, buffer_slots, cache_bytes
+from tformer_runtime.engine.memory_budget import MemoryBudget
 
 KINDS = {
     "gqa": Toy(layers=2),
@@ -61,28 +61,28 @@ class World:
     """States of one budget, and everything that may be done to them, checked against the full computation."""
 
     def __init__(self, toy, engine, limit=None):
-        self.toy, self.engine, self.budget = toy, engine, Budget(limit)
-        self.share = self.budget.share(waits=False)
+        self.toy, self.engine, self.budget = toy, engine, MemoryBudget(limit)
+        self.share = self.budget.new_share(blocking=False)
         self.groups: list[Group] = []
 
-    def start(self, sources, most=None):
-        """sources: a list of ids for each row. most: how many tokens each will come to."""
+    def start(self, sources, max_tokens=None):
+        """sources: a list of ids for each row. max_tokens: how many tokens each will come to."""
         requests = {"src": [np.array(s) for s in sources]} if self.toy.encoder else None
-        state = self.engine.start(requests, len(sources), budget=self.share, joins=True, most=most)
+        state = self.engine.start(requests, len(sources), budget=self.share, joins=True, max_tokens=max_tokens)
         self.groups.append(Group(state, [Row(s) for s in sources]))
         return self.groups[-1]
 
-    def feed(self, group, news, want="last"):
+    def feed(self, group, news, logit_positions="last"):
         """news: the tokens that each row reads."""
         counts = np.array([len(new) for new in news])
         tokens = np.zeros((len(news), counts.max()), np.int64)
         for row, new in enumerate(news):
             tokens[row, : len(new)] = new
-        logits = self.engine.step(group.state, tokens, counts, want)
+        logits = self.engine.step(group.state, tokens, counts, logit_positions)
         for i, (row, new) in enumerate(zip(group.rows, news, strict=True)):
             row.tokens += new
             expected = self.toy.logits(np.array(row.tokens), np.array(row.source) if self.toy.encoder else None)
-            got = logits[i, : len(new)] if want == "all" else logits[i : i + 1]
+            got = logits[i, : len(new)] if logit_positions == "all" else logits[i : i + 1]
             np.testing.assert_allclose(got, expected[-len(got) :], **CLOSE)
         self.check(group)
 
@@ -94,7 +94,8 @@ class World:
 
     def join(self, group, other):
         self.engine.join(group.state, other.state)
-        _ = group.state.held.values  # what the next step would arrange, so that only its own need can be refused
+        # The next step would arrange the rows. Done here, only the need of the step itself can be refused.
+        _ = group.state.encoder_context.values
         group.rows += other.rows
         self.groups.remove(other)
         assert other.state.nbytes == 0
@@ -117,27 +118,28 @@ class World:
     def check(self, group):
         lengths = [len(row.tokens) for row in group.rows]
         assert group.state.lengths.tolist() == lengths
-        assert group.state.longest == max(lengths)
+        assert group.state.max_row_length == max(lengths)
 
     def fits(self, state):
-        """Buffers have no more than SPARE times what is needed, once rows have come or gone."""
-        if state.cache.capacity:
-            assert state.rows <= state.cache.room <= state.room <= SPARE * state.rows
-        assert state.longest <= state.cache.capacity <= SPARE * max(state.longest, BLOCK)
+        """Buffers have no more than MAX_BUFFER_RATIO times what is needed, once rows have come or gone."""
+        if state.cache.slot_capacity:
+            assert state.rows <= state.cache.row_capacity <= state.row_capacity <= MAX_BUFFER_RATIO * state.rows
+        max_slots = MAX_BUFFER_RATIO * max(state.max_row_length, FIRST_BUFFER_SLOTS)
+        assert state.max_row_length <= state.cache.slot_capacity <= max_slots
 
     def count(self):
         """What is counted is what there is."""
         for group in self.groups:
             assert group.state.nbytes == allocated(group.state)
-        assert self.budget.held == self.share.held == sum(group.state.nbytes for group in self.groups)
-        assert self.budget.held <= self.budget.peak
+        assert self.budget.used_bytes == self.share.used_bytes == sum(group.state.nbytes for group in self.groups)
+        assert self.budget.used_bytes <= self.budget.peak_bytes
 
     @contextmanager
     def full(self):
         """Nothing more may be held for a while; who is refused has changed nothing."""
         before = self.snapshot()
-        self.share.end()  # what it may hold is what it holds
-        self.budget.limit = self.budget.held
+        self.share.release_reservation()  # what it may hold is what it holds
+        self.budget.limit = self.budget.used_bytes
         try:
             yield
         except MemoryBudgetError:
@@ -147,15 +149,15 @@ class World:
             self.budget.limit = None
 
     def snapshot(self):
-        return self.budget.held, [
+        return self.budget.used_bytes, [
             (g.state.nbytes, allocated(g.state), g.state.rows, g.state.lengths.tolist()) for g in self.groups
         ]
 
 
 def allocated(state):
     """Bytes of the arrays that a state refers to."""
-    arrays = [array for slab in state.cache._slabs for array in slab.arrays if array is not None]
-    return sum(array.nbytes for array in [*arrays, *state.held._arrays])
+    arrays = [array for group in state.cache._groups for array in group.arrays if array is not None]
+    return sum(array.nbytes for array in [*arrays, *state.encoder_context._arrays])
 
 
 class Plan(RuleBasedStateMachine):
@@ -242,7 +244,7 @@ class Plan(RuleBasedStateMachine):
     def teardown(self):
         for group in self.world.groups:
             group.state.release()
-        assert self.world.budget.held == 0
+        assert self.world.budget.used_bytes == 0
 
 
 def test_any_plan(made):
@@ -259,10 +261,10 @@ def test_what_nobody_refers_to_is_given_back(made):
     gc.disable()
     try:
         held = world.groups.pop().state.nbytes
-        assert world.budget.held == group.state.nbytes > held > 0
+        assert world.budget.used_bytes == group.state.nbytes > held > 0
         world.groups.clear()
         del group
-        assert world.budget.held == 0
+        assert world.budget.used_bytes == 0
     finally:
         gc.enable()
 
@@ -345,12 +347,12 @@ def test_buffers_grow_with_the_need_and_shrink_with_it(made):
     world.reorder(group, [0] * 12)
     world.feed(group, [[5]] * 12)
     world.reorder(group, [0, 1, 2])
-    assert group.state.cache.room == 12  # within what may be spared
+    assert group.state.cache.row_capacity == 12  # within what may be spared
     for _ in range(40):
         world.feed(group, [[6]] * 3)
-    assert group.state.cache.room == 12
+    assert group.state.cache.row_capacity == 12
     world.reorder(group, [0])
-    assert group.state.cache.room == 1
+    assert group.state.cache.row_capacity == 1
     world.rewind(group, 5)
     world.feed(group, [[7]])
     assert group.state.nbytes <= 2 * small
@@ -365,7 +367,7 @@ def test_a_state_that_was_released_is_of_no_more_use(made, used):
         world.feed(group, [[4, 5]])
     gone.state.release()
     gone.state.release()
-    assert world.budget.held == there.state.nbytes
+    assert world.budget.used_bytes == there.state.nbytes
     calls = {
         "step": lambda: world.engine.step(gone.state, np.array([[4]])),
         "reorder": lambda: world.engine.reorder(gone.state, np.array([0, 0])),
@@ -376,7 +378,7 @@ def test_a_state_that_was_released_is_of_no_more_use(made, used):
     with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it: read it again"):
         calls[used]()
     world.feed(there, [[7]])
-    assert world.budget.held == there.state.nbytes
+    assert world.budget.used_bytes == there.state.nbytes
 
 
 def test_what_is_needed_is_no_less_than_what_is_held(made):
@@ -384,23 +386,23 @@ def test_what_is_needed_is_no_less_than_what_is_held(made):
     world = World(*made)
     toy, engine = made
     for length, slots, rows in ((1, 1, 1), (7, 33, 2), (30, 64, 3)):
-        group = world.start([[5] * length], most=[slots])
+        group = world.start([[5] * length], max_tokens=[slots])
         world.feed(group, [[4]])
         world.reorder(group, [0] * rows)
         for _ in range(slots - 1):
             world.feed(group, [[6]] * rows)
-        sizes = {"source": length + engine.slack} if toy.encoder else {}
-        need = engine.sizing.need(slots, sizes, rows)
+        sizes = {"source": length + engine.join_padding} if toy.encoder else {}
+        need = engine.memory_estimate.bytes_needed(slots, sizes, rows)
         assert group.state.nbytes <= need
         if toy.stride == 1 and not toy.shares:  # rows that share may come to have a context each
             assert need <= group.state.nbytes * 1.1
-    assert engine.slack == 1 or toy.stride > 1
+    assert engine.join_padding == 1 or toy.stride > 1
 
 
 def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
     for stride, least in ((1, 1), (2, 2), (5, 5)):
         engine = Engine(Toy(stride=stride, source_max=200).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-        assert least <= engine.slack <= 4 * stride
+        assert least <= engine.join_padding <= 4 * stride
         for length in range(1, 12):
             request = {"src": [np.full(length, 5)]}
             state = engine.start(request, 1, joins=True)
@@ -420,30 +422,30 @@ def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
 )
 def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_first, in_the_end):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, most=most and [most, 1])
+    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, max_tokens=most and [most, 1])
     engine.step(state, np.ones((2, prompt), np.int64))
-    assert state.cache.capacity == at_first
+    assert state.cache.slot_capacity == at_first
     for _ in range((most or 100) - prompt):
         engine.step(state, np.ones((2, 1), np.int64))
-    assert state.cache.capacity == in_the_end
-    assert state.cache.nbytes == bytes_of(engine.decode.caches, 2, in_the_end)
+    assert state.cache.slot_capacity == in_the_end
+    assert state.cache.nbytes == cache_bytes(engine.decode.caches, 2, in_the_end)
     engine.step(state, np.ones((2, 1), np.int64))  # more than was said
-    assert state.cache.capacity == slots_for(in_the_end + (most is not None), 512)
+    assert state.cache.slot_capacity == buffer_slots(in_the_end + (most is not None), 512)
 
 
 def test_buffers_are_no_larger_than_what_the_rows_that_are_left_come_to(tmp_path):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
     request = {"src": [np.full(3, 5)]}
-    state = engine.start(request, 1, joins=True, most=[300])
+    state = engine.start(request, 1, joins=True, max_tokens=[300])
     engine.step(state, np.ones((1, 40), np.int64))
-    assert state.cache.capacity == 64
-    engine.join(state, engine.start(request, 1, joins=True, most=[90]))
+    assert state.cache.slot_capacity == 64
+    engine.join(state, engine.start(request, 1, joins=True, max_tokens=[90]))
     engine.reorder(state, np.array([1]))
     engine.step(state, np.ones((1, 70), np.int64))
-    assert state.cache.capacity == 90
-    other = engine.copy(state, np.array([0, 0]), most=[80, 100])
+    assert state.cache.slot_capacity == 90
+    other = engine.copy(state, np.array([0, 0]), max_tokens=[80, 100])
     engine.step(other, np.ones((2, 1), np.int64))
-    assert other.cache.capacity == 100
+    assert other.cache.slot_capacity == 100
 
 
 class Device:
@@ -459,7 +461,7 @@ class Device:
         def numpy(self):
             return self.array.copy()
 
-    def tensor(self, array):
+    def device_tensor(self, array):
         return self.Value(array)
 
 
@@ -472,14 +474,14 @@ def test_buffers_on_another_device(attention):
     def step(cache, slot):
         """As a graph does: each row's own number in its next slot, of past to present."""
         rng = np.random.default_rng(slot)
-        for past, present in zip(cache.past(cache.turn), cache.present(cache.turn), strict=True):
+        for past, present in zip(cache.past(cache.side), cache.present(cache.side), strict=True):
             new = past.array.copy()
             new[:, :, slot] = rng.standard_normal(new[:, :, slot].shape)
             present.array = new
-        cache.turn = (cache.turn + 1) % cache.turns
+        cache.side = (cache.side + 1) % cache.num_sides
 
     def content(cache, used):
-        return np.stack([value.array[:, :, :used] for value in cache.past(cache.turn)])
+        return np.stack([value.array[:, :, :used] for value in cache.past(cache.side)])
 
     for cache in caches:
         cache.reserve(3, 0)

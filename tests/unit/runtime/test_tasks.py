@@ -57,7 +57,7 @@ def test_classes_and_their_probabilities(files):
     ("problem", "final"), [(m.MULTI_LABEL, lambda z: 1 / (1 + np.exp(-z))), (m.REGRESSION, lambda z: z)]
 )
 def test_what_scores_stand_for(tmp_path, problem, final):
-    model = Model.load(write(tmp_path / "x.onnx", "scores", outcome=m.Outcome((), problem)), "cpu")
+    model = Model.load(write(tmp_path / "x.onnx", "scores", output_meaning=m.OutputMeaning((), problem)), "cpu")
     (result,) = model.classify(["a good day"])
     np.testing.assert_allclose(list(result.scores.values()), final(vector("a good day") @ HEAD), rtol=1e-5)
     assert set(result.scores) == {"LABEL_0", "LABEL_1", "LABEL_2"}
@@ -85,7 +85,7 @@ def test_rows_of_one_size_where_padding_would_change_them(tmp_path, monkeypatch)
 
 
 def test_inputs_are_read_as_they_are_needed(files, monkeypatch):
-    monkeypatch.setattr(single_pass, "WINDOW", 2)
+    monkeypatch.setattr(single_pass, "WINDOW_BATCHES", 2)
     taken = []
 
     def endless():
@@ -115,19 +115,19 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(files, text):
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=words())
     cut = theirs(*([text] if isinstance(text, str) else text), truncation=True, max_length=MOST)["input_ids"]
     model = files["vector"]
-    assert list(model.inputs.once(text, truncate=True)["ids"]) == cut
+    assert list(model.inputs.single_pass_arrays(text, truncate=True)["ids"]) == cut
     with pytest.raises(
         InputError, match=rf"input 2: the input is \d+ tokens long and the model takes at most {MOST}: "
     ):
         model.embed(["a", text])
     assert np.isfinite(model.embed(["a", text], truncate=True)).all()
-    assert len(model.inputs.once([5] * 20, truncate=True)["ids"]) == MOST
+    assert len(model.inputs.single_pass_arrays([5] * 20, truncate=True)["ids"]) == MOST
 
 
 def test_what_is_wrong_comes_in_its_turn(files):
     model = files["vector"]
     for workers in (1, 2):
-        found = model.predict(["a", [4, 99], "b"], first=3, workers=workers)
+        found = model.numbered_from(3).predict(["a", [4, 99], "b"], workers=workers)
         np.testing.assert_allclose(next(found), vector("a"), atol=1e-6)
         with pytest.raises(InputError, match=f"input 5: id 99 .* vocabulary, which ends at {len(WORDS) - 1}"):
             next(found)
@@ -148,7 +148,7 @@ def test_what_is_wrong_comes_in_its_turn(files):
         ("vector", lambda x: x.classify(["a"]), UnsupportedCallError,
          r"\(feature-extraction\) turns each input into numbers: it cannot classify; call embed\(\) or predict\(\)"),
         ("scores", lambda x: x.embed(["a"]), UnsupportedCallError, "classifies its inputs: it cannot embed; call cl"),
-        ("states", lambda x: x.embed(["a"]), UnsupportedCallError, "gives numbers for each position .* --pool mean"),
+        ("states", lambda x: x.embed(["a"]), UnsupportedCallError, "gives numbers for each position .* --pooling mean"),
         ("vector", lambda x: x.generate("a"), UnsupportedCallError, r"is run once .* cannot generate; call embed\(\)"),
         ("vector", lambda x: x.embed("a text"), InputError, "give a list of inputs"),
         ("vector", lambda x: x.embed([("a", "b", "c")]), InputError, "takes text or a sequence of whole numbers"),
@@ -159,7 +159,7 @@ def test_what_is_wrong_comes_in_its_turn(files):
         ("vector", lambda x: x.embed([{"ids": [4] * 14, "types": [0] * 11}], truncate=True), InputError,
          "types has 11 numbers and ids 12"),
         ("vector", lambda x: x.embed([[]]), InputError, "the input is empty"),
-        ("vector", lambda x: list(x.predict(["a"], top_k=2)), OptionError, "turns each .*: top_k is not asked of it"),
+        ("vector", lambda x: list(x.predict(["a"], top_k=2)), OptionError, "turns each .*: it takes no top_k"),
         ("scores", lambda x: x.classify(["a"], top_k=0), OptionError, "top_k must be a whole number of at least 1"),
         ("scores", lambda x: x.classify(["a"], batch_size=0), OptionError, "batch_size must be a whole number"),
     ],
@@ -182,22 +182,26 @@ def test_a_task_that_no_one_knows_gives_numbers(tmp_path):
 
 
 def test_a_prompt_stands_before_each_text(tmp_path):
-    model = Model.load(write(tmp_path / "x.onnx", outcome=m.Outcome(settings={"prompt": "the old "})), "cpu")
+    model = Model.load(
+        write(tmp_path / "x.onnx", output_meaning=m.OutputMeaning(settings={"prompt": "the old "})), "cpu"
+    )
     np.testing.assert_allclose(model.embed(["film"])[0], vector("the old film"), atol=1e-6)
 
 
 def test_the_manifest_keeps_what_tasks_need(files):
     held = replace(
         files["scores"].manifest,
-        outcome=m.Outcome(LABELS, m.MULTI_LABEL, {"horizon": 3}),
-        preparation={"pixels": m.Preparation("image", {"size": [8, 8]})},
+        output_meaning=m.OutputMeaning(LABELS, m.MULTI_LABEL, {"horizon": 3}),
+        preprocessing={"pixels": m.Preprocessing("image", {"size": [8, 8]})},
     )
     assert m.Manifest.from_json(held.to_json()) == held
     data = json.loads(held.to_json())
-    with pytest.raises(ModelFileError, match=f"version 99 and this runtime reads version {m.VERSION}: upgrade tformer"):
+    with pytest.raises(
+        ModelFileError, match=f"version 99 and this runtime reads version {m.MANIFEST_VERSION}: upgrade tformer"
+    ):
         m.Manifest.from_json(json.dumps({**data, "version": 99}))
     with pytest.raises(ModelFileError, match=r"an earlier tformer .* version 2, .*: export the model again"):
         m.Manifest.from_json(json.dumps({**data, "version": 2}))
-    del data["outcome"]
-    with pytest.raises(ModelFileError, match=r"damaged \('outcome'\): export the model again"):
+    del data["output_meaning"]
+    with pytest.raises(ModelFileError, match=r"damaged \('output_meaning'\): export the model again"):
         m.Manifest.from_json(json.dumps(data))

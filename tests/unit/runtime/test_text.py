@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tformer_runtime import InputError, ModelFileError
 from tformer_runtime.preprocess import tokenizer as text_module
-from tformer_runtime.preprocess.tokenizer import Codec, Detokenizer, cut
+from tformer_runtime.preprocess.tokenizer import Codec, Detokenizer, text_before_stop
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -102,9 +102,9 @@ CODECS = {kind.__name__: kind() for kind in KINDS}
 
 def test_a_text_and_what_is_put_around_it():
     codec = characters()
-    assert codec.encode("aB'", special=True) == [3, 4, 11, 2]
-    assert codec.encode("aB'", special=False) == [3, 4, 11]
-    assert codec.encode("  ", special=True) == []
+    assert codec.encode("aB'", add_special_tokens=True) == [3, 4, 11, 2]
+    assert codec.encode("aB'", add_special_tokens=False) == [3, 4, 11]
+    assert codec.encode("  ", add_special_tokens=True) == []
     assert codec.decode([3, 4, 2, 0]) == "ab"
     assert codec.size == 12
 
@@ -115,43 +115,45 @@ def test_a_text_and_what_is_put_around_it():
 )
 def test_a_character_outside_the_vocabulary_is_named_with_its_place(unknown, text, character, place):
     with pytest.raises(InputError) as caught:
-        characters(unknown, normalizer=None if unknown is None else normalizers.Lowercase()).encode(text, special=True)
+        characters(unknown, normalizer=None if unknown is None else normalizers.Lowercase()).encode(
+            text, add_special_tokens=True
+        )
     assert str(caught.value) == f"{character!r} (character {place} of the input) is not in the model's vocabulary"
 
 
 def test_a_place_is_counted_in_what_the_caller_wrote():
     with pytest.raises(InputError, match=r"'É' \(character 5"):
-        characters().encode("  abÉ", special=True)
+        characters().encode("  abÉ", add_special_tokens=True)
 
 
 def test_a_character_that_the_tokenizer_drops():
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     codec = Codec(tokenizer.to_str())
-    assert codec.encode("ab", special=True) == [0, 1]
+    assert codec.encode("ab", add_special_tokens=True) == [0, 1]
     with pytest.raises(InputError, match=r"'é' \(character 2 of the input\)"):
-        codec.encode("aéb", special=True)
+        codec.encode("aéb", add_special_tokens=True)
     with pytest.raises(InputError, match=r"'日' \(character 1 of the input\)"):
-        codec.encode("日", special=True)
+        codec.encode("日", add_special_tokens=True)
 
 
 def test_what_a_tokenizer_leaves_out_by_design_is_no_error():
-    assert CODECS["words"].encode(" AA  B ", special=True) == [1, 2]
-    assert CODECS["word_pieces"].encode("do n't", special=True) == [2, 3, 4, 5]
+    assert CODECS["words"].encode(" AA  B ", add_special_tokens=True) == [1, 2]
+    assert CODECS["word_pieces"].encode("do n't", add_special_tokens=True) == [2, 3, 4, 5]
     stripped = characters(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]))
-    assert stripped.encode("áb", special=False) == [3, 4]
+    assert stripped.encode("áb", add_special_tokens=False) == [3, 4]
 
 
 def test_a_word_outside_the_vocabulary():
     with pytest.raises(InputError, match=r"'xyz' \(character 4"):
-        CODECS["word_pieces"].encode("do xyz", special=True)
+        CODECS["word_pieces"].encode("do xyz", add_special_tokens=True)
     with pytest.raises(InputError, match=r"'QQ' \(character 4"):
-        CODECS["words"].encode("AA QQ", special=True)
+        CODECS["words"].encode("AA QQ", add_special_tokens=True)
 
 
 def test_unigram_tokenizers_know_their_unknown_by_number():
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -1.0)], unk_id=0, byte_fallback=False))
     with pytest.raises(InputError, match=r"'é' \(character 2"):
-        Codec(tokenizer.to_str()).encode("aé", special=True)
+        Codec(tokenizer.to_str()).encode("aé", add_special_tokens=True)
 
 
 @pytest.mark.parametrize("definition", ["", "{}", json.dumps({"model": {}})])
@@ -200,7 +202,7 @@ def _streamed(codec: Codec, ids: list[int], stop=()) -> tuple[list[str], Detoken
 
 def _is_exact(codec: Codec, ids: list[int], stop: list[str]) -> None:
     pieces, text = _streamed(codec, ids, stop)
-    before = cut(codec.decode(ids), stop)
+    before = text_before_stop(codec.decode(ids), stop)
     assert "".join(pieces) == (codec.decode(ids) if before is None else before) == text.text
     assert text.stopped == (before is not None)
     assert text.push(ids[0] if ids else 0) == text.finish() == ""
@@ -271,7 +273,7 @@ def test_a_cluster_comes_whole_and_as_soon_as_the_next_one_begins(case):
     ends = list(accumulate(map(len, CLUSTERS[case]), initial=0))
     detokenizer = Detokenizer(codec)
     for at, character in enumerate(text, start=1):
-        ids = codec.encode(character, special=False)
+        ids = codec.encode(character, add_special_tokens=False)
         assert len(ids) == len(character.encode())  # a token for every byte
         given = [detokenizer.push(i) for i in ids]
         assert not any(given[:-1])
@@ -292,7 +294,7 @@ JOINERS = "e\u0301\u0323\u200d\ufe0f👩👍🏽🇩🇪ก\u0e33क\u094dष\u1
 )
 def test_no_piece_ends_in_a_character_or_a_cluster(data, text, which):
     codec = CODECS[which]
-    ids = codec.encode(text, special=False)
+    ids = codec.encode(text, add_special_tokens=False)
     decoded = codec.decode(ids)
     pieces, state = _streamed(codec, ids, data.draw(_stops(decoded)))
     places = set(accumulate(map(len, regex.findall(r"\X", decoded)), initial=0))
@@ -310,34 +312,36 @@ def test_no_piece_ends_in_a_character_or_a_cluster(data, text, which):
 )
 def test_stop_strings_are_never_shown(text, stop, which):
     codec = CODECS[which]
-    _is_exact(codec, codec.encode(text, special=False), stop)
+    _is_exact(codec, codec.encode(text, add_special_tokens=False), stop)
 
 
 def test_text_comes_as_soon_as_it_is_certain():
     codec = CODECS["byte_level"]
-    pieces, _ = _streamed(codec, codec.encode("a日b", special=False))
+    pieces, _ = _streamed(codec, codec.encode("a日b", add_special_tokens=False))
     assert pieces == ["", "", "", "a", "日", "b"]
-    pieces, _ = _streamed(codec, codec.encode("abxyz", special=False), stop=["bxz"])
+    pieces, _ = _streamed(codec, codec.encode("abxyz", add_special_tokens=False), stop=["bxz"])
     assert pieces == ["", "a", "", "bx", "y", "z"]
-    pieces, text = _streamed(codec, codec.encode("abxz", special=False), stop=["bxz"])
+    pieces, text = _streamed(codec, codec.encode("abxz", add_special_tokens=False), stop=["bxz"])
     assert (pieces, text.stopped) == (["", "a", "", "", ""], True)
     codec = CODECS["byte_fallback"]  # a run of bytes is certain when it ends, or when it is broken
-    pieces, _ = _streamed(codec, [codec.encode("b", special=False)[-1], *(2 + b for b in b"\n\xe6\x97\xff\x41A")])
+    pieces, _ = _streamed(
+        codec, [codec.encode("b", add_special_tokens=False)[-1], *(2 + b for b in b"\n\xe6\x97\xff\x41A")]
+    )
     assert pieces == ["", "", "", "", "b" + "�" * 3, "�", "�", "�"]
 
 
 def test_a_stop_string_that_begins_first_wins_over_one_that_ends_first():
     codec = CODECS["byte_level"]
     for text, shown in [("abcd", "a"), ("abce", "ab")]:
-        pieces, state = _streamed(codec, codec.encode(text, special=False), stop=["c", "bcd"])
+        pieces, state = _streamed(codec, codec.encode(text, add_special_tokens=False), stop=["c", "bcd"])
         assert ("".join(pieces), state.stopped) == (shown, True)
 
 
 def test_a_stop_string_may_begin_within_a_cluster():
     codec = CODECS["byte_level"]
-    pieces, _ = _streamed(codec, codec.encode("ae\u0301b", special=False), stop=["\u0301b"])
+    pieces, _ = _streamed(codec, codec.encode("ae\u0301b", add_special_tokens=False), stop=["\u0301b"])
     assert "".join(pieces) == "ae"
-    pieces, _ = _streamed(codec, codec.encode("ae\u0301c", special=False), stop=["\u0301b"])
+    pieces, _ = _streamed(codec, codec.encode("ae\u0301c", add_special_tokens=False), stop=["\u0301b"])
     assert [piece for piece in pieces if piece] == ["a", "e\u0301", "c"]
 
 
@@ -353,13 +357,13 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(text, which, monkeypatc
 
     monkeypatch.setattr(text_module, "_boundary", counting)
     monkeypatch.setattr(Codec, "decode", None)  # never the whole again
-    pieces, _ = _streamed(codec, codec.encode(text, special=False), stop=["lo there"])
+    pieces, _ = _streamed(codec, codec.encode(text, add_special_tokens=False), stop=["lo there"])
     assert "".join(pieces) == text
     # Characters looked at: for each one no more than what may wait before it is doubled, and four on average beyond.
     assert sum(looked_at) <= 270**2 + 4 * len(text) or max(looked_at) <= 12
 
 
 def test_cut_takes_the_first():
-    assert cut("abcdef", ("de", "bc")) == "a"
-    assert cut("abc", ("x",)) is None
-    assert cut("abc", ()) is None
+    assert text_before_stop("abcdef", ("de", "bc")) == "a"
+    assert text_before_stop("abc", ("x",)) is None
+    assert text_before_stop("abc", ()) is None

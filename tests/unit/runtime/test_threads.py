@@ -75,7 +75,9 @@ def calls(model: Model) -> list:
         made += [lambda w=word: conversation(model, w) for word in WORDS]
     else:
         made += [lambda w=word: model.align(w, "abc") for word in WORDS]
-        made += [lambda w=word: model.generate(w, alignments=True, max_new_tokens=5).alignments for word in WORDS]
+        made += [
+            lambda w=word: model.generate(w, cross_attentions=True, max_new_tokens=5).cross_attentions for word in WORDS
+        ]
     return made
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
-from tformer_runtime.tasks.windows import in_windows
+from tformer_runtime.decoding.ordered import BatchRunner, WindowLimits, in_order
+
+
+@dataclass
+class Item:
+    index: int
+    weight: int
+    finished: bool = True
+    error: Exception | None = None
 
 
 def windows(weights, **how):
@@ -12,13 +22,15 @@ def windows(weights, **how):
     ran, back = [], []
 
     def inputs():
-        for weight in weights:
+        for index, weight in enumerate(weights):
             if weight is None:
                 raise ValueError("cannot be read")
-            yield weight
+            yield Item(index, weight)
 
+    runner = BatchRunner(lambda items: [[item.weight for item in items]], ran.append)
+    limits = WindowLimits(count_values=lambda item: item.weight, **how)
     try:
-        back.extend(in_windows(inputs(), lambda some: [list(some)], ran.append, weigh=int, **how))
+        back.extend(in_order(inputs(), runner, lambda item: item.weight, limits))
     except ValueError:
         back.append(None)
     assert back == weights
@@ -28,13 +40,17 @@ def windows(weights, **how):
 @pytest.mark.parametrize(
     ("weights", "how", "expected"),
     [
-        ([1] * 7, {"size": 3, "most": 100}, [[1] * 3, [1] * 3, [1]]),
-        ([1] * 6, {"size": 3, "most": 100}, [[1] * 3, [1] * 3]),
-        ([5, 1, 1, 5, 5, 1], {"size": 4, "most": 6}, [[5, 1], [1, 5], [5, 1]]),
-        ([9, 9, 9, 9, 9], {"size": 4, "most": 6, "least": 2}, [[9, 9], [9, 9], [9]]),
-        ([9, 9, 9, 1], {"size": 4, "most": 6, "least": 4, "count": lambda weight: 1 + weight // 4}, [[9, 9], [9, 1]]),
-        ([9, 1, None], {"size": 4, "most": 6}, [[9], [1]]),
-        ([], {"size": 4, "most": 6}, []),
+        ([1] * 7, {"max_inputs": 3, "enough_values": 100}, [[1] * 3, [1] * 3, [1]]),
+        ([1] * 6, {"max_inputs": 3, "enough_values": 100}, [[1] * 3, [1] * 3]),
+        ([5, 1, 1, 5, 5, 1], {"max_inputs": 4, "enough_values": 6}, [[5, 1], [1, 5], [5, 1]]),
+        ([9, 9, 9, 9, 9], {"max_inputs": 4, "enough_values": 6, "min_rows": 2}, [[9, 9], [9, 9], [9]]),
+        (
+            [9, 9, 9, 1],
+            {"max_inputs": 4, "enough_values": 6, "min_rows": 4, "count_rows": lambda item: 1 + item.weight // 4},
+            [[9, 9], [9, 1]],
+        ),
+        ([9, 1, None], {"max_inputs": 4, "enough_values": 6}, [[9], [1]]),
+        ([], {"max_inputs": 4, "enough_values": 6}, []),
     ],
 )
 def test_a_window_ends_where_its_inputs_are_many_or_large(weights, how, expected):

@@ -31,8 +31,8 @@ def free(path):
 def limited(path, free: Model, requests: float) -> Model:
     """A model with memory for so many requests of the largest kind at a time."""
     settings = free.settings(None, LONG)
-    task = free.generator.task(make_request(free.manifest, free.inputs, "mississippi", 0, settings), settings)
-    need = free.generator.scheduler(settings, 1)._model.need((), [task])
+    task = free.generator.make_task(make_request(free.manifest, free.inputs, "mississippi", 0, settings), settings)
+    need = free.generator.new_scheduler(settings, 1)._starter.bytes_needed((), [task])
     return Model.load(path, "cpu", threads=1, max_memory=int(requests * need))
 
 
@@ -74,11 +74,11 @@ def test_workers_that_wait_for_memory_end_when_they_are_left(path, free):
     model = limited(path, free, 1.5)
     results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
     next(results)
-    held = model.budget.share()
-    assert held.ask(model.memory()["limit"] // 2)  # and gives it back only afterwards
+    held = model.budget.new_share()
+    assert held.reserve(model.memory()["limit"] // 2)  # and gives it back only afterwards
     results.close()
     assert not ours()
-    held.end()
+    held.release_reservation()
     assert model.memory()["held"] == 0
     assert_alike(model.generate("hello", **LONG), free.generate("hello", **LONG))
 

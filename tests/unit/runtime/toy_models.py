@@ -88,10 +88,10 @@ class Toy:
     def manifest(self) -> m.Manifest:
         encode = decode = None
         kept = "bfloat16" if self.half else "float32"
-        b, s = m.BATCH, "source"
+        b, s = m.BATCH_AXIS, "source"
         seen = s if self.stride == 1 else f"(source - 1)//{self.stride} + 1"
         if self.encoder:
-            encode = m.Encode(
+            encode = m.EncodeStage(
                 (
                     m.RequestInput("src", "int64", (b, s), "ids", pad=PAD, max_length=self.source_max),
                     m.RequestInput("src_mask", "bool", (b, s), "mask", of="src", keep=True),
@@ -101,26 +101,28 @@ class Toy:
                     m.TensorSpec("context.v", kept, (b, HEADS, seen, SIZE)),
                     m.TensorSpec("context.bias", "float32", (b, 1, 1, seen)),
                 ),
-                (m.Extra("hidden.source", "float32", (b, s, WIDTH)),) if self.extras else (),
-                follows={seen: m.Follows(s, 1, self.stride)} if self.stride > 1 else {},
+                (m.ExtraOutput("hidden_states.source", "float32", (b, s, WIDTH)),) if self.extras else (),
+                derived_lengths={seen: m.DerivedLength(s, 1, self.stride)} if self.stride > 1 else {},
             )
-        given = [m.Extra("hidden.last", "float32", (b, m.WANTED, WIDTH))]
+        given = [m.ExtraOutput("hidden_states.last", "float32", (b, m.SELECTED_AXIS, WIDTH))]
         if self.encoder:
-            given.append(m.Extra(m.ALIGNMENTS, "float32", (b, m.WANTED, seen), m.ALIGNMENTS))
+            given.append(m.ExtraOutput(m.CROSS_ATTENTIONS, "float32", (b, m.SELECTED_AXIS, seen), m.CROSS_ATTENTIONS))
         gqa = self.attention == "gqa"
-        controls = (m.POSITIONS, m.LAST, m.TOTAL) if gqa else (m.POSITIONS, m.START, m.SLOTS)
+        controls = (m.POSITIONS, m.LAST_POSITION, m.TOTAL_SLOTS) if gqa else (m.POSITIONS, m.START_SLOT, m.SLOT_INDICES)
         caches = tuple(
-            m.Cache(f"past.{n}{i}", f"present.{n}{i}", kept, (b, HEADS, m.SLOT, SIZE), self.attention != "scatter-pair")
+            m.CacheSpec(
+                f"past.{n}{i}", f"present.{n}{i}", kept, (b, HEADS, m.SLOT_AXIS, SIZE), self.attention != "scatter-pair"
+            )
             for i in range(self.layers)
             for n in "kv"
         )
-        decode = m.Decode(
-            m.TensorSpec("tgt", "int64", (b, m.NEW)),
-            controls + ((m.SELECT,) if self.select else ()),
+        decode = m.DecodeStage(
+            m.TensorSpec("tgt", "int64", (b, m.NEW_AXIS)),
+            controls + ((m.SELECTED_TOKENS,) if self.select else ()),
             caches,
-            m.TensorSpec("logits", "float32", (b, m.NEW, self.vocabulary)),
+            m.TensorSpec("logits", "float32", (b, m.NEW_AXIS, self.vocabulary)),
             context=tuple("past_" + o.name for o in encode.outputs) if encode else (),
-            ragged_chunks=not gqa,
+            chunked_prefill=not gqa,
             extras=tuple(given) if self.extras else (),
             shares_context=self.shares,
         )
@@ -129,10 +131,10 @@ class Toy:
             max_length=self.max_length,
             encode=encode,
             decode=decode,
-            special=m.SpecialTokens(self.start, self.end, PAD),
+            special_tokens=m.SpecialTokens(self.start, self.end, PAD),
             tokenizers=(letters().to_str(),) if self.tokenizer else (),
             tokenizer_of=({"src": 0, "tgt": 0} if self.encoder else {"tgt": 0}) if self.tokenizer else {},
-            defaults=self.defaults,
+            generation_defaults=self.defaults,
             precision="bf16" if self.half else "fp32",
             producer={"tformer": "0"},
             parity={"max_abs_error": 0.0},
@@ -161,7 +163,7 @@ class Toy:
                 alignments.append(weights.mean(0))
         if source is None:
             return {"last": x}
-        return {"last": x, "alignments": np.mean(alignments, 0), "source": w["source"][source]}
+        return {"last": x, "cross_attentions": np.mean(alignments, 0), "source": w["source"][source]}
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -210,7 +212,7 @@ class Graph:
 def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1, half: bool = False) -> None:
     x, mask = g.op("Gather", ["source", "src"]), "src_mask"
     if extras:
-        g.op("Identity", [x], [f"{prefix}hidden.source"])
+        g.op("Identity", [x], [f"{prefix}hidden_states.source"])
     if stride > 1:
         every = [g.constant(n) for n in ([0], [2**31], [1], [stride])]
         x, mask = (g.op("Slice", [value, *every]) for value in (x, mask))
@@ -232,7 +234,7 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             made = [f"{present}.wide" for present in presents] if toy.half else presents
             g.op(
                 "GroupQueryAttention",
-                [q, k, v, *(g.wide(f"past.{n}{i}", toy.half) for n in "kv"), m.LAST, m.TOTAL],
+                [q, k, v, *(g.wide(f"past.{n}{i}", toy.half) for n in "kv"), m.LAST_POSITION, m.TOTAL_SLOTS],
                 [a, *made],
                 "com.microsoft",
                 num_heads=HEADS,
@@ -246,13 +248,13 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             keys, values = (
                 g.op(
                     "Gather",
-                    [g.op("TensorScatter", [f"past.{n}{i}", g.heads(new), m.START], [p], axis=2), m.SLOTS],
+                    [g.op("TensorScatter", [f"past.{n}{i}", g.heads(new), m.START_SLOT], [p], axis=2), m.SLOT_INDICES],
                     axis=2,
                 )
                 for n, new, p in zip("kv", (k, v), presents, strict=True)
             )
             keys, values = (g.wide(x, toy.half) for x in (keys, values))
-            seen = g.op("LessOrEqual", [m.SLOTS, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
+            seen = g.op("LessOrEqual", [m.SLOT_INDICES, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
             bias = g.op("Where", [seen, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
             a, _ = g.attend(q, keys, values, bias)
         x = g.op("Add", [x, g.op("MatMul", [a, f"o{i}"])])
@@ -267,15 +269,15 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             cross = g.op("Reshape", [cross, size])
             alignments.append(g.op("ReduceMean", [weights, g.constant([1])], keepdims=0))
             x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
-    given = {"last": x} | ({"alignments": g.op("Mean", alignments)} if alignments else {})
+    given = {"last": x} | ({"cross_attentions": g.op("Mean", alignments)} if alignments else {})
     if toy.select:
-        select = g.op("Unsqueeze", [m.SELECT, g.constant([2])])
+        select = g.op("Unsqueeze", [m.SELECTED_TOKENS, g.constant([2])])
         given = {name: g.op("GatherND", [value, select], batch_dims=1) for name, value in given.items()}
     x = given["last"]
     if toy.extras:
-        g.op("Identity", [x], [f"{prefix}hidden.last"])
+        g.op("Identity", [x], [f"{prefix}hidden_states.last"])
         if alignments:
-            g.op("Identity", [given["alignments"]], [f"{prefix}alignments"])
+            g.op("Identity", [given["cross_attentions"]], [f"{prefix}cross_attentions"])
     g.op("MatMul", [x, "out"], [f"{prefix}logits"])
 
 
@@ -287,20 +289,26 @@ def build(toy: Toy) -> onnx.ModelProto:
     def info(name: str, dtype: str, shape: Any) -> onnx.ValueInfoProto:
         return h.make_tensor_value_info(name, ONNX_TYPE[dtype], shape)
 
-    shapes = {m.POSITIONS: [m.BATCH, m.NEW], m.LAST: [m.BATCH], m.TOTAL: [], m.START: [m.BATCH], m.SLOTS: ["total"]}
+    shapes = {
+        m.POSITIONS: [m.BATCH_AXIS, m.NEW_AXIS],
+        m.LAST_POSITION: [m.BATCH_AXIS],
+        m.TOTAL_SLOTS: [],
+        m.START_SLOT: [m.BATCH_AXIS],
+        m.SLOT_INDICES: ["total"],
+    }
     inputs = [info(decode.step.name, "int64", decode.step.shape)]
     inputs += [
-        info(c, "int32" if c in (m.LAST, m.TOTAL) else "int64", shapes.get(c, [m.BATCH, "wanted"]))
+        info(c, "int32" if c in (m.LAST_POSITION, m.TOTAL_SLOTS) else "int64", shapes.get(c, [m.BATCH_AXIS, "wanted"]))
         for c in decode.controls
     ]
     inputs += [info(c.past, c.dtype, c.shape) for c in decode.caches]
-    outputs = [info("logits", "float32", [m.BATCH, "wanted", toy.vocabulary])]
+    outputs = [info("logits", "float32", [m.BATCH_AXIS, "wanted", toy.vocabulary])]
     outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
     outputs += [info(e.name, e.dtype, e.shape) for e in decode.extras]
     used = toy.weights()
     body = Graph("n")
     if encode:
-        inputs = [info(m.STAGE, "bool", []), *(info(i.name, i.dtype, i.shape) for i in encode.inputs), *inputs]
+        inputs = [info(m.STAGE_INPUT, "bool", []), *(info(i.name, i.dtype, i.shape) for i in encode.inputs), *inputs]
         inputs += [info("past_" + o.name, o.dtype, o.shape) for o in encode.outputs]
         contexts = [info(o.name, o.dtype, o.shape) for o in (*encode.outputs, *encode.extras)]
         stages = []
@@ -322,7 +330,7 @@ def build(toy: Toy) -> onnx.ModelProto:
             stages.append(h.make_graph(g.nodes, prefix, [], both))
         outputs = [*contexts, *outputs]
         names = [o.name for o in outputs]
-        body.nodes.append(h.make_node("If", [m.STAGE], names, then_branch=stages[0], else_branch=stages[1]))
+        body.nodes.append(h.make_node("If", [m.STAGE_INPUT], names, then_branch=stages[0], else_branch=stages[1]))
     else:
         _decode(body, toy, "")
         used = {n: w for n, w in used.items() if not n.startswith(("c", "source"))}
@@ -331,7 +339,7 @@ def build(toy: Toy) -> onnx.ModelProto:
     model = h.make_model(
         graph, opset_imports=[h.make_opsetid("", opset), h.make_opsetid("com.microsoft", 1)], ir_version=10
     )
-    h.set_model_props(model, {m.KEY: manifest.to_json()})
+    h.set_model_props(model, {m.MANIFEST_KEY: manifest.to_json()})
     return model
 
 
@@ -348,7 +356,7 @@ def write_encoder(path: Path) -> Path:
     weights = [numpy_helper.from_array(toy.weights()[n], n) for n in ("source", "ck", "cv")]
     graph = h.make_graph(g.nodes, "encoder", *ports, weights)
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
-    h.set_model_props(model, {m.KEY: replace(toy.manifest(), decode=None, task="embed").to_json()})
+    h.set_model_props(model, {m.MANIFEST_KEY: replace(toy.manifest(), decode=None, task="embed").to_json()})
     onnx.save(model, path)
     return path
 
@@ -356,8 +364,8 @@ def write_encoder(path: Path) -> Path:
 def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
     """A copy of a file with fields of its manifest replaced."""
     model = onnx.load(source)
-    text = next(p.value for p in model.metadata_props if p.key == m.KEY)
-    h.set_model_props(model, {m.KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
+    text = next(p.value for p in model.metadata_props if p.key == m.MANIFEST_KEY)
+    h.set_model_props(model, {m.MANIFEST_KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
     onnx.save(model, copy)
     return copy
 

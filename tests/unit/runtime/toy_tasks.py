@@ -56,7 +56,7 @@ def states(text: str | tuple[str, str]) -> np.ndarray:
 def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: Any) -> Path:
     """gives: "vector", "states" (of each position), "scores", or "places", two outputs with a number for each position.
     manifest: fields of it."""
-    b, time = m.BATCH, "ids_length"
+    b, time = m.BATCH_AXIS, "ids_length"
     inputs = (
         m.RequestInput("ids", "int64", (b, time), "ids", max_length=MOST, vocabulary=len(WORDS)),
         m.RequestInput("mask", "int64", (b, time), "mask", of="ids"),
@@ -97,13 +97,13 @@ def write(path: Path, gives: str = "vector", ragged: bool = True, **manifest: An
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
     fields: dict[str, Any] = {
         "task": "text-classification" if gives == "scores" else "feature-extraction",
-        "outcome": m.Outcome(LABELS, m.SINGLE_LABEL) if gives == "scores" else m.Outcome(),
+        "output_meaning": m.OutputMeaning(LABELS, m.SINGLE_LABEL) if gives == "scores" else m.OutputMeaning(),
         "tokenizers": (words().to_str(),),
         "tokenizer_of": {"ids": 0},
     }
     made = m.Manifest(
-        max_length=0, encode=m.Encode(inputs, outputs, ragged=ragged), decode=None, **{**fields, **manifest}
+        max_length=0, encode=m.EncodeStage(inputs, outputs, ragged=ragged), decode=None, **{**fields, **manifest}
     )
-    h.set_model_props(model, {m.KEY: made.to_json()})
+    h.set_model_props(model, {m.MANIFEST_KEY: made.to_json()})
     onnx.save(model, path)
     return path

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tformer_export import Task
 from versus.client import ROOT
 from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, code_of, made
 from versus.shapes import END, PAD, START, Case, Shape
@@ -40,7 +41,7 @@ def _export(folder: Path, shape: Shape, precision: str, asked: dict[str, str], p
 
             special = {"start": [START], "end": [END], "pad": PAD}
             module = encoder_decoder(folder / SOURCE, shape)
-            export(module, path, {"src": ids, "tgt": ids}, "tgt", special=special, **options)
+            export(module, path, {"src": ids, "tgt": ids}, "tgt", special_tokens=special, **options)
         elif shape.kind == "continue":
             from transformers import AutoModelForCausalLM
 
@@ -48,7 +49,9 @@ def _export(folder: Path, shape: Shape, precision: str, asked: dict[str, str], p
         else:
             from transformers import AutoModel
 
-            export(AutoModel.from_pretrained(folder / SOURCE / HUGGING_FACE), path, pool="mean", **options)
+            export(
+                AutoModel.from_pretrained(folder / SOURCE / HUGGING_FACE), path, task=Task(pooling="mean"), **options
+            )
     except TformerError as error:
         raise UnavailableError(str(error)) from error
 

@@ -1,0 +1,156 @@
+"""What tformer-run writes to standard error, and the line breaks of a chat's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+from collections import deque
+
+import pytest
+from running import PROGRAM, failed, misused, run
+from toy_models import Toy, letters, with_manifest
+
+from tformer_runtime import Model
+from tformer_runtime.cli.input_lines import InputLines
+
+SHORT = ["--max-new-tokens", "8"]
+
+
+def on_a_terminal(*arguments, stdin=subprocess.DEVNULL):
+    """The results, and what a terminal shows that standard error is."""
+    ours, theirs = pty.openpty()
+    result = subprocess.run(
+        [*PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE, stderr=theirs, check=True, text=True
+    )
+    os.close(theirs)
+    try:
+        shown = os.read(ours, 1 << 16).decode()
+    except OSError:  # nothing was written, and the other end is closed
+        shown = ""
+    os.close(ours)
+    return result.stdout, shown
+
+
+def test_quiet_writes_no_messages(path, tmp_path):
+    (tmp_path / "in").write_text("hello\n" * 40)
+    plain = run(path, "--input-file", tmp_path / "in", *SHORT)
+    assert plain.stderr == "device: cpu\n"
+    quiet = run(path, "--input-file", tmp_path / "in", *SHORT, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == (plain.stdout, "")
+    for more in ([], ["--resume"]):
+        out = run(path, "hello", *SHORT, "--output-file", tmp_path / f"out{len(more)}", "--quiet", *more)
+        assert (out.exit_code, out.stdout, out.stderr) == (0, "", "")
+
+
+def test_quiet_shows_no_progress(path, tmp_path):
+    (tmp_path / "in").write_text("hello\n" * 40)
+    results, shown = on_a_terminal(path, "--input-file", tmp_path / "in", *SHORT, "--quiet")
+    assert len(results.splitlines()) == 40
+    assert shown == ""
+
+
+def test_quiet_writes_errors(path):
+    result = run(path, "é", "--quiet")
+    assert failed(result) == "input 1: 'é' (character 1 of the input) is not in the model's vocabulary"
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_verbose_names_device_workers_and_batch_size(path):
+    result = run(path, "hello", *SHORT, "--verbose", "--batch-size", 3, "--workers", 2, "--device", "cpu")
+    assert result.stderr.splitlines() == ["device: cpu", "workers: 2", "batch size: 3"]
+    assert result.stdout == run(path, "hello", *SHORT).stdout
+    assert "batch size: 32" in run(path, "hello", *SHORT, "--verbose").stderr
+
+
+@pytest.mark.parametrize("arguments", [["é"], ["a", "--num-beams", "0"]])
+def test_verbose_writes_the_traceback_of_an_error(path, arguments):
+    verbose, plain = run(path, *arguments, "--verbose"), run(path, *arguments)
+    assert "Traceback (most recent call last):" in verbose.stderr
+    assert "Traceback" not in plain.stderr
+    assert verbose.exit_code == plain.exit_code
+    assert verbose.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
+
+
+def test_quiet_and_verbose_exclude_each_other(path):
+    assert misused(run(path, "a", "--quiet", "--verbose")) == "--quiet writes nothing but errors: not with --verbose"
+
+
+def test_progress_of_a_file_estimates_the_remaining_time(path, tmp_path):
+    (tmp_path / "in").write_text("hello\n" * 400)
+    arguments = (path, *SHORT, "--batch-size", 1, "--workers", 1)
+    results, shown = on_a_terminal(*arguments, "--input-file", tmp_path / "in")
+    assert len(results.splitlines()) == 400
+    assert "inputs" in shown
+    assert "remaining" in shown
+    with (tmp_path / "in").open() as file:
+        assert "remaining" in on_a_terminal(*arguments, stdin=file)[1]
+
+
+def test_progress_of_a_pipe_has_no_estimate(path):
+    with subprocess.Popen(["printf", "hello\\n%.0s", *map(str, range(40))], stdout=subprocess.PIPE) as source:
+        results, shown = on_a_terminal(path, *SHORT, stdin=source.stdout)
+    assert len(results.splitlines()) == 40
+    assert "inputs" in shown
+    assert "remaining" not in shown
+
+
+def test_progress_of_a_resumed_run_counts_the_finished_inputs(path, tmp_path):
+    lines = ["hello"] * 30 + ["é"] + ["hello"] * 9
+    (tmp_path / "in").write_text("\n".join(lines))
+    arguments = (path, *SHORT, "--input-file", tmp_path / "in", "--output-file", tmp_path / "out")
+    failed(run(*arguments))
+    lines[30] = "hello"
+    (tmp_path / "in").write_text("\n".join(lines))
+    _, shown = on_a_terminal(*arguments, "--resume")
+    counts = [int(count) for count in re.findall(r"(\d+) inputs ", shown.partition("are done")[2])]
+    assert min(counts) >= 30
+    assert len((tmp_path / "out").read_text().splitlines()) == 40
+
+
+def test_lines_know_their_ends(tmp_path):
+    """Offsets count bytes, not characters."""
+    (tmp_path / "in").write_bytes("ab\r\né\n\nlast".encode())
+    lines = InputLines(str(tmp_path / "in"))
+    lines.line_ends = deque()
+    assert list(lines) == ["ab", "é", "", "last"]
+    assert list(lines.line_ends) == [4, 7, 8, 12]
+    assert lines.size == 12
+    assert InputLines(str(tmp_path / "none")).size is None
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A file with a chat template whose answer to "hello" has a line break, and this answer."""
+    folder = tmp_path_factory.mktemp("chat")
+    plain = Toy(encoder=False, seed=5, end=()).write(folder / "plain.onnx")
+    text = Model.load(plain, "cpu").generate("hello", max_new_tokens=8).text
+    broken = next(letter for letter in text[1:-1] if letter not in "hello")
+    definition = json.loads(letters().to_str())
+    vocabulary = definition["model"]["vocab"]
+    vocabulary["\n"] = vocabulary.pop(broken)
+    changes = {"tokenizers": (json.dumps(definition),), "chat_template": "<s>{{ messages[-1].content }}"}
+    path = with_manifest(plain, folder / "chat.onnx", **changes)
+    return str(path), text.replace(broken, "\n")
+
+
+def test_the_only_answer_of_a_chat_keeps_its_line_breaks(chat, tmp_path):
+    path, answer = chat
+    assert run(path, "hello", *SHORT, "--chat").stdout == f"{answer}\n"
+    assert run(path, *SHORT, "--chat", stdin="hello\n").stdout == f"{answer}\n"
+    assert run(path, "hello", *SHORT, "--chat", "--stream").stdout == f"{answer}\n"
+    assert json.loads(run(path, "hello", *SHORT, "--chat", "--json").stdout)["text"] == answer
+
+
+def test_several_answers_of_a_chat_are_a_line_each(chat, tmp_path):
+    path, answer = chat
+    line = " ".join(answer.splitlines())
+    assert run(path, "hello", "hello", *SHORT, "--chat").stdout == f"{line}\n" * 2
+    assert run(path, "hello", *SHORT).stdout == f"{line}\n"  # not a chat
+    beams = run(path, "hello", *SHORT, "--chat", "--num-beams", 2, "--num-return-sequences", 2)
+    assert len(beams.stdout.splitlines()) == 2
+    wrong = run(path, "hello", '[{"role": "user"}]', *SHORT, "--chat")
+    assert "a conversation is a text" in failed(wrong, before=1)
+    assert wrong.stdout == f"{line}\n"
