@@ -1,41 +1,46 @@
-# make help   this list
-# make demo   export the g2p checkpoint to int8 and pronounce some words
-# make test   the test suite
-# make thorough   the models that the suite leaves out for their minutes
-# make test-avx2  the suite with the kernels of processors without AVX-512, on one that has it
-# make check  lint and types
-# make evaluate   the model card's error rates, from exported files
-# make bench      against other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
+# make help         print this list
+# make demo         export the g2p checkpoint to int8 and pronounce some words
+# make test         run the test suite
+# make thorough     run the tests that the suite leaves out because they take minutes
+# make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
+# make check        lint and type check
+# make hooks        run lint and type checks before each commit (pre-commit)
+# make docs         build the documentation in build/site; broken links are errors
+# make docs-check   run the examples of the documentation and compare their output
+# make evaluate     compute the error rates of the g2p model card from exported files
+# make bench        compare with other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
+# make clean        remove build/ and all environments
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder needs more than it asks for
+GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder imports packages that it does not require
 OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0'
 WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(@D)/same.txt
+PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough check evaluate bench clean
+.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-# What is installed is told as it comes: it is a gigabyte and takes minutes.
+# pip prints a line per package: the installation downloads gigabytes and takes minutes.
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv, once. 1 of 3: a Python environment"
 	@$(PYTHON) -m venv .venv
-	@echo "Setting up .venv, once. 2 of 3: PyTorch"
+	@echo "Setting up .venv, once. 2 of 3: PyTorch. pip is silent for half a minute while it installs files"
 	@$(PIP) install --constraint constraints.txt torch
-	@echo "Setting up .venv, once. 3 of 3: tformer with onnxruntime, transformers and the tools of its tests"
+	@echo "Setting up .venv, once. 3 of 3: tformer, onnxruntime, transformers and test tools." \
+	  "pip is silent for a minute while it installs files"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 EXPORT = mkdir -p build && $(BIN)/tformer-export models/g2p/model.pt --force
 
 demo: $(READY)
-	@echo "Exporting models/g2p/model.pt, a Transformer that says how words are pronounced, to one ONNX file in int8:"
+	@echo "Exporting models/g2p/model.pt, a Transformer that predicts pronunciations, to one ONNX file in int8:"
 	$(EXPORT) --output build/g2p-int8.onnx --quantize int8 --report build/g2p-int8.json
 	@echo "Running the file with onnxruntime, without PyTorch:"
 	$(BIN)/tformer-run build/g2p-int8.onnx $(WORDS)
@@ -43,9 +48,9 @@ demo: $(READY)
 	  "  $(BIN)/tformer-run build/g2p-int8.onnx hello --num-beams 4 --num-return-sequences 3 --json" \
 	  "  $(BIN)/tformer-run build/g2p-int8.onnx --info" \
 	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
-	  "README.md goes on from here; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
+	  "See README.md; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
 
-TESTS = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest come first
+TESTS = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest files first
 
 test: $(READY)
 	$(TESTS)
@@ -61,6 +66,18 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+hooks: $(READY)
+	$(BIN)/pre-commit install
+
+docs: .venv/.docs
+	$(BIN)/mkdocs build --strict
+
+docs-check: $(READY)
+	$(BIN)/python docs/check_blocks.py
+
+.venv/.docs: $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[docs]' && touch $@
+
 evaluate: $(READY)
 	$(BIN)/python -m tformer_models.g2p evaluate models/g2p/model.pt
 	for precision in none int8; do \
@@ -70,16 +87,16 @@ evaluate: $(READY)
 	  $(BIN)/python -m tformer_models.g2p score build/$$precision.txt || exit 1; \
 	done
 
-# The peers of the benchmark: one of them beside what we have, those that need other packages in environments of their own.
-# One that cannot be installed is a column without figures.
+# The engines of the benchmark. CTranslate2 is installed in .venv; the others need other versions of packages, and have
+# their own environments. An engine that cannot be installed has a column without figures.
 SAME = sed -n 's/^onnxruntime-gpu/onnxruntime/p; /^\(torch\|numpy\|onnx\|onnx-ir\)==/p' constraints.txt
-WITHOUT = || echo "$(@D) could not be made: its column will say so"
+WITHOUT = || echo "An engine could not be installed in $(@D): the benchmark has a column without figures for it"
 
 bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
 	$(BIN)/python tests/benchmarks/versus.py
 
 .venv/.peers: $(READY)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]' && touch $@ $(WITHOUT)
+	$(PIP) install --constraint constraints.txt --editable '.[bench]' && touch $@ $(WITHOUT)
 
 .venv-genai/.ready: constraints.txt
 	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
