@@ -18,11 +18,11 @@ from tformer_runtime import Model
 CLOSE = dict(rtol=0, atol=2e-5)  # float32 sums in another order, of values of about 1
 WIDE = dict(rtol=0, atol=2e-4)  # of values of about 10
 HEADS = ((0, 1), (1, 0), (1, 3))
-HAND_WRITTEN = dict(
-    alignments=HEADS,
-    hidden=("encoder.0.4", "decoder.0.6", "decoder.1.1", "decoder.0.0.linears.0", "tgt", "out"),
+HAND_WRITTEN = ExtraOutputs(
+    cross_attentions=HEADS,
+    hidden_states=("encoder.0.4", "decoder.0.6", "decoder.1.1", "decoder.0.0.linears.0", "tgt", "out"),
 )
-LLAMA = dict(hidden=("model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head"))
+LLAMA = ExtraOutputs(hidden_states=("model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head"))
 
 
 def sources(*lengths):
@@ -96,7 +96,7 @@ def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("portable", marks=pytest.mark.thorough)])
 def test_chosen_heads_of_attention_written_by_hand(exported, target):
-    file = exported("hand-written", target, **HAND_WRITTEN)
+    file = exported("hand-written", target, extra_outputs=HAND_WRITTEN)
     (row,) = sources(7)
     result = file.model.generate(row, cross_attentions=True, max_new_tokens=9)
     module, tokens = file.family.module, torch.tensor([[START, *result.token_ids[:-1]]])
@@ -107,8 +107,8 @@ def test_chosen_heads_of_attention_written_by_hand(exported, target):
 
 
 def test_hidden_states_are_what_the_submodules_return(exported):
-    file = exported("hand-written", **HAND_WRITTEN)
-    names = HAND_WRITTEN["hidden_states"]
+    file = exported("hand-written", extra_outputs=HAND_WRITTEN)
+    names = HAND_WRITTEN.hidden_states
     for row in sources(7, 2):
         result = file.model.generate(row, hidden_states=True, max_new_tokens=9)
         assert set(result.hidden_states) == set(names)
@@ -116,10 +116,10 @@ def test_hidden_states_are_what_the_submodules_return(exported):
         expected = hooked(file.family.module, names, torch.from_numpy(row)[None], torch.tensor([tokens]))
         for name, value in expected.items():
             np.testing.assert_allclose(result.hidden_states[name], value, **WIDE)
-        every = file.model.hidden(row, tokens[1:])
+        every = file.model.hidden_states(row, tokens[1:])
         for name, value in expected.items():
             np.testing.assert_allclose(every[name], value, **WIDE)
-    assert set(file.model.hidden(row)) == {"encoder.0.4"}
+    assert set(file.model.hidden_states(row)) == {"encoder.0.4"}
 
 
 def hooked(module, names, *inputs):
@@ -137,7 +137,7 @@ def hooked(module, names, *inputs):
 
 
 def test_hidden_states_of_a_decoder_alone(exported):
-    file = exported("llama-sdpa", **LLAMA)
+    file = exported("llama-sdpa", extra_outputs=LLAMA)
     (prompt,) = sources(5)
     result = file.model.generate(prompt, hidden_states=True, max_new_tokens=6)
     ids = torch.tensor([[*prompt, *result.token_ids[:-1]]])
@@ -148,12 +148,12 @@ def test_hidden_states_of_a_decoder_alone(exported):
         "model.norm": output.hidden_states[-1],
         "lm_head": output.logits,
     }
-    every = file.model.hidden(prompt, result.token_ids[:-1])
-    assert set(every) == set(result.hidden_states) == set(LLAMA["hidden_states"])
+    every = file.model.hidden_states(prompt, result.token_ids[:-1])
+    assert set(every) == set(result.hidden_states) == set(LLAMA.hidden_states)
     for name, value in expected.items():
         np.testing.assert_allclose(every[name], value[0].numpy(), **WIDE)
         np.testing.assert_allclose(result.hidden_states[name], value[0, len(prompt) - 1 :].numpy(), **WIDE)
-    query = hooked(file.family.module, LLAMA["hidden_states"][1:2], ids)[LLAMA["hidden_states"][1]]
+    query = hooked(file.family.module, LLAMA.hidden_states[1:2], ids)[LLAMA.hidden_states[1]]
     np.testing.assert_allclose(every["model.layers.1.self_attn.q_proj"], query, **WIDE)
     batch = file.model.generate_batch([prompt, prompt[:2]], hidden_states=True, max_new_tokens=6)
     for name, value in next(batch).hidden_states.items():
@@ -198,8 +198,8 @@ def test_hidden_states_of_a_model_that_is_run_once(tmp_path):
 
 
 def test_the_report_and_the_manifest_tell_what_the_file_gives(exported):
-    file = exported("hand-written", **HAND_WRITTEN)
-    names = {"cross_attentions", *(f"hidden_states.{name}" for name in HAND_WRITTEN["hidden_states"])}
+    file = exported("hand-written", extra_outputs=HAND_WRITTEN)
+    names = {"cross_attentions", *(f"hidden_states.{name}" for name in HAND_WRITTEN.hidden_states)}
     assert set(file.report.parity.extras) == names
     assert all(0 <= error < 1e-4 for error in file.report.parity.extras.values())
     manifest = file.model.manifest

@@ -31,7 +31,11 @@ def test_greedy_tokens_equal_generates(exported, name, other):
     file, random = exported(name), np.random.default_rng(5)
     family, assistant = file.family, BY_NAME[other].module
     twin = Model.load(file.path, device="cpu", threads=1)
-    drafts = {"prompt": "prompt", "other": exported(other).model, "twin": twin}
+    drafts = {
+        "prompt": {"prompt_lookup": True},
+        "other": {"draft_model": exported(other).model},
+        "twin": {"draft_model": twin},
+    }
     came, made = dict.fromkeys(drafts, 0), dict.fromkeys(drafts, 0)
     for length in LENGTHS:
         row = np.concatenate([random.integers(END + 1, VOCABULARY, length)] * 2)
@@ -39,7 +43,7 @@ def test_greedy_tokens_equal_generates(exported, name, other):
         for given in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
             assert assisted(family, row, **given) == expected
         for kind, draft in drafts.items():
-            result = file.model.generate(row, max_new_tokens=MOST, draft_model=draft)
+            result = file.model.generate(row, max_new_tokens=MOST, **draft)
             assert list(result.token_ids) == expected
             came[kind] += result.speculation.accepted
             made[kind] += result.speculation.guessed
@@ -47,11 +51,11 @@ def test_greedy_tokens_equal_generates(exported, name, other):
     assert made["other"] > came["other"]
 
 
-@pytest.mark.parametrize(("quantize", "most"), [("int8", 2), ("int4", 3)])
-def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, quantize, most):
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 2), ("int4", 3)])
+def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, quantization, most):
     """Beyond, logits are others than without guesses: by 0.1 in the median. Within, they are the same to float32's last
     digits, but where an activation on the edge of two integers is rounded to the other one."""
-    file, random = exported("wide-llama", quantization=quantize, optimize_for="latency"), np.random.default_rng(5)
+    file, random = exported("wide-llama", quantization=quantization, optimize_for="latency"), np.random.default_rng(5)
     twin = Model.load(file.path, device="cpu", threads=1)
     step, sizes = file.model.engine.step, []
 
@@ -64,9 +68,9 @@ def test_guesses_stay_within_the_kernels_for_few_tokens(exported, monkeypatch, q
     for length in range(4, 12):
         row = np.concatenate([random.integers(END + 1, VOCABULARY, length)] * 2)
         plain = file.model.generate(row, max_new_tokens=30)
-        for draft in ("prompt", twin):
+        for draft in ({"prompt_lookup": True}, {"draft_model": twin}):
             del sizes[:]
-            result = file.model.generate(row, max_new_tokens=30, draft_model=draft)
+            result = file.model.generate(row, max_new_tokens=30, **draft)
             pairs = zip(result.token_ids, plain.token_ids, strict=False)
             same = sum(itertools.takewhile(bool, (ours == theirs for ours, theirs in pairs)))
             moved.append(np.abs(np.subtract(result.token_logprobs[:same], plain.token_logprobs[:same])))

@@ -191,7 +191,7 @@ def test_eight_bits_fitted_to_pictures_and_what_they_change(pictures, tmp_path):
 
 
 def test_one_vector_of_all_patches(made, pictures, tmp_path):
-    module, processor, path, report = made("features", pool="mean", normalize=True)
+    module, processor, path, report = made("features", task=Task(pooling="mean", normalize=True))
     assert report.task == "image-feature-extraction"
     assert report.parity.raw.relative < 1e-4
     lines = [str(path) for path in pictures.values()]

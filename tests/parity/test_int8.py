@@ -181,7 +181,7 @@ def test_experts_without_rows(exported):
 
 @pytest.fixture(scope="module")
 def fixed(exported):
-    return exported("wide-seq2seq", quantization=Quantization("int8", activation_scales="fixed"))
+    return exported("wide-seq2seq", quantization=Quantization("int8", activation_scales="static"))
 
 
 def test_with_fixed_scales_results_stay_near_the_source(fixed):
@@ -194,7 +194,9 @@ def test_with_fixed_scales_results_stay_near_the_source(fixed):
         assert 0 < np.abs(found[row] - expected).max() <= NEAR * np.ptp(expected)
     made = fixed.report.found
     assert made["fixed"] > made["by_row"] > 0
-    assert dict(fixed.report.rows())["fixed scales"].startswith(f"{made['fixed']} of {made['fixed'] + made['by_row']} ")
+    assert dict(fixed.report.rows())["static scales"].startswith(
+        f"{made['fixed']} of {made['fixed'] + made['by_row']} "
+    )
 
 
 def test_with_fixed_scales_a_row_alone_equals_the_row_beside_loud_ones_bit_for_bit(fixed):
@@ -210,7 +212,7 @@ def test_with_fixed_scales_a_row_alone_equals_the_row_beside_loud_ones_bit_for_b
 def test_fixed_scales_beside_a_form_for_few_rows_and_caches_in_int8(exported):
     file = exported(
         "wide-llama",
-        quantization=Quantization("int8", activation_scales="fixed", kv_cache="int8"),
+        quantization=Quantization("int8", activation_scales="static", kv_cache="int8"),
         optimize_for="latency",
     )
     tokens = draw(9, 4, 4 + STEPS)
@@ -236,9 +238,9 @@ def opened_as_on_older_processors(path, folder, saturating):
 
 @both
 @pytest.mark.parametrize("how", [
-    {"target": "cpu", "quantize": "int8"}, {"target": "portable", "quantize": "int8"},
-    {"target": "cpu", "quantize": "int4", "optimize_for": "latency"},
-    {"target": "cpu", "quantize": "int8", "activations": "fixed"},
+    {"target": "cpu", "quantization": "int8"}, {"target": "portable", "quantization": "int8"},
+    {"target": "cpu", "quantization": "int4", "optimize_for": "latency"},
+    {"target": "cpu", "quantization": Quantization("int8", activation_scales="static")},
 ])  # fmt: skip
 def test_where_products_saturate_a_file_computes_the_same_bit_for_bit(exported, tmp_path, name, how):
     file = exported(name, **how)

@@ -101,7 +101,7 @@ def test_the_caches_take_a_quarter_of_the_bytes(held, exported, name):
 def test_a_budget_holds_four_times_the_tokens(held, exported):
     prompt, options = draw(4, 30).tolist(), GenerationOptions(max_new_tokens=20)
     files = [held("wide-llama"), exported("wide-llama")]
-    slots = [file.engine.sizing.need(50, {}) for file in files]
+    slots = [file.engine.memory_estimate.bytes_needed(50, {}) for file in files]
     assert slots[0] * 4 == slots[1]
     limited = [Model.load(file.path, device="cpu", threads=1, max_memory=slots[0]) for file in files]
     assert len(limited[0].generate(prompt, options).token_ids) > 0
@@ -149,7 +149,7 @@ def test_beams_keep_their_own_past(held, name):
     options = GenerationOptions(num_beams=4, num_return_sequences=4, max_new_tokens=8, length_penalty=0.0)
     result = file.model.generate(source[0].tolist(), options)
     assert len(result.alternatives) == 3
-    start = [] if file.family.decoder_only else list(file.engine.manifest.special.start)
+    start = [] if file.family.decoder_only else list(file.engine.manifest.special_tokens.bos_token_ids)
     for found in (result, *result.alternatives):
         given = source[0].tolist() if file.family.decoder_only else start
         tokens = np.array([*given, *found.token_ids])

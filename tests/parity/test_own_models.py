@@ -140,7 +140,7 @@ def language_model():
     """A factory."""
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
     special = {"bos_token_id": [], "eos_token_id": [words.END], "pad_token_id": words.PAD}
-    options = {"step": "ids", "tokenizer": words.tokenizer(), "special": special, "max_length": 24}
+    options = {"step_input": "ids", "tokenizer": words.tokenizer(), "special_tokens": special, "max_length": 24}
     return random(LanguageModel, len(words.vocabulary())), {"ids": ids}, {**options, "chat_template": words.TEMPLATE}
 
 
@@ -181,7 +181,7 @@ def test_what_has_no_prompt_to_make(tmp_path):
     with pytest.raises(OptionError, match="there is no tokenizer to read them: give one"):
         export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})
     with pytest.raises(OptionError, match="goes on with a text alone, and this one is run once for an input"):
-        export(model, tmp_path / "n.onnx", example, **{**options, "step": None})
+        export(model, tmp_path / "n.onnx", example, **{**options, "step_input": None})
     with pytest.raises(OptionError, match="chat_template of a checkpoint must be Jinja text, not dict"):
         save_checkpoint(model, tmp_path / "m.pt", factory="a:b", arguments={}, chat_template={})
     assert list(tmp_path.iterdir()) == []

@@ -269,7 +269,7 @@ def test_long_sounds_are_read_in_windows_as_by_the_pipeline(made, tmp_path, wind
         feature_extractor=processor.feature_extractor, **asked,
     )  # fmt: skip
     long = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
-    loaded, asked = Model.load(path), {"window": window, "stride": stride}
+    loaded, asked = Model.load(path), {"chunk_length_s": window, "stride_length_s": stride}
     for timestamps in ("word", "char"):
         results = list(loaded.transcribe_batch([*long, SOUNDS[2]], 3, timestamps=timestamps, **asked))
         for given, result in zip([*long, SOUNDS[2]], results, strict=True):
@@ -304,17 +304,20 @@ def test_windows_that_cannot_be_are_refused(made):
     path = made("layer")[1]
     model = Model.load(path)
     for asked, message in {
-        ("window", -1): "window must be a number of seconds from 0 to 1,000,000, not -1",
-        ("window", "long"): "window must be a number of seconds",
-        ("window", 0): "stride must be from 0.0025 s to less than half of a window of 0 s, not 0 s",
-        ("stride", 30): "stride must be from 0.0025 s to less than half of a window of 60 s, not 30 s",
-        ("stride", 0): "not 0 s",
-        ("window", 1e305): "from 0 to 1,000,000",
+        ("chunk_length_s", -1): "chunk_length_s must be a number of seconds from 0 to 1,000,000, not -1",
+        ("chunk_length_s", "long"): "chunk_length_s must be a number of seconds",
+        ("chunk_length_s", 0): "stride_length_s must be from 0.0025 s to less than half of chunk_length_s=0 s, not 0 s",
+        (
+            "stride_length_s",
+            30,
+        ): "stride_length_s must be from 0.0025 s to less than half of chunk_length_s=60 s, not 30 s",
+        ("stride_length_s", 0): "not 0 s",
+        ("chunk_length_s", 1e305): "from 0 to 1,000,000",
     }.items():
         with pytest.raises(OptionError, match=message):
             model.transcribe(SOUNDS[0], **dict([asked]))
     stride = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
-    assert "less than half of a window of 1 s, not 0.5 s" in failed(stride, 2)
+    assert "less than half of chunk_length_s=1 s, not 0.5 s" in failed(stride, 2)
 
 
 def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
@@ -350,7 +353,7 @@ def test_a_model_without_an_extractor_reads_samples_as_a_whole(tmp_path):
         best = model(torch.from_numpy(SOUNDS[1])[None]).logits[0].argmax(-1).numpy()
     kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
     assert list(loaded.transcribe(SOUNDS[1]).token_ids) == kept[kept != 0].tolist()
-    with pytest.raises(OptionError, match="this file reads a sound as a whole: it takes no window"):
+    with pytest.raises(OptionError, match="this file reads a sound as a whole: it takes no chunk_length_s"):
         loaded.transcribe(SOUNDS[1], chunk_length_s=3)
 
 

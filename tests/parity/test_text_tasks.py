@@ -22,7 +22,7 @@ from torch import nn
 from transformers import BertTokenizer, DebertaV2Tokenizer, RobertaTokenizer
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from tformer_export import ExtraOutputs, Quantization, export, padding
+from tformer_export import ExtraOutputs, Quantization, Task, export, padding
 from tformer_export.cli import main
 from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, OptionError, SourceError, UnsupportedCallError
@@ -160,11 +160,26 @@ CONTEXTS = [
 ]
 
 
-def theirs(module, tokenizer, question, context, top_k=1, no_answer=False, longest=15, window=MOST, stride=MOST // 2):
+def theirs(
+    module,
+    tokenizer,
+    question,
+    context,
+    top_k=1,
+    allow_no_answer=False,
+    max_answer_tokens=15,
+    max_seq_len=MOST,
+    doc_stride=MOST // 2,
+):
     """QuestionAnsweringPipeline of transformers 4: preprocess, _forward and postprocess, for tokenizers that are fast,
     with align_to_words."""
     read = tokenizer(
-        question, context, truncation="only_second", max_length=window, stride=stride, return_overflowing_tokens=True
+        question,
+        context,
+        truncation="only_second",
+        max_length=max_seq_len,
+        stride=doc_stride,
+        return_overflowing_tokens=True,
     )
     least, answers = 1000000, []
     for at, encoding in enumerate(read.encodings):
@@ -178,7 +193,7 @@ def theirs(module, tokenizer, question, context, top_k=1, no_answer=False, longe
         p_mask[ids.numpy() == tokenizer.cls_token_id] = 0
         starts, ends, scores, least = select_starts_ends(
             output.start_logits.double().numpy(), output.end_logits.double().numpy(), p_mask,
-            np.ones_like(p_mask), least, top_k * 2 + 10, no_answer, longest,
+            np.ones_like(p_mask), least, top_k * 2 + 10, allow_no_answer, max_answer_tokens,
         )  # fmt: skip
         for s, e, score in zip(starts, ends, scores, strict=True):
             try:
@@ -192,7 +207,7 @@ def theirs(module, tokenizer, question, context, top_k=1, no_answer=False, longe
                 same["score"] += score
             else:
                 answers.append({"score": score, "start": begin, "end": finish, "answer": text})
-    if no_answer:
+    if allow_no_answer:
         answers.append({"score": least, "start": 0, "end": 0, "answer": ""})
     return sorted(answers, key=lambda answer: answer["score"], reverse=True)[:top_k]
 
@@ -208,7 +223,13 @@ def same_answers(found, module, tokenizer, **asked):
 @pytest.mark.parametrize("name", ["bert", pytest.param("roberta", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"top_k": 3}, {"top_k": 2, "longest": 3}, {"no_answer": True, "top_k": 40}, {"window": 30, "stride": 5}],
+    [
+        {},
+        {"top_k": 3},
+        {"top_k": 2, "max_answer_tokens": 3},
+        {"allow_no_answer": True, "top_k": 40},
+        {"max_seq_len": 30, "doc_stride": 5},
+    ],
 )
 def test_answers_are_those_of_the_pipeline(made, name, asked):
     module, tokenizer, model, _ = made(name, "QuestionAnswering")
@@ -239,7 +260,7 @@ def test_what_cannot_be_asked_of_answers(made):
         model.answer([("a", "b"), (" ", "a")])
     with pytest.raises(InputError, match="the first text and the tokens around both leave no room in a window of 38"):
         model.answer([(LONG, "a")])
-    with pytest.raises(OptionError, match="window must be at most 38, for the model takes no more, not 64"):
+    with pytest.raises(OptionError, match="max_seq_len must be at most 38, for the model takes no more, not 64"):
         model.answer([("a", "b")], max_seq_len=64)
     with pytest.raises(OptionError, match="stride must be less than a window, 20, not 20"):
         model.answer([("a", "b")], max_seq_len=20, doc_stride=20)
@@ -275,7 +296,7 @@ def test_answers_in_eight_bits(made, tmp_path, monkeypatch, capsys):
     assert len(kept) == 80
     assert rows["quantised"] == f"{np.mean(kept):.2%} of 80 rows keep their class"
     same_answers(eight.answer(CONTEXTS, top_k=3, batch_size=1), quantised, tokenizer, top_k=3)
-    assert rows["attention"].startswith("max |Δ| ")
+    assert rows["attentions"].startswith("max |Δ| ")
     with torch.no_grad():
         module.set_attn_implementation("eager")
         expected = module(**tokenizer(*drawn[0], return_tensors="pt"), output_attentions=True).attentions[0]
@@ -314,6 +335,9 @@ def test_results_of_integers(made, tmp_path, head, of):
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
+NAMES_OF_PIPELINE = {"candidate_tokens": "targets"}
+
+
 @pytest.mark.parametrize("name", ["bert", pytest.param("roberta", marks=pytest.mark.thorough)])
 def test_masks_are_filled_as_by_the_pipeline(made, name):
     module, tokenizer, model, report = made(name, "MaskedLM")
@@ -321,9 +345,9 @@ def test_masks_are_filled_as_by_the_pipeline(made, name):
     mask = tokenizer.mask_token
     texts = [f"the {mask} was good", f"{mask} Film", f"{mask} is {mask} and {mask}", f"a very old {mask}!"]
     targets = ["Ġthe", "a", "oo"] if name == "roberta" else ["bad", "day", "##s"]
-    for asked in ({}, {"top_k": 3}, {"targets": targets}, {"targets": targets, "top_k": 2}):
+    for asked in ({}, {"top_k": 3}, {"candidate_tokens": targets}, {"candidate_tokens": targets, "top_k": 2}):
         for text, result in zip(texts, model.fill(texts, **asked), strict=True):
-            expected = pipeline(text, **asked)
+            expected = pipeline(text, **{NAMES_OF_PIPELINE.get(name, name): value for name, value in asked.items()})
             expected = expected if isinstance(expected[0], list) else [expected]
             assert len(result) == len(expected) == text.count(mask)
             for candidates, entries in zip(result, expected, strict=True):
@@ -340,9 +364,11 @@ def test_what_cannot_be_asked_of_masks(made):
         model.fill(["[MASK]", "a"])
     with pytest.raises(InputError, match=r"where it belongs, or what was cut had it$"):
         model.fill([f"{LONG} [MASK]"], truncate=True)
-    with pytest.raises(OptionError, match="the target 'bads' is not one token of the model's vocabulary, but bad ##s"):
+    with pytest.raises(
+        OptionError, match="the candidate token 'bads' is not one token of the model's vocabulary, but bad ##s"
+    ):
         model.fill(["[MASK]"], candidate_tokens=["the", "bads"])
-    with pytest.raises(OptionError, match="the target 'xyz' is not one token of the model's vocabulary"):
+    with pytest.raises(OptionError, match="the candidate token 'xyz' is not one token of the model's vocabulary"):
         model.fill(["[MASK]"], candidate_tokens="xyz")
 
 
@@ -354,7 +380,7 @@ def test_attention_is_that_of_transformers(made, name):
     module, tokenizer, model, report = made(name, "TokenClassification")
     module.set_attn_implementation("eager")  # others give no weights
     for given in (TEXTS[0], ("a day", TEXTS[2]), "we", LONG):
-        weights, tokens = model.attention(given, truncate=given is LONG)
+        weights, tokens = model.attentions(given, truncate=given is LONG)
         read = tokenizer(*((given,) if isinstance(given, str) else given), truncation=True, return_tensors="pt")
         with torch.no_grad():
             expected = module(**read, output_attentions=True).attentions
@@ -362,9 +388,9 @@ def test_attention_is_that_of_transformers(made, name):
         assert tokens == tokenizer.convert_ids_to_tokens(read["input_ids"][0])
     (extra,) = model.manifest.extras
     assert (extra.kind, extra.shape) == (m.ATTENTIONS, ("batch", 2, 4, "input_ids_length", "input_ids_length"))
-    assert report.parity.extras.keys() == {"attention"}  # of ragged rows, too
+    assert report.parity.extras.keys() == {"attentions"}  # of ragged rows, too
     with pytest.raises(InputError, match="the model takes at most 38"):
-        model.attention(LONG)
+        model.attentions(LONG)
 
 
 # -- one's own --------------------------------------------------------------------------------------------------------
@@ -407,7 +433,7 @@ def own(tmp_path, gives, places=False, **options):
 
 
 def test_one_s_own_tagger(tmp_path):
-    module, out, made = own(tmp_path, 3, task="token-classification", labels=["O", "NAME", "PLACE"])
+    module, out, made = own(tmp_path, 3, task=Task("token-classification", labels=["O", "NAME", "PLACE"]))
     assert made().parity.raw.texts == 11
     (spans,) = Model.load(out, "cpu").entities([TEXT[:20]], "none", ignore_labels=())
     with torch.no_grad():

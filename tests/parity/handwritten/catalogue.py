@@ -14,7 +14,7 @@ from torch import nn
 from tformer_export.sources import Mask
 
 PAD, START, END = 0, 1, 2
-SPECIAL = {"start": [START], "end": [END], "pad": PAD}
+SPECIAL = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD}
 VOCABULARY, BLOCK = 53, 32  # ids, and the longest sequence that the models have positions for
 
 MadeMask = tuple[Mask, Callable[..., torch.Tensor]]
@@ -66,10 +66,10 @@ class Case:
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         given: dict[str, Any] = {
             "example": dict.fromkeys(self.inputs, ids.T if self.time_first else ids),
-            "step": self.inputs[-1],
+            "step_input": self.inputs[-1],
             "masks": {name: described for name, (described, _) in self.masks.items()},
         }
-        return given | ({"dynamic": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
+        return given | ({"axes": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
 
     def logits(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
         """(time, vocabulary) of one row alone, from one forward pass over all of it; if forward gives the last position
