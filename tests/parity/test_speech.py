@@ -317,7 +317,7 @@ def test_windows_that_cannot_be_are_refused(made):
         with pytest.raises(OptionError, match=message):
             model.transcribe(SOUNDS[0], **dict([asked]))
     stride = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
-    assert "less than half of chunk_length_s=1 s, not 0.5 s" in failed(stride, 2)
+    assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(stride, 2)
 
 
 def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
