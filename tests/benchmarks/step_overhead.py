@@ -59,8 +59,8 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _toy(folder: Path) -> Path:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
-    from toy_models import Toy
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support.toy_models import Toy
 
     return Toy(layers=12).write(folder / "toy.onnx")
 

@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
-
-from toy_models import Toy
+from support.toy_models import Toy
 
 from tformer_export.cli import main
 

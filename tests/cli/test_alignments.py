@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from running import failed, misused, run
-from toy_models import Toy
+from support.command_lines import failed, misused, run
+from support.toy_models import Toy
 
 import tformer_export.cli
 from tformer_runtime import Model, OptionError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from running import failed, misused, run
+from support.command_lines import failed, misused, run
 
 from tformer_export.cli import command
 from tformer_export.common.checkpoint import save_checkpoint

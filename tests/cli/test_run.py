@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from running import PROGRAM, begun, failed, misused, run
-from toy_models import LETTERS, with_manifest
+from support.command_lines import PROGRAM, begun, failed, misused, run
+from support.toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__
 from tformer_runtime.cli import input_lines

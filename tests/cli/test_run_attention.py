@@ -7,10 +7,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from running import failed, run
+from support.command_lines import failed, run
+from support.toy_tasks import write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from toy_tasks import write
 
 from tformer_export import ExtraOutputs, export, padding
 from tformer_runtime import InputError, Model, OptionError, UnsupportedCallError

@@ -10,8 +10,8 @@ import subprocess
 from collections import deque
 
 import pytest
-from running import PROGRAM, failed, misused, run
-from toy_models import Toy, letters, with_manifest
+from support.command_lines import PROGRAM, failed, misused, run
+from support.toy_models import Toy, letters, with_manifest
 
 from tformer_runtime import Model
 from tformer_runtime.cli.input_lines import InputLines

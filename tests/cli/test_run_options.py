@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 import pytest
-from running import failed, run
-from toy_models import LETTERS, START_ID, Toy
+from support.command_lines import failed, run
+from support.toy_models import LETTERS, START_ID, Toy
 
 from tformer_runtime import GenerationOptions, Model, OptionError
 from tformer_runtime.cli.options import OPTIONS, generation_options, use_flag_names

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from running import begun, failed, run
-from toy_models import Toy
+from support.command_lines import begun, failed, run
+from support.toy_models import Toy
 
 SMALL = ["--workers", "1", "--max-new-tokens", "4", "--batch-size", "2", "--device", "cpu"]  # windows of 32 inputs
 SAMPLES = ["--json", "--num-return-sequences", "2", "--temperature", "1.3", "--seed", "5"]

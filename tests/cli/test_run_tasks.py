@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from running import failed, run
-from toy_tasks import HEAD, LABELS, WIDTH, vector, write
+from support.command_lines import failed, run
+from support.toy_tasks import HEAD, LABELS, WIDTH, vector, write
 
 TEXTS = ["a good day", "bad film", "the old night", "good"]
 PAIRS = [("a good day", "bad"), ("film", "the old film")]

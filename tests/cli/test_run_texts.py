@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from running import failed, run
-from toy_tasks import HEAD, WIDTH, WORDS, states, write
+from support.command_lines import failed, run
+from support.toy_tasks import HEAD, WIDTH, WORDS, states, write
 
 from tformer_runtime.format import manifest as m
 

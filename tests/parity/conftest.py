@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 from filelock import FileLock
+from support.families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 
 import tformer_export.build as make
 from tformer_export import ExportReport, Quantization, export

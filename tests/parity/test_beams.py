@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import END, VOCABULARY
+from support.families import END, VOCABULARY
 
 LENGTHS = (6, 11, 3, 1, 8)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from families import END, FAMILIES, PAD, VOCABULARY
+from support.families import END, FAMILIES, PAD, VOCABULARY
 
 from tformer_runtime.decoding.request import make_request
 

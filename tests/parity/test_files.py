@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from families import END, MAX_LENGTH, PAD, START
+from support.families import END, MAX_LENGTH, PAD, START
 
 import tformer_export
 from tformer_runtime.format.manifest import Manifest

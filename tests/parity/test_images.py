@@ -11,13 +11,13 @@ import json
 import struct
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
+from support.command_lines import failed, run
 from torch import nn
 from transformers.image_utils import load_image
 
@@ -26,10 +26,6 @@ from tformer_export.calibration.samples import read_samples
 from tformer_export.sources import load_source
 from tformer_runtime import InputError, Model, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
-
-from running import failed, run
 
 LABELS = dict(id2label={0: "cat", 1: "dog", 2: "car"}, label2id={"cat": 0, "dog": 1, "car": 2})
 SHAPE = dict(

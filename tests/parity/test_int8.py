@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from families import LOUD, PAD, QUANTISED, VOCABULARY
+from support.families import LOUD, PAD, QUANTISED, VOCABULARY
 from support.older_processor import integer_products, spelt_out
 from torch import nn
 

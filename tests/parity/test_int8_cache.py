@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import LOUD, PAD, VOCABULARY
+from support.families import LOUD, PAD, VOCABULARY
 
 from tformer_export import Quantization, export
 from tformer_runtime import GenerationOptions, MemoryBudgetError, Model, OptionError, UnsupportedModelError

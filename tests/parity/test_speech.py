@@ -9,15 +9,14 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
 import transformers
+from support.command_lines import failed, run
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
 from tformer_export import ExtraOutputs, Quantization, export
@@ -28,10 +27,6 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import OutputMeaning
 from tformer_runtime.tasks import CtcRecognition
 from tformer_runtime.tasks.base import TaskInput
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
-
-from running import failed, run
 
 VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", "|", "E", "T", "A", "O", "N", "I", "H", "S", "R"]
 SHAPE = dict(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from text_models import MOST, SHAPE, TEXT, byte_pairs, pieces, scored
+from support.text_models import MOST, SHAPE, TEXT, byte_pairs, pieces, scored
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import BertTokenizer, DebertaV2Tokenizer, RobertaTokenizer

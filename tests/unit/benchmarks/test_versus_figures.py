@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from versus import chart, engines, table
 from versus.client import PeerError
 from versus.floor import encode, floors, prompt, room, step

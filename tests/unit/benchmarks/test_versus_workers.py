@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fake_engine
+import pytest
 from versus.client import Peer, PeerError, Worker, loaded
 from versus.shapes import ROWS, Case
 

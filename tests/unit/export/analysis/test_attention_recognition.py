@@ -1,0 +1,209 @@
+"""Attention as people write it becomes one node, with its scale and bias, and computes what it computed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small_models import HEADS, VOCABULARY, WIDTH, Mixer, Small, attention_nodes, captured_of, causal, joined
+from torch import nn
+
+from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.interpreter import run
+
+SCALE = 1 / math.sqrt(WIDTH / HEADS)
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Attention(Mixer):
+    """Attention by a function of queries, keys, values (batch, heads, time, d) and the causal mask (time, time)."""
+
+    def __init__(self, attend, groups=HEADS):
+        super().__init__()
+        self.attend, self.groups = attend, groups
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("low", torch.tensor(-1e9))
+
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        return joined(self.attend(self, q, k[:, : self.groups], v[:, : self.groups], causal(x)))
+
+
+def additive(mask, fill=-math.inf):
+    return torch.zeros(mask.shape).masked_fill(~mask, fill)
+
+
+def products(q, k):
+    return q @ k.transpose(-2, -1)
+
+
+SDPA = {
+    "is_causal": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, is_causal=True), SCALE),
+    "bool mask": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), SCALE),
+    "float mask": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=additive(mask)), SCALE),
+    "scale": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), 0.3),
+    "no mask": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v), SCALE),
+}
+WRITTEN = {
+    "scale after": (
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) / math.sqrt(8)).masked_fill(~mask, -math.inf), -1) @ v,
+        SCALE,
+    ),
+    "multiplied, -1e9": (
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -1) @ v,
+        SCALE,
+    ),
+    "lowest number": (
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) * SCALE).masked_fill(~mask, LOWEST), -1) @ v,
+        SCALE,
+    ),
+    "scale after the mask": (
+        lambda m, q, k, v, mask: torch.softmax(products(q, k).masked_fill(~mask, -1e9) * SCALE, -1) @ v,
+        SCALE,
+    ),
+    "query scaled before": (
+        lambda m, q, k, v, mask: torch.softmax(products(q * SCALE, k).masked_fill(~mask, -1e9), -1) @ v,
+        1.0,
+    ),
+    "additive mask": (
+        lambda m, q, k, v, mask: torch.softmax(products(q, k) * SCALE + additive(mask, -1e9), -1) @ v,
+        SCALE,
+    ),
+    "mask first in the sum": (
+        lambda m, q, k, v, mask: torch.softmax(additive(mask) + products(q, k) * SCALE, -1) @ v,
+        SCALE,
+    ),
+    "mask added before the scale": (
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) + additive(mask, -1e9)) / math.sqrt(8), -1) @ v,
+        SCALE,
+    ),
+    "two masks": (
+        lambda m, q, k, v, mask: (
+            torch.softmax((products(q, k) * SCALE).masked_fill(~mask, LOWEST) + additive(mask, LOWEST) / 4, -1) @ v
+        ),
+        SCALE,
+    ),
+    "where": (
+        lambda m, q, k, v, mask: torch.softmax(torch.where(mask, products(q, k) * SCALE, -1e9), -1) @ v,
+        SCALE,
+    ),
+    "where a tensor": (
+        lambda m, q, k, v, mask: (
+            torch.softmax(torch.where(mask, products(q, k) * SCALE, torch.full((), -math.inf)), -1) @ v
+        ),
+        SCALE,
+    ),
+    "bias and mask": (
+        lambda m, q, k, v, mask: (
+            torch.softmax((products(q, k) * SCALE + bias_by_distance(mask)).masked_fill(~mask, -math.inf), -1) @ v
+        ),
+        SCALE,
+    ),
+    "dropout and a cast": (
+        lambda m, q, k, v, mask: (
+            m.dropout(
+                F.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), dim=-1, dtype=torch.float32).to(q.dtype)
+            )
+            @ v
+        ),
+        SCALE,
+    ),
+    "permuted keys": (
+        lambda m, q, k, v, mask: (
+            torch.softmax((torch.matmul(q, k.permute(0, 1, 3, 2)) * SCALE).masked_fill(~mask, -1e9), -1) @ v
+        ),
+        SCALE,
+    ),
+    "mask of ones and zeros": (
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) * SCALE).masked_fill(mask.float() == 0, -1e9), -1) @ v,
+        SCALE,
+    ),
+    "no mask": (lambda m, q, k, v, mask: torch.softmax(products(q, k) * SCALE, -1) @ v, SCALE),
+}
+
+
+def bias_by_distance(mask):
+    """ALiBi's idea: -|i - j| for every head, with another slope."""
+    position = torch.arange(mask.shape[0])
+    return -(position[:, None] - position).abs() * torch.tensor([0.5, 0.25])[:, None, None]
+
+
+def check(attend, groups=HEADS):
+    """Rewrite the captured graph and compare what it computes with the module; returns its attention nodes."""
+    module = Small(lambda: Attention(attend, groups))
+    captured = captured_of(module)
+    assert attention_nodes(captured) == []
+    found = recognise(captured)
+    nodes = attention_nodes(captured)
+    assert len(nodes) == found
+    tgt = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(run(captured, {"tgt": tgt})[captured.output], module(tgt))
+    return nodes
+
+
+@pytest.mark.parametrize(("attend", "scale"), SDPA.values(), ids=SDPA)
+def test_scaled_dot_product_attention(attend, scale):
+    (node,) = check(attend)
+    assert node.args[4] == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(("attend", "scale"), WRITTEN.values(), ids=WRITTEN)
+def test_attention_written_by_hand(attend, scale):
+    (node,) = check(attend)
+    assert node.args[4] == pytest.approx(scale)
+
+
+def test_grouped_heads():
+    nodes = check(lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), groups=1)
+    assert len(nodes) == 1
+
+
+def test_an_attention_with_a_mask_for_each_layer_and_one_without():
+    def twice(m, q, k, v, mask):
+        first = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.softmax((products(first, k) * SCALE).masked_fill(~mask, -1e9), -1) @ v
+
+    assert len(check(twice)) == 2
+
+
+OTHERWISE = {
+    "soft-capped": lambda m, q, k, v, mask: (
+        torch.softmax((torch.tanh(products(q, k) / 5) * 5).masked_fill(~mask, -1e9), -1) @ v
+    ),
+    "a small fill, which is no mask": lambda m, q, k, v, mask: (
+        torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -3.0), -1) @ v
+    ),
+    "softmax over queries": lambda m, q, k, v, mask: (
+        torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -2) @ v
+    ),
+    "weights used twice": lambda m, q, k, v, mask: twice_used(
+        torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -1), v
+    ),
+    "weights changed": lambda m, q, k, v, mask: (
+        (torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -1) ** 2) @ v
+    ),
+    "einsum": lambda m, q, k, v, mask: torch.einsum(
+        "bhqk,bhkd->bhqd",
+        torch.softmax((torch.einsum("bhqd,bhkd->bhqk", q, k) * SCALE).masked_fill(~mask, -1e9), -1),
+        v,
+    ),
+    "scaled by a tensor": lambda m, q, k, v, mask: (
+        torch.softmax((products(q, k) * m.low / -1e9 * SCALE).masked_fill(~mask, -1e9), -1) @ v
+    ),
+    "added with a factor": lambda m, q, k, v, mask: (
+        torch.softmax(torch.add(products(q, k) * SCALE, additive(mask, -1e9), alpha=0.5), -1) @ v
+    ),
+}
+
+
+def twice_used(weights, v):
+    return weights @ v + weights @ (v * 2)
+
+
+@pytest.mark.parametrize("attend", OTHERWISE.values(), ids=OTHERWISE)
+def test_what_does_not_fit_is_left_alone(attend):
+    """Whether it is rewritten or not, it computes the same; these are none of the forms that a fused operator has."""
+    assert check(attend) == []

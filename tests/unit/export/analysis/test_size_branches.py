@@ -1,0 +1,57 @@
+"""Branches and sizes that are known from the length: followed, up to the length at which they change."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+from support.small_models import Mixer, Small, captured_of
+from torch.utils._sympy.functions import Max, Min
+
+from tformer_export.analysis.size_branches import limit_by_branches
+from tformer_export.common.fx_nodes import simplify_size
+from tformer_runtime import UnsupportedModelError
+
+
+class Longer(Mixer):
+    """Asks a tensor of positions for the length, as rotary embeddings that are scaled as they grow do."""
+
+    def forward(self, x, tgt):
+        positions = torch.arange(x.shape[1])
+        return x * 0.5 if positions.max() + 1 > 20 else x * 2.0
+
+
+class ByData(Mixer):
+    def forward(self, x, tgt):
+        return x * 0.5 if x.sum() > 0 else x * 2.0
+
+
+def test_a_branch_on_the_length_limits_the_length():
+    captured = captured_of(Small(Longer))
+    limit_by_branches(captured)
+    assert captured.time_limit == 20
+    assert not any("assert" in str(node.target) for node in captured.nodes)
+
+
+def test_a_branch_on_data_is_refused():
+    captured = captured_of(Small(ByData))
+    with pytest.raises(UnsupportedModelError, match="values of its data decide which code runs"):
+        limit_by_branches(captured)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (lambda n: 96 - Max(0, 96 - n), ("n", 96)),
+        (lambda n: Min(2048, n), ("n", 2048)),
+        (lambda n: 1 - Max(0, 1 - n), (1, None)),
+        (lambda n: Max(n, 1), ("n", None)),
+        (lambda n: n + 1, (None, None)),
+        (lambda n: Min(8, n), (None, None)),  # holds for too few lengths to be what is meant
+    ],
+)
+def test_sizes_that_are_a_length_in_other_words(expression, expected):
+    n = sympy.Symbol("n", positive=True, integer=True)
+    size, limit = expected
+    wanted = {"n": n, None: expression(n)}.get(size, size)
+    assert simplify_size(expression(n)) == (wanted, limit)

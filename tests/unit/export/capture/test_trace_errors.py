@@ -1,0 +1,400 @@
+"""What the user's code does that no traced graph can do is refused with the line that does it, not in torch's words."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support.small_models import EXAMPLE, VOCABULARY, WIDTH, Mixer, Small, here, refusal
+from torch import nn
+
+from tformer_export import export
+from tformer_runtime import SourceError, UnsupportedModelError
+
+SIZES = (
+    "The file has to run at any size: take sizes from x.shape, slice tables to the length, and make no Python number "
+    "or list of a size"
+)
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+BATCH, TIME = "the batch size of 'tgt'", "the length of 'tgt'"
+
+
+class BothViewed(Mixer):
+    def forward(self, x, tgt):
+        return torch.relu(x).view(3, 5, -1)  # HERE
+
+
+class BatchViewed(Mixer):
+    def forward(self, x, tgt):
+        return x.reshape(3, -1, WIDTH)  # HERE
+
+
+class LengthAsNumber(Mixer):
+    def forward(self, x, tgt):
+        length = int(x.shape[1])  # HERE
+        return x + torch.arange(length)[:, None]
+
+
+class ListOverTime(Mixer):
+    def forward(self, x, tgt):
+        positions = torch.tensor([float(i) for i in range(tgt.size(1))])  # HERE
+        return x + positions[:, None]
+
+
+class TableUnsliced(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(5, WIDTH))
+
+    def forward(self, x, tgt):
+        return x + self.table  # HERE
+
+
+class LengthAsserted(Mixer):
+    def forward(self, x, tgt):
+        assert x.shape[1] == 5  # HERE
+        return x
+
+
+class LengthDecides(Mixer):
+    def forward(self, x, tgt):
+        return -x if x.shape[1] == 5 else x  # HERE
+
+
+class RowsUnbound(Mixer):
+    def forward(self, x, tgt):
+        first, second, third = x  # HERE
+        return torch.stack([first, second, third])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "what"),
+    [
+        (BothViewed, f"{BATCH} and {TIME}"),
+        (BatchViewed, BATCH),
+        (LengthAsNumber, TIME),
+        (ListOverTime, TIME),
+        (TableUnsliced, TIME),
+        (LengthAsserted, TIME),
+        (LengthDecides, TIME),
+        (RowsUnbound, BATCH),
+    ],
+)
+def test_a_size_that_the_code_fixes(mixer, what, tmp_path):
+    example = {"tgt": torch.ones(3, 5, dtype=torch.int64)}
+    message = refusal(mixer, tmp_path, example=example)
+    assert message == f"forward fixes a size to the example's: {what}, at {here(mixer.forward)}. {SIZES}"
+
+
+class TableOfTwelve(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(12, WIDTH))
+
+    def forward(self, x, tgt):
+        return x + self.table  # HERE
+
+
+def test_a_table_that_only_the_examples_length_fits(tmp_path):
+    example = {"tgt": torch.ones(1, 12, dtype=torch.int64)}
+    assert refusal(TableOfTwelve, tmp_path, example=example) == (
+        f"forward runs on the example but not at other sizes (tgt (3, 5)), at {here(TableOfTwelve.forward)}: "
+        "RuntimeError: The size of tensor a (5) must match the size of tensor b (12) at non-singleton dimension 1. The "
+        "file has to run at any size: take sizes from x.shape and slice tables to the length"
+    )
+
+
+class LoopOverTime(Mixer):
+    def forward(self, x, tgt):
+        return torch.stack([torch.relu(x[:, i]) for i in range(x.shape[1])], 1)  # HERE
+
+
+def test_a_loop_over_positions_that_keeps_them_apart(tmp_path):
+    assert refusal(LoopOverTime, tmp_path) == (
+        f"forward computes the positions of 'tgt' one by one in Python, at {here(LoopOverTime.forward)}, which fixes "
+        "their number to the example's. Compute all positions at once with operations on tensors"
+    )
+
+
+class ThreeChunks(Mixer):
+    def forward(self, x, tgt):
+        first, second, third = x.chunk(3)  # HERE
+        return torch.cat([first, second, third])
+
+
+def test_a_greatest_batch(tmp_path):
+    assert refusal(ThreeChunks, tmp_path) == (
+        f"forward runs for at most 3 rows at once, by {here(ThreeChunks.forward)}. The file has to run for any number "
+        "of rows: take it from x.shape[0]"
+    )
+
+
+class NoMoreThanNine(Mixer):
+    def forward(self, x, tgt):
+        if x.shape[1] > 9:  # HERE
+            raise ValueError("too long")
+        return x
+
+
+def test_a_greatest_length(tmp_path):
+    message = refusal(NoMoreThanNine, tmp_path, max_length=10)
+    limit = f"at most 9 is possible, by {here(NoMoreThanNine.forward)}"
+    assert message == f"the model cannot run at a length of 10: {limit}"
+
+
+class OddLengthsOnly(Mixer):
+    def forward(self, x, tgt):
+        assert x.shape[1] % 2, "odd lengths only"  # HERE
+        return x
+
+
+def test_lengths_that_only_the_source_refuses(tmp_path):
+    message = refusal(OddLengthsOnly, tmp_path, max_length=12)
+    assert message == (
+        f"forward runs on the example but not at other sizes (tgt (1, 6)), at {here(OddLengthsOnly.forward)}: "
+        "AssertionError: odd lengths only. The file has to run at any size up to the maximum length: let forward do so "
+        "too"
+    )
+
+
+# -- control flow -----------------------------------------------------------------------------------------------------
+
+
+class Branch(Mixer):
+    def forward(self, x, tgt):
+        if x.sum() > 0:  # HERE
+            return x
+        return -x
+
+
+class While(Mixer):
+    def forward(self, x, tgt):
+        left = 3
+        while left and x.abs().max() > 1:  # HERE
+            x, left = x / 2, left - 1
+        return x
+
+
+class BranchOnItem(Mixer):
+    def forward(self, x, tgt):
+        largest = tgt.max().item()
+        return x if largest > 3 else -x  # HERE
+
+
+class Assertion(Mixer):
+    def forward(self, x, tgt):
+        assert (tgt >= 0).all()  # HERE
+        return x
+
+
+@pytest.mark.parametrize("mixer", [Branch, While, BranchOnItem, Assertion])
+def test_a_branch_on_data(mixer, tmp_path, capfd):
+    """In a sentence, and nothing besides: torch's own account of the graph is not shown."""
+    assert refusal(mixer, tmp_path) == (
+        f"forward lets the values of its data decide which code runs, at {here(mixer.forward)}. A file takes the same "
+        "course for all inputs: choose with torch.where or a mask, or remove the check"
+    )
+    assert capfd.readouterr() == ("", "")
+
+
+class NumberForPython(Mixer):
+    def forward(self, x, tgt):
+        return x + torch.ones(int(tgt.max())).sum()  # HERE
+
+
+def test_a_number_for_python(tmp_path):
+    assert refusal(NumberForPython, tmp_path) == (
+        f"forward reads a number out of its data into Python, at {here(NumberForPython.forward)}. A file has no "
+        "Python: keep the number a tensor, and let no size depend on it"
+    )
+
+
+class ListOfData(Mixer):
+    def forward(self, x, tgt):
+        return x + torch.tensor(x[:, :, 0].tolist())[:, :, None]  # HERE
+
+
+def test_data_as_a_list(tmp_path):
+    line = here(ListOfData.forward)
+    assert refusal(ListOfData, tmp_path) == (
+        f"forward reads its data into Python, at {line}. A file has no Python: keep it in tensors"
+    )
+
+
+class Numpy(Mixer):
+    def forward(self, x, tgt):
+        return x + torch.from_numpy(np.tanh(x.numpy()))  # HERE
+
+
+def test_numpy(tmp_path):
+    assert refusal(Numpy, tmp_path) == (
+        f"forward hands a tensor to numpy, at {here(Numpy.forward)}. Only torch's operations can be exported: write it "
+        "with them"
+    )
+
+
+class Printed(Mixer):
+    def forward(self, x, tgt):
+        self.shown = f"{x.mean().item():.3f}"  # HERE
+        return x
+
+
+def test_what_else_cannot_be_traced(tmp_path):
+    assert refusal(Printed, tmp_path) == (
+        f"forward runs, but torch.export cannot trace it, at {here(Printed.forward)}: TypeError: unsupported format "
+        "string passed to SymFloat.__format__. Write that line with torch's operations on tensors"
+    )
+
+
+# -- forward fails by itself ------------------------------------------------------------------------------------------
+
+
+class Raises(Mixer):
+    def forward(self, x, tgt):
+        raise ValueError("an activation 'geglu'\nis not known")  # HERE
+
+
+class Misshaped(Mixer):
+    def forward(self, x, tgt):
+        return x @ torch.ones(3, 3)  # HERE
+
+
+@pytest.mark.parametrize(
+    ("mixer", "error"),
+    [
+        (Raises, "ValueError: an activation 'geglu'"),
+        (Misshaped, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 3x3)"),
+    ],
+)
+def test_a_forward_that_fails_by_itself(mixer, error, tmp_path):
+    message = refusal(mixer, tmp_path, SourceError)
+    assert message == f"forward fails by itself on the example, at {here(mixer.forward)}: {error}"
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    example = {"tgt": torch.tensor([[3, VOCABULARY]])}
+    assert refusal(Printed, tmp_path, SourceError, example=example) == (
+        f"the example's ids go from 3 to {VOCABULARY}, but the table that they are looked up in has {VOCABULARY} rows, "
+        f"at {here(Small.forward)}: give ids of the model's vocabulary"
+    )
+
+
+# -- where the numbers are --------------------------------------------------------------------------------------------
+
+
+def test_weights_without_numbers(tmp_path):
+    assert refusal(Small(Mixer).to("meta"), tmp_path, SourceError) == (
+        "position is on the meta device, so it holds no numbers: load the model's weights on the CPU first"
+    )
+
+
+def test_an_example_without_numbers(tmp_path):
+    message = refusal(Small(Mixer), tmp_path, SourceError, example={"tgt": EXAMPLE["tgt"].to("meta")})
+    assert message.startswith("tgt is on the meta device")
+
+
+def test_half_precision_of_the_models_own(tmp_path):
+    """autocast in forward computes in half precision, for which a file has no kernels; a mere rounding is kept."""
+
+    class Cast(nn.Module):
+        def __init__(self, autocast):
+            super().__init__()
+            self.layer, self.autocast = nn.Linear(8, 9), autocast
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                return self.layer(x.to(torch.bfloat16).float()).float()
+
+    message = r"gives bfloat16, in which a file cannot compute\. Leave out autocast"
+    with pytest.raises(UnsupportedModelError, match=message):
+        export(Cast(True).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)})
+    assert not list(tmp_path.iterdir())
+    assert export(Cast(False).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)}).size
+
+
+def test_half_precision_is_exported_in_single(tmp_path):
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 9)).half()
+    report = export(model, tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8).half()})
+    assert report.max_abs_error < 1e-5
+    assert next(model.parameters()).dtype == torch.float16  # the caller's own is as it was
+
+
+# -- what is kept between calls ---------------------------------------------------------------------------------------
+
+
+class OwnCache(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 64, WIDTH))
+
+    def forward(self, x, tgt):
+        self.cache[: x.shape[0], : x.shape[1]] = x  # HERE
+        return self.cache[: x.shape[0], : x.shape[1]]
+
+
+class Counted(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, tgt):
+        self.calls += 1  # HERE
+        return x * self.calls
+
+
+class WeightThatShrinks(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, tgt):
+        self.scale.mul_(0.9)  # HERE
+        return x * self.scale
+
+
+@pytest.mark.parametrize(("mixer", "name"), [(OwnCache, "cache"), (Counted, "calls"), (WeightThatShrinks, "scale")])
+def test_a_buffer_that_forward_changes(mixer, name, tmp_path):
+    model = Small(mixer)
+    before = copy.deepcopy(model.state_dict())
+    assert refusal(model, tmp_path) == (
+        f"forward changes mix.{name}, at {here(mixer.forward)}, and so keeps something from one call to the next, "
+        "which a file does not. Let forward take the whole sequence and compute from it alone: a cache is made by the "
+        "export itself"
+    )
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Remembers(Mixer):
+    calls = 0
+
+    def forward(self, x, tgt):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_an_attribute_that_forward_changes(tmp_path):
+    model = Small(Remembers)
+    assert refusal(model, tmp_path) == (
+        "forward gives another output when it is called again with the same inputs: it changes mix.calls. A file keeps "
+        "nothing between calls but the caches that are made for it: let forward take the whole sequence and depend on "
+        "nothing else"
+    )
+    assert "calls" not in vars(model.mix)
+
+
+class KeptForLooking(Mixer):
+    """People keep attention weights to draw them: nothing depends on it."""
+
+    def forward(self, x, tgt):
+        self.seen = torch.tanh(x)
+        tgt[:, :1] = 1
+        return self.seen
+
+
+def test_what_forward_keeps_but_does_not_read(tmp_path):
+    model = Small(KeptForLooking)
+    assert export(model, tmp_path / "model.onnx", EXAMPLE, "tgt", max_length=12).max_abs_error < 1e-5

@@ -1,0 +1,164 @@
+"""The search for bits, on made-up costs: the order of its path, its bisection, and the budget that it keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import helper, numpy_helper
+from support.small_graphs import model_of
+from support.small_models import EXAMPLE, Mixer, Small, joined
+from torch.nn import functional as F
+
+from tformer_export import export
+from tformer_export.common.degradation_budget import DegradationBudget
+from tformer_export.quantize import BitPlanner, quantize
+from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
+from tformer_export.quantize.mixed_search import MixedSearch, make_path
+from tformer_export.quantize.token_quality import TokenQuality
+from tformer_runtime import OptionError
+
+
+def matrices(*shapes):
+    return [Matrix(shape, [f"m{i}"]) for i, shape in enumerate(shapes)]
+
+
+def test_the_path_takes_the_cheapest_bytes_first():
+    made = matrices((64, 64), (64, 64), (64, 128))
+    made[2].is_table = True
+    known = {"m0": {8: 0.0, 4: 0.5}, "m1": {8: 0.3, 4: 0.31}, "m2": {8: 9.0}}
+    path = make_path(made, known)
+    # m0 to 8 bits costs nothing; m1 is cheaper a byte if it takes both steps at once; m0's second step is the dearest.
+    assert [tuple(p.values()) for p in path] == [(32, 32, 8), (8, 32, 8), (8, 4, 8), (4, 4, 8)]
+    assert [tuple(p.values()) for p in make_path(made, {m.name: {} for m in made})][-1] == (4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("inner", "choices"),
+    [
+        (1, (32,)), (7, (8, 32)), (9, (8, 32)), (10, (4, 8, 32)), (16, (4, 8, 32)), (17, (8, 32)), (18, (8, 32)),
+        (19, (4, 8, 32)),
+    ],
+)  # fmt: skip
+def test_bits_that_would_take_as_much_are_no_choice(inner, choices):
+    """Against the bytes that a file of one product really holds."""
+    held = {bits: held_bytes(inner, bits) for bits in (4, 8, 32)}
+    (matrix,) = find_matrices(product(inner))
+    assert {bits: matrix.size(bits) for bits in held} == held
+    assert matrix.choices == choices
+    path = make_path([matrix, *matrices((64, 64))], {matrix.name: {8: 0.1, 4: 0.2}, "m0": {8: 0.3, 4: 0.4}})
+    assert list(dict.fromkeys(plan[matrix.name] for plan in path)) == sorted(choices, reverse=True)
+    sizes = [matrix.size(plan[matrix.name]) for plan in path]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("inner", [7, 9, 18, 64])
+def test_no_matrix_gets_larger_by_fewer_bits(inner, tmp_path):
+    plan = BitPlanner(product(inner), None, None, None, tmp_path).uniform(4)
+    assert plan.bits == {"product": 4 if inner == 64 else 8}
+    assert len(plan.integers["product"]) == (3 if inner == 64 else 2)
+
+
+@pytest.mark.parametrize("inner", [7, 9, 18])
+def test_the_search_mixes_matrices_that_have_no_four_bits(inner):
+    made = matrices((inner, 128), (64, 64), (1, 2048))
+    pretended = Pretended(made, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
+    found = MixedSearch(pretended, pretended, pretended).run(DegradationBudget(tokens=0.5))
+    assert found.frontier[found.within(DegradationBudget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT_BITS}
+
+
+def test_a_model_with_nothing_to_mix_is_refused_in_a_sentence(tmp_path):
+    path = tmp_path / "model.onnx"
+    with pytest.raises(OptionError, match=r"no constant matrix of 1024 numbers or more, so that there are no bits"):
+        export(Small(Averages), path, EXAMPLE, "tgt", quantization="mixed")
+    assert not path.exists()
+
+
+class Averages(Mixer):
+    def forward(self, x, tgt):
+        query, key, value = self.heads(x)
+        return joined(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def product(inner):
+    """x (rows, inner) times a matrix of 2048 / inner columns or so."""
+    columns = max(128, 2048 // inner)
+    weight = np.random.default_rng(0).standard_normal((inner, columns)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
+    return ir.from_proto(model_of(nodes, {"x": ["rows", inner]}, {"y": ["rows", columns]}, {"w": weight}))
+
+
+def held_bytes(inner, bits):
+    """Of a matrix and its scales, in the file."""
+    model = product(inner)
+    if bits != FLOAT_BITS:
+        quantize(model, bits)
+    held = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
+    return sum(array.nbytes for array in held if array.size >= 128)
+
+
+@dataclass
+class Pretended:
+    """A simulation and yardsticks in one, of made-up costs: each matrix has its own, and they add to each other."""
+
+    matrices: list[Matrix]
+    costs: dict[str, float]
+    passes: int = 0
+
+    def set_bits(self, plan, tables=True):
+        self.engine = plan
+
+    def quality(self, plan):
+        self.passes += 1
+        alone = [self.costs[name] * {4: 1, 8: 0.01, FLOAT_BITS: 0}[bits] for name, bits in plan.items()]
+        total = sum(alone) * (1 + 0.05 * sum(cost > 0 for cost in alone))
+        return TokenQuality(total, 1 - total, 2.0, 2.0, 100)
+
+
+@pytest.mark.parametrize("tokens", [0.0005, 0.004, 0.02, 0.05, 0.3, 0.9])
+def test_the_search_finds_the_smallest_of_the_path(tokens):
+    random = np.random.default_rng(0)
+    made = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
+    costs = {m.name: float(cost) for m, cost in zip(made, random.exponential(0.004, 40), strict=True)}
+    pretended, budget = Pretended(made, costs), DegradationBudget(tokens=tokens)
+    found = MixedSearch(pretended, pretended, pretended).run(budget)
+    path = make_path(made, found.sensitivities)
+    fitting = [plan for plan in path if pretended.quality(plan).changed <= tokens]
+    chosen = found.frontier[found.within(budget)[0]]
+    assert chosen.plan == fitting[-1]
+    assert chosen.quality == pretended.quality(chosen.plan)
+    assert pretended.passes <= 2 * 40 + 20 + len(path) + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        (None, DegradationBudget()), (0.02, DegradationBudget(tokens=0.02)), ("0.02",
+        DegradationBudget(tokens=0.02)), ("2%", DegradationBudget(tokens=0.02)),
+        ("0", DegradationBudget(tokens=0.0)), ("100 %", DegradationBudget(tokens=1.0)), ("1.05x",
+        DegradationBudget(perplexity=1.05)),
+        (1e-05, DegradationBudget(tokens=1e-5)),
+    ],
+)  # fmt: skip
+def test_a_budget_as_it_is_written(given, budget):
+    assert DegradationBudget.of(given) == budget
+
+
+@pytest.mark.parametrize("given", ["2", "101%", "0.9x", "-1%", "much", "1%x", "", "nan", float("nan")])
+def test_a_budget_that_is_none(given):
+    with pytest.raises(OptionError, match=r"such as 1% or 0\.01, or times the perplexity such as 1\.02x"):
+        DegradationBudget.of(given)
+
+
+def test_what_a_budget_allows():
+    assert DegradationBudget().exceeded(1.0, 99.0) is None
+    assert DegradationBudget(tokens=0.01).exceeded(0.01, 99.0) is None
+    assert DegradationBudget(tokens=0.01).exceeded(0.02, 1.0) == "changes 2.0% of the tokens and 1.0% is allowed"
+    assert DegradationBudget(perplexity=1.02).exceeded(0.9, 1.01) is None
+    assert (
+        DegradationBudget(perplexity=1.02).exceeded(0.0, 1.05)
+        == "multiplies the perplexity by 1.0500 and 1.02 is allowed"
+    )
+    assert DegradationBudget(perplexity=1.02).exceeded(0.0, float("nan")) is not None

@@ -1,0 +1,152 @@
+"""Constants over positions: proven to be tables, and read back at any positions as they stand in the whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small_models import LENGTH, Mixer, Small, causal, joined, staged
+
+from tformer_export.analysis.batch_axes import BatchAxis
+from tformer_export.common import onnx_operators
+from tformer_export.staging.tables import Table, make_tables
+from tformer_runtime import UnsupportedModelError
+
+POSITIONS = torch.tensor([[0, 3, 4], [7, 1, 2]])  # (batch, new): rows stand at different positions
+SLOTS = torch.arange(8)
+
+
+def distances(length):
+    position = torch.arange(length)
+    return (position[None, :] - position[:, None]).float()
+
+
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
+TOEPLITZ = {
+    "causal mask": CAUSAL,
+    "additive causal mask": torch.zeros(8, 8).masked_fill(~CAUSAL, -math.inf),
+    "sliding window": CAUSAL & ~CAUSAL.tril(-3),
+    "distances for each head": distances(8) * torch.tensor([0.5, 0.25])[:, None, None],
+}
+
+
+@pytest.mark.parametrize("values", TOEPLITZ.values(), ids=TOEPLITZ)
+def test_diagonals_are_read_back_at_any_positions(values):
+    axes = (values.dim() - 2, values.dim() - 1)
+    table = Table(values, axes, None)
+    missing = 4 - values.dim()  # as a bias of (batch, heads, new, slots)
+    diagonals = table.diagonals(missing, 0)
+    assert diagonals.shape[0] == 15
+    read = onnx_operators.table_diagonals(diagonals, POSITIONS, SLOTS, 0, 2, 3)
+    torch.testing.assert_close(read, expected_at(values, POSITIONS), equal_nan=True)
+
+
+@pytest.mark.parametrize("values", [*TOEPLITZ.values(), torch.randn(2, 8, 8)], ids=[*TOEPLITZ, "any"])
+def test_rows_are_read_back_at_any_positions(values):
+    table = Table(values, (values.dim() - 2, values.dim() - 1), None)
+    rows = table.rows(4 - values.dim(), 0, 2)
+    torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 2), expected_at(values, POSITIONS))
+
+
+def expected_at(values, positions):
+    """(batch, heads, new, slots), looked up one by one."""
+    values = values if values.dim() == 3 else values[None]
+    return torch.stack([torch.stack([values[:, p] for p in row], 1) for row in positions.tolist()])
+
+
+def test_a_table_of_one_axis():
+    values = torch.randn(1, 8, 5)
+    rows = Table(values, (1,), BatchAxis(0)).rows(0, 0, 1)
+    torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
+
+
+def test_what_is_not_toeplitz_has_no_diagonals():
+    values = CAUSAL.clone()
+    values[5, 2] = False
+    assert Table(values, (0, 1), None).diagonals(2, 0) is None
+    assert Table(torch.randn(8, 8), (0, 1), None).diagonals(2, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "only"),
+    [
+        (TOEPLITZ["causal mask"], True),
+        (TOEPLITZ["additive causal mask"], True),
+        (TOEPLITZ["sliding window"], False),
+        (TOEPLITZ["distances for each head"], False),
+        (torch.where(CAUSAL, 0.0, -1e9), True),
+        (torch.where(CAUSAL, 1.0, -1e9), False),
+    ],
+)
+def test_whether_a_mask_does_no_more_than_hide_later_positions(values, only):
+    assert Table(values, (values.dim() - 2, values.dim() - 1), None).causal_only is only
+
+
+class Causal(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=causal(x)))
+
+
+class RotaryAndDistances(Mixer):
+    """Queries and keys turned by their positions, and a bias by distance."""
+
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        angle = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+        q, k = (h * cos + torch.cat([-h[..., 4:], h[..., :4]], -1) * sin for h in (q, k))
+        position = torch.arange(x.shape[1])
+        bias = torch.where(causal(x), (position[None, :] - position[:, None]) * 0.1, -math.inf)
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+
+
+@functools.cache
+def stages(mixer):
+    return staged(Small(mixer))
+
+
+def tables_of(mixer, wanted=None, preferred=None):
+    s = stages(mixer)
+    tables, length = make_tables(s.solver, s.plan.tables, s.plan.length_invariant, wanted, preferred)
+    return list(tables.values()), length
+
+
+def test_the_length_is_what_the_position_table_allows():
+    for wanted, preferred, expected in (
+        (None, None, LENGTH),
+        (None, 25, 25),
+        (33, None, 33),
+        (LENGTH, None, LENGTH),
+    ):
+        tables, length = tables_of(Causal, wanted, preferred)
+        assert length == expected
+        assert all(table.values.shape[axis] == expected for table in tables for axis in table.time_axes)
+    with pytest.raises(UnsupportedModelError, match=str(LENGTH + 1)):
+        tables_of(Causal, wanted=LENGTH + 1)
+
+
+def test_the_tables_of_a_model_are_its_positions_and_its_mask():
+    tables, _ = tables_of(Causal, 12)
+    masks = [t.values for t in tables if t.values.dtype == torch.bool]
+    assert len(masks) == 1
+    assert torch.equal(masks[0], torch.ones(12, 12, dtype=torch.bool).tril())
+    others = [t.values for t in tables if t.values.dtype != torch.bool]
+    assert len(others) == 1
+    assert torch.equal(others[0], Small(Causal).position[:12])
+
+
+def test_rotary_tables_and_a_bias_by_distance():
+    tables, length = tables_of(RotaryAndDistances, 30)
+    assert length == 30
+    biases = [t for t in tables if len(t.time_axes) == 2]
+    assert len(biases) == 1
+    assert biases[0].diagonals(2, 0) is not None
+    assert not biases[0].causal_only
+    angles = [t.values for t in tables if len(t.time_axes) == 1 and t.values.shape[-1] == 8]
+    expected = torch.arange(30)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001] * 2)
+    for function in (torch.cos, torch.sin):
+        assert sum(torch.allclose(values, function(expected), atol=1e-5) for values in angles) == 1

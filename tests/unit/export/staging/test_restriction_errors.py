@@ -1,0 +1,416 @@
+"""What cannot be decoded step by step is refused with the operation, the user's own line, the reason and what helps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.small_models import LENGTH, WIDTH, Mixer, Small, causal, here, joined, refusal
+from torch import nn
+
+from tformer_export import export
+from tformer_runtime.base.errors import OptionError
+
+ONCE = "export the model without a step input (step_input=None) to run it once per input"
+AHEAD = (
+    "looks ahead: its value at a position depends on later positions of the step input, so it cannot be decoded step "
+    "by step."
+)
+CARRIES = "carries state from position to position outside attention: its value at a position is made from"
+CACHED = "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + ONCE
+
+
+# -- looking ahead ----------------------------------------------------------------------------------------------------
+
+
+class SdpaWithoutMask(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        return joined(F.scaled_dot_product_attention(q, k, v))  # HERE
+
+
+class HandWrittenWithoutMask(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        weights = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(8), -1)
+        return joined(weights @ v)  # HERE
+
+
+class MaskThatLooksOneAhead(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))  # HERE
+
+
+class PrefixThatSeesItself(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        mask = causal(x) | (torch.arange(x.shape[1]) < 2)
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))  # HERE
+
+
+@pytest.mark.parametrize(
+    "mixer", [SdpaWithoutMask, HandWrittenWithoutMask, MaskThatLooksOneAhead, PrefixThatSeesItself]
+)
+def test_attention_that_looks_ahead(mixer, tmp_path):
+    assert refusal(mixer, tmp_path) == (
+        f"the attention at {here(mixer.forward)} {AHEAD} Give it a causal mask; if the model is to see the whole "
+        f"sequence, {ONCE}"
+    )
+
+
+class MeanOverTime(Mixer):
+    def forward(self, x, tgt):
+        return x - x.mean(1, keepdim=True)  # HERE
+
+
+class SoftmaxOverTime(Mixer):
+    def forward(self, x, tgt):
+        return torch.softmax(x, 1)  # HERE
+
+
+class FlippedInTime(Mixer):
+    def forward(self, x, tgt):
+        return x.flip(1)  # HERE
+
+
+class ConvolutionThatSeesBothSides(Mixer):
+    def forward(self, x, tgt):
+        weight, bias = self.convolution.weight, self.convolution.bias
+        return F.conv1d(x.transpose(1, 2), weight, bias, padding=1).transpose(1, 2)  # HERE
+
+
+class EinsumWithoutMask(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        weights = torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1)
+        return joined(torch.einsum("bhij,bhjd->bhid", weights, v))  # HERE
+
+
+@pytest.mark.parametrize(
+    ("mixer", "operation"),
+    [
+        (MeanOverTime, "aten.mean.dim"),
+        (SoftmaxOverTime, "aten.softmax.int"),
+        (FlippedInTime, "aten.flip.default"),
+        (ConvolutionThatSeesBothSides, "aten.conv1d.default"),
+        (EinsumWithoutMask, "aten.einsum.default"),
+    ],
+)
+def test_other_operations_that_look_ahead(mixer, operation, tmp_path):
+    assert refusal(mixer, tmp_path) == (
+        f"`{operation}` at {here(mixer.forward)} {AHEAD} If this is attention, give it a causal mask; if the model is "
+        f"to see the whole sequence, {ONCE}"
+    )
+
+
+class Encoder(Small):
+    """Frames in torch.nn alone say less than the path of the module."""
+
+    def __init__(self):
+        super().__init__(Mixer)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, tgt):
+        return self.out(self.encoder(self.embed(tgt)))  # HERE
+
+
+def test_the_calling_line_and_the_module_for_what_torch_nn_does(tmp_path):
+    message = refusal(Encoder, tmp_path)
+    assert f"the attention at {here(Encoder.forward)} (in its `encoder.layers.0.self_attn`) looks ahead" in message
+
+
+def test_the_module_alone_for_a_model_of_torch_nns_modules(tmp_path):
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(9, WIDTH), encoder, nn.Linear(WIDTH, 9))
+    message = refusal(model, tmp_path, example={"input": torch.ones(2, 3, dtype=torch.int64)}, step_input="input")
+    assert message.startswith("the attention at `1.layers.0.self_attn` looks ahead")
+
+
+# -- state that is not attention's ------------------------------------------------------------------------------------
+
+
+class CumsumOverTime(Mixer):
+    def forward(self, x, tgt):
+        return x.cumsum(1)  # HERE
+
+
+class Scan(Mixer):
+    """A linear recurrence, as state-space layers compute it."""
+
+    def forward(self, x, tgt):
+        decay = F.logsigmoid(self.projections[0](x)).cumsum(1)
+        return torch.exp(decay) * (x * torch.exp(-decay)).cumsum(1)  # HERE
+
+
+class RolledInTime(Mixer):
+    def forward(self, x, tgt):
+        return x - x.roll(1, 1)  # HERE
+
+
+@pytest.mark.parametrize(
+    ("mixer", "operation"),
+    [(CumsumOverTime, "aten.cumsum.default"), (Scan, "aten.cumsum.default"), (RolledInTime, "aten.roll.default")],
+)
+def test_what_carries_state(mixer, operation, tmp_path):
+    message = refusal(mixer, tmp_path)
+    assert message == f"`{operation}` at {here(mixer.forward)} {CARRIES} earlier ones. {CACHED}"
+
+
+class ConvolutionOverThePast(Mixer):
+    def forward(self, x, tgt):
+        return self.convolution(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)  # HERE
+
+
+class ConvolutionThatIsTrimmed(Mixer):
+    def forward(self, x, tgt):
+        weight, bias = self.convolution.weight, self.convolution.bias
+        longer = F.conv1d(x.transpose(1, 2), weight, bias, padding=2)  # HERE
+        longer = torch.relu(longer)
+        return longer[..., :-2].transpose(1, 2)
+
+
+class ShiftedInTime(Mixer):
+    def forward(self, x, tgt):
+        return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # HERE
+
+
+def test_a_convolution_over_the_past(tmp_path):
+    assert refusal(ConvolutionOverThePast, tmp_path) == (
+        f"`aten.pad.default` at {here(ConvolutionOverThePast.forward)} has time + 2 rows where the step input has "
+        f"time, and `aten.conv1d.default` {CARRIES} a few earlier ones, as in a convolution over time. {CACHED}"
+    )
+
+
+@pytest.mark.parametrize("mixer", [ConvolutionThatIsTrimmed, ShiftedInTime])
+def test_what_shifts_positions(mixer, tmp_path):
+    message = refusal(mixer, tmp_path)
+    assert f" at {here(mixer.forward)} has time " in message
+    assert " rows where the step input has time, and `aten." in message
+    assert f"{CARRIES} a few earlier ones, as in a convolution over time. {CACHED}" in message
+
+
+class Recurrent(Small):
+    def __init__(self):
+        super().__init__(Mixer)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, tgt):
+        x, _ = self.recurrent(self.embed(tgt))  # HERE
+        return self.out(x)
+
+
+class LoopOverTime(Mixer):
+    def forward(self, x, tgt):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for row in x.unbind(1):  # HERE
+            state = torch.tanh(self.projections[0](state) + row)
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("model", [Recurrent, LoopOverTime])
+def test_a_recurrence(model, tmp_path):
+    assert refusal(model, tmp_path) == (
+        f"the model carries state from position to position outside attention, at {here(model.forward)}. Each position "
+        "is computed from the one before it, by a recurrent layer or a loop; only what attention reads of earlier "
+        "positions can be cached: put attention in its place"
+    )
+
+
+# -- numbers and rows that follow from data ---------------------------------------------------------------------------
+
+
+class BooleanIndex(Mixer):
+    def forward(self, x, tgt):
+        return x + x[tgt != 5].mean()  # HERE
+
+
+class Nonzero(Mixer):
+    def forward(self, x, tgt):
+        return x + (tgt > 5).nonzero().sum()  # HERE
+
+
+@pytest.mark.parametrize(
+    ("mixer", "operation"), [(BooleanIndex, "aten.index.Tensor"), (Nonzero, "aten.nonzero.default")]
+)
+def test_a_size_that_follows_from_data(mixer, operation, tmp_path):
+    message = refusal(mixer, tmp_path)
+    assert f"`{operation}` at {here(mixer.forward)} makes a tensor whose size depends on the data" in message
+    assert "Keep a row for every position and hide what is not wanted, by torch.where, masked_fill or a mask" in message
+
+
+class Item(Mixer):
+    def forward(self, x, tgt):
+        return x / x.abs().max().item()  # HERE
+
+
+class ItemOfIds(Mixer):
+    def forward(self, x, tgt):
+        return x * tgt.max().item()  # HERE
+
+
+@pytest.mark.parametrize("mixer", [Item, ItemOfIds])
+def test_a_number_read_out_of_data(mixer, tmp_path):
+    assert refusal(mixer, tmp_path) == (
+        f"forward reads a number out of the step input's data into Python, at {here(mixer.forward)}. It follows from "
+        "all positions at once, while a step knows only those so far: compute it for each position, as a tensor"
+    )
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+class TableOfShares(Mixer):
+    def forward(self, x, tgt):
+        position = torch.arange(x.shape[1])[:, None]
+        return x * (position / x.shape[1])  # HERE
+
+
+class MaskCountedFromTheEnd(Mixer):
+    """Causal at every length, but which of the past is read depends on how long the sequence is."""
+
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        time = x.shape[1]
+        bias = torch.arange(time).expand(time, time) - torch.full((time, time), time)  # HERE
+        bias = torch.where(causal(x), torch.sin(bias.float()), -math.inf)
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+
+
+class AnglesScaledByTheLength(Mixer):
+    def forward(self, x, tgt):
+        time = x.shape[1]
+        frequency = 1 / torch.tensor(10000 * time / 4) ** (torch.arange(0, 8, 2) / 8)
+        angle = torch.arange(time)[:, None] * frequency  # HERE
+        angle = torch.cat([angle, angle], -1)
+
+        def turned(y):
+            return y * angle.cos() + torch.cat([-y[..., 4:], y[..., :4]], -1) * angle.sin()
+
+        q, k, v = self.heads(x)
+        return joined(F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True))
+
+
+@pytest.mark.parametrize("mixer", [TableOfShares, MaskCountedFromTheEnd, AnglesScaledByTheLength])
+def test_a_table_that_changes_with_the_length(mixer, tmp_path):
+    message = refusal(mixer, tmp_path)
+    assert (
+        f"at {here(mixer.forward)} makes a table whose values change with the length of the sequence, so that what was "
+        "cached would become wrong as the sequence grows; make it depend on positions alone, or fix its length"
+    ) in message
+
+
+class Causal(Mixer):
+    def forward(self, x, tgt):
+        q, k, v = self.heads(x)
+        return joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_a_length_beyond_the_position_table(tmp_path):
+    table = here(Small.forward)
+    message = refusal(Causal, tmp_path, max_length=LENGTH + 1)
+    assert message == f"the model cannot run at a length of {LENGTH + 1}: at most {LENGTH} is possible, by {table}"
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+class FirstOnly(Small):
+    def __init__(self):
+        super().__init__(Mixer)
+
+    def forward(self, tgt):
+        return self.out(self.embed(tgt)[:, 0])  # HERE
+
+
+class Pooled(FirstOnly):
+    def forward(self, tgt):
+        return self.out(self.embed(tgt).mean(1, keepdim=True))  # HERE
+
+
+class Flattened(FirstOnly):
+    def forward(self, tgt):
+        return self.out(self.embed(tgt)).flatten(0, 1)  # HERE
+
+
+class OneMore(FirstOnly):
+    def forward(self, tgt):
+        return self.out(F.pad(self.embed(tgt), (0, 0, 1, 0)))  # HERE
+
+
+class OneRow(FirstOnly):
+    def forward(self, tgt):
+        return self.out(self.embed(tgt)[:1])  # HERE
+
+
+class Ids(FirstOnly):
+    def forward(self, tgt):
+        return self.out(self.embed(tgt)).argmax(-1)  # HERE
+
+
+NO_ROW = "which has no row for each position of it: it is pooled, or one position is taken out"
+OTHER = "which is not (batch, time, vocabulary)"
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "what"),
+    [
+        (FirstOnly, "(batch, 23)", NO_ROW),
+        (Pooled, "(batch, 1, 23)", NO_ROW),
+        (Flattened, "(batch*time, 23)", OTHER),
+        (OneMore, "(batch, time + 1, 23)", OTHER),
+        (OneRow, "(1, time, 23)", OTHER),
+        (Ids, "(batch, time)", OTHER),
+    ],
+)
+def test_an_output_that_is_not_logits_for_every_position(model, shape, what, tmp_path):
+    assert refusal(model, tmp_path) == (
+        f"forward returns {shape} first, at {here(model.forward)}, {what}. To be stepped over 'tgt' it must return "
+        "logits for every position, (batch, time, vocabulary); a model that gives one answer for its input is exported "
+        "without a step input (step_input=None)"
+    )
+
+
+def test_a_step_input_of_embeddings(tmp_path):
+    with pytest.raises(OptionError) as raised:
+        export(nn.Linear(8, 9), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)}, "input")
+    assert str(raised.value).startswith("forward gives 9 numbers a step and 8 are fed back: say which of them")
+    assert str(raised.value).endswith("a model of tokens is stepped over their ids")
+
+
+# -- torch.onnx -------------------------------------------------------------------------------------------------------
+
+
+class WithoutOnnx(Mixer):
+    def forward(self, x, tgt):
+        return torch.special.bessel_j0(x)  # HERE
+
+
+def test_what_torch_onnx_cannot_translate(tmp_path):
+    assert refusal(WithoutOnnx, tmp_path) == (
+        f"torch.onnx cannot translate the model, at {here(WithoutOnnx.forward)}: it has no form of prims.bessel_j0. "
+        "Write it there with other operations"
+    )
+
+
+# -- what is not refused ----------------------------------------------------------------------------------------------
+
+
+class Normalised(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.normalise = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x, tgt):
+        return self.normalise(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_batch_normalisation_by_running_statistics(tmp_path):
+    report = export(Small(Normalised), tmp_path / "model.onnx", {"tgt": torch.tensor([[3, 4, 5]])}, "tgt")
+    assert report.max_abs_error < 1e-4

@@ -1,0 +1,505 @@
+"""Constrained generation: whatever a row chooses among what it may, its decoded text is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.concurrent_calls import side_by_side
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tformer_models.g2p import target_tokenizer
+from tformer_runtime.base.errors import MissingExtraError, OptionError
+from tformer_runtime.decoding.constraints import Grammar, Guide
+
+TEXT = [
+    "the cat sat on the mat, and the other cat ate it.",
+    "She said: yes! no? maybe; (1 + 2) * 34 / 567 - 89 = 0.5",
+    '{"name": "Ann", "age": 12, "tags": ["a", "b"], "ok": true, "no": false, "nil": null}',
+    "grün café naïve — über “quoted” it's don't I'm a_b [c] <d> \\ @ # % ^ & ~ ` |",
+    "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789",
+]
+END = "</s>"
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    tokenizer.add_tokens([" and the cat", "é"])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama's: a text begins with ▁, which decode takes away."""
+    pieces = ["▁", "▁▁", "t", "h", "e", "a", "▁t", "▁th", "▁the", "th", "he", "▁a", "é", "1", '"', "▁c", "at"]
+    merges = [("▁", "▁"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("t", "h"), ("h", "e"), ("▁", "a"), ("a", "t")]
+    names = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "c", "▁c"]
+    vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", END])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=["<unk>", END], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    trainer = trainers.BpeTrainer(vocab_size=180, special_tokens=["<unk>", END], show_progress=False)
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=260, special_tokens=["[UNK]", END], show_progress=False)
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    return tokenizer
+
+
+def letters() -> Tokenizer:
+    """Single characters, joined as they are."""
+    vocabulary = {END: 0} | {c: i for i, c in enumerate(sorted(set("".join(TEXT)) - {"Z"}), start=1)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.add_special_tokens([END])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def phonemes() -> Tokenizer:
+    return Tokenizer.from_str(target_tokenizer())
+
+
+SUBWORDS = [byte_level, byte_fallback, unigram, metaspace, word_piece, letters]
+COMPLETE = [byte_level, byte_fallback]
+
+
+class Model:
+    """A tokenizer, and a vocabulary that may be of another size."""
+
+    def __init__(self, tokenizer: Tokenizer, more: int = 5) -> None:
+        self.tokenizer, self.json = tokenizer, tokenizer.to_str()
+        self.size = tokenizer.get_vocab_size() + more
+        self.end = next(i for name in (END, "<eos>") if (i := tokenizer.token_to_id(name)) is not None)
+
+    def grammar(self, kind: str, definition: object) -> Grammar:
+        return Grammar.compile(kind, definition, self.json, self.size, (self.end,))  # type: ignore[arg-type]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    def allowed(self, guide: Guide) -> list[int]:
+        scores = np.zeros(self.size, np.float32)
+        guide.mask(scores)
+        assert set(np.unique(scores)) <= {0, -np.inf}
+        return np.flatnonzero(scores == 0).tolist()
+
+    def walk(self, guide: Guide, seed: int, most: int = 300) -> list[int]:
+        """Random choices to the end. After a while what closes is preferred, for a text could go on for ever."""
+        rng, closing = np.random.default_rng(seed), self.closing()
+        ids: list[int] = []
+        for step in range(most):
+            scores = rng.normal(size=self.size).astype(np.float32)
+            scores += closing * (step > 20)
+            guide.mask(scores)
+            token = int(scores.argmax())
+            assert scores[token] > -np.inf
+            if token == self.end:
+                return ids
+            guide.accept(token)
+            ids.append(token)
+        raise AssertionError(f"no end: {self.decode(ids)!r}")
+
+    @cache  # noqa: B019
+    def closing(self) -> np.ndarray:
+        scores = np.zeros(self.size, np.float32)
+        for i in range(self.tokenizer.get_vocab_size()):
+            text = self.decode([i]).strip().removeprefix("##")
+            scores[i] = 9 * (text in list('"[}]),:')) or 6 * (len(text) == 1) + 2 * (text == "Z")
+            scores[i] += 9 * (self.tokenizer.id_to_token(i) in ("Ġ", "▁", " "))
+        scores[self.end] = 99
+        return scores
+
+    def texts(self, guide: Guide, ids: tuple[int, ...] = ()) -> Iterator[str]:
+        """The text of every sequence that a guide admits."""
+        for token in self.allowed(guide):
+            if token == self.end:
+                yield self.decode(list(ids))
+            else:
+                child = guide.copy()
+                child.accept(token)
+                yield from self.texts(child, (*ids, token))
+
+    def takes(self, grammar: Grammar, ids: list[int]) -> bool:
+        """Whether a sequence of ids may be generated, and end."""
+        guide = grammar.start()
+        for token in ids:
+            if token not in self.allowed(guide):
+                return False
+            guide.accept(token)
+        return self.end in self.allowed(guide)
+
+
+@cache
+def model(make: Callable[[], Tokenizer]) -> Model:
+    return Model(make())
+
+
+CHOICES = ["the cat", "the mat", "cat", "the", "the other", "sat on it.", "don't", "a", "at", "ate"]
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.parametrize("make", SUBWORDS)
+def test_the_texts_admitted_are_the_choices(make):
+    m = model(make)
+    choices = [c for c in CHOICES if c != "don't"] if make is word_piece else CHOICES  # decode writes "don ' t"
+    grammar = m.grammar("choices", choices[:6])
+    assert set(m.texts(grammar.start())) == set(choices[:6])
+    grammar = m.grammar("choices", choices)
+    for choice in choices:
+        assert m.takes(grammar, m.tokenizer.encode(choice, add_special_tokens=False).ids), choice
+    assert not m.takes(grammar, m.tokenizer.encode("the ca", add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("choices", [["T R AE N S", "T R", "TH", "T"], ["", "AH"], ["D", "DH IY"]])
+def test_words_joined_by_spaces(choices):
+    m = model(phonemes)
+    assert sorted(m.texts(m.grammar("choices", choices).start())) == sorted(choices)
+    one = m.grammar("choices", ["TH"]).start()
+    assert [m.decode([i]) for i in m.allowed(one)] == ["TH"]  # and not "T", with which it begins
+    either = m.grammar("regex", "T (Q|R)|S [Q]+|SH").start()
+    assert {m.decode([i]) for i in m.allowed(either)} == {"T", "SH"}  # for there is no Q to go on with
+
+
+def test_more_words_than_an_automaton_holds():
+    names = {END: 0} | {f"{a}{b}": i + 1 for i, (a, b) in enumerate((a, b) for a in "abcdefghij" for b in range(60))}
+    tokenizer = Tokenizer(models.WordLevel(names))
+    tokenizer.add_special_tokens([END])
+    m = Model(tokenizer)
+    for seed in range(5):
+        text = m.decode(m.walk(m.grammar("regex", r"[a-c ]{1,2}\d+( [d-f]\d){0,3}").start(), seed))
+        assert re.fullmatch(r"[a-c ]{1,2}\d+( [d-f]\d){0,3}", text)
+    assert set(m.texts(m.grammar("choices", ["a1 b2", "a1", "a11"]).start())) == {"a1 b2", "a1", "a11"}
+
+
+REGEXES = [
+    r"[a-c]{2,5}( [a-e]+)*",
+    r"(the|cat|a)( (the|cat|at|é))*\.?",
+    r"\w+ \d+",
+    r"^\S+(\s\w+)?$",
+    r" ?[^\W\d]{1,4}",
+    r".{0,12}",
+    r"a(é|ü|—|b)|[\w-]*Z",
+    r"\"(\\.|[^\"\\])*\"",
+    r"(?i:the) (?P<rest>c\/?.t)",
+    r"",
+]
+
+
+@pytest.mark.parametrize("make", SUBWORDS)
+@given(regex=st.sampled_from(REGEXES), seed=seeds)
+@settings(max_examples=60)
+def test_regex(make, regex, seed):
+    m = model(make)
+    ids = m.walk(m.grammar("regex", regex).start(), seed)
+    assert re.fullmatch(regex, m.decode(ids)), m.decode(ids)
+
+
+@given(
+    regex=st.sampled_from([r"T( R)*( [A-Z]{2}\d?)+", r"(T|TH|DH|S|SH)( .*)?", r"(\w+ )*\w+", r".*", r"(T R)?"]),
+    seed=seeds,
+)
+@settings(max_examples=60)
+def test_regex_of_words(regex, seed):
+    m = model(phonemes)
+    assert re.fullmatch(regex, m.decode(m.walk(m.grammar("regex", regex).start(), seed)))
+
+
+@pytest.mark.parametrize("make", SUBWORDS)
+@given(seed=seeds)
+@settings(max_examples=40)
+def test_an_end_is_possible_exactly_where_the_text_is_complete(make, seed):
+    m = model(make)
+    regex = r"(the|cat|a|t)( (the|cat|at|a))*"
+    guide, rng, ids = m.grammar("regex", regex).start(), np.random.default_rng(seed), []
+    for _ in range(12):
+        allowed = m.allowed(guide)
+        assert (m.end in allowed) == bool(re.fullmatch(regex, m.decode(ids)))
+        assert guide.must_end == (allowed == [m.end])
+        token = int(rng.choice([i for i in allowed if i != m.end]))
+        guide.accept(token)
+        ids.append(token)
+        assert token < m.tokenizer.get_vocab_size()
+
+
+@pytest.mark.parametrize("make", SUBWORDS)
+def test_nothing_is_refused_that_could_be_completed(make):
+    """Against decode itself: a token is allowed exactly if some token of one character or more completes it."""
+    m = model(make)
+    regex = re.compile(r"(a|t|at|the)( (a|t|the))?")
+    grammar = m.grammar("regex", regex.pattern)
+    texts = {t + u for t in ("a", "t", "at", "the") for u in ("", " a", " t", " the")}
+    every = [i for i in range(m.tokenizer.get_vocab_size()) if i not in m.tokenizer.get_added_tokens_decoder()]
+    for prefix in ([], *([i] for i in m.allowed(grammar.start()) if i != m.end)):
+        guide = grammar.start()
+        for token in prefix:
+            guide.accept(token)
+        possible = {
+            i for i in every if (t := m.decode([*prefix, i])) and any(w.startswith(t) for w in texts) and i != m.end
+        }
+        said = m.decode(prefix)
+        possible = {i for i in possible if m.decode([*prefix, i]) != said}
+        silent = {i for i in m.allowed(guide) if m.decode([*prefix, i]) == said} - {m.end}
+        assert set(m.allowed(guide)) - silent - {m.end} == possible
+        assert not silent or not prefix  # a space before the text, which decode takes away
+
+
+@pytest.mark.parametrize("make", [byte_level, metaspace])
+def test_copies_go_their_own_ways(make):
+    m = model(make)
+    grammar = m.grammar("regex", r"(the|cat)( (the|cat))*")
+    parent = grammar.start()
+    parent.accept(m.tokenizer.encode("the").ids[0])
+    before = m.allowed(parent)
+    children = [parent.copy() for _ in before]
+    for child, token in zip(children, before, strict=True):
+        child.accept(token)
+    assert m.allowed(parent) == before
+    assert len({tuple(m.allowed(child)) for child in children}) > 1
+    assert m.allowed(grammar.start()) == m.allowed(m.grammar("regex", r"(the|cat)( (the|cat))*").start())
+
+
+@given(seed=seeds, width=st.integers(2, 4))
+@settings(max_examples=30)
+def test_beams(seed, width):
+    """Rows copied and dropped as a beam search does: each one's text is one of the choices in the end."""
+    m, rng = model(unigram), np.random.default_rng(seed)
+    beams = [(m.grammar("choices", CHOICES).start(), [], 0.0)]
+    done = set()
+    while beams:
+        candidates = []
+        for guide, ids, score in beams:
+            scores = rng.normal(size=m.size).astype(np.float32)
+            guide.mask(scores)
+            candidates += [(score + scores[i], guide, [*ids, int(i)]) for i in np.flatnonzero(scores > -np.inf)]
+        candidates.sort(key=lambda c: -c[0])
+        done |= {m.decode(ids[:-1]) for _, _, ids in candidates[:width] if ids[-1] == m.end}
+        beams = []
+        for score, guide, ids in [c for c in candidates if c[2][-1] != m.end][:width]:
+            child = guide.copy()
+            child.accept(ids[-1])
+            beams.append((child, ids, score))
+    assert done <= set(CHOICES)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "née"]}, "maxItems": 3},
+        "ok": {"type": ["boolean", "null"]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def check(value: object) -> None:
+    assert isinstance(value, dict)
+    assert {"name", "age"} <= set(value) <= {"name", "age", "tags", "ok"}
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 8
+    assert type(value["age"]) is int
+    assert 0 <= value["age"] <= 120
+    assert len(value.get("tags", [])) <= 3
+    assert set(value.get("tags", [])) <= {"a", "b", "née"}
+    assert value.get("ok") in (True, False, None)
+
+
+@pytest.mark.parametrize("make", [make for make in SUBWORDS if make is not word_piece])
+@given(seed=seeds)
+@settings(max_examples=20)
+def test_json_schema(make, seed):
+    m = model(make)
+    check(json.loads(m.decode(m.walk(m.grammar("json_schema", SCHEMA).start(), seed))))
+    assert m.grammar("json_schema", json.dumps(SCHEMA, ensure_ascii=False)) is m.grammar("json_schema", SCHEMA)
+
+
+SUMS = """
+start: sum
+sum: product (("+" | "-") product)*
+product: value ("*" value)*
+value: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]{0,3}/
+%ignore " "
+"""
+
+
+@pytest.mark.parametrize("make", SUBWORDS)
+@given(seed=seeds)
+@settings(max_examples=20)
+def test_grammar(make, seed):
+    m = model(make)
+    text = m.decode(m.walk(m.grammar("grammar", SUMS).start(), seed))
+    assert re.fullmatch(r"[-+*() 0-9]+", text)
+    assert not re.search(r"\d{5}|\d +\d", text)
+    assert isinstance(eval(text.strip()), int)
+
+
+def test_a_character_that_takes_several_tokens():
+    m = model(byte_level)
+    grammar = m.grammar("choices", ["語", "誤"])
+    assert m.takes(grammar, m.tokenizer.encode("語").ids)
+    assert set(m.texts(grammar.start())) == {"語", "誤"}
+
+
+def test_a_smaller_vocabulary_than_the_tokenizers():
+    m = model(byte_level)
+    size = 300
+    grammar = Grammar.compile("regex", "[a-z ]{1,9}", m.json, size, (m.end, 10_000))
+    scores = np.zeros(size, np.float32)
+    grammar.start().mask(scores)
+    known = {i for i in range(size) if re.fullmatch("[a-z ]{1,9}", m.decode([i]))}
+    assert set(np.flatnonzero(scores == 0)) == known
+
+
+def test_an_end_token_is_no_part_of_the_text():
+    m = model(byte_level)
+    stop = m.tokenizer.token_to_id("!")
+    guide = Grammar.compile("regex", "a+!?b?", m.json, m.size, (m.end, stop)).start()
+    assert stop not in m.allowed(guide)
+    guide.accept(m.tokenizer.token_to_id("a"))
+    assert {stop, m.end} <= set(m.allowed(guide))
+
+
+def test_a_row_that_takes_what_it_may_not_is_lost():
+    m = model(byte_level)
+    guide = m.grammar("choices", ["cat"]).start()
+    guide.accept(m.tokenizer.token_to_id("x"))
+    assert guide.must_end
+    assert m.allowed(guide) == [m.end] == m.allowed(guide.copy())
+    ended = m.grammar("regex", "a*").start()
+    ended.accept(m.end)
+    assert ended.must_end
+
+
+def test_threads_share_a_grammar():
+    m, grammar, found = model(byte_level), model(byte_level).grammar("json_schema", SCHEMA), []
+
+    def work(seed: int) -> None:
+        for i in range(5):
+            found.append(json.loads(m.decode(m.walk(grammar.start(), seed * 100 + i))))
+
+    m.closing()
+    side_by_side(work, range(4))
+    assert len(found) == 20
+    for value in found:
+        check(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "definition", "says"),
+    [
+        ("regex", "a(b", r"missing \), unterminated subpattern at position 1"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"a\bc", "lookarounds not supported"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "a*+b", "possessive"),
+        ("regex", "(?ix)a b", "verbose"),
+        ("regex", "[a&&b]", "set intersection at position 2"),
+        ("regex", 3, "must be given as text, not 3"),
+        ("regex", "\ud800", "half a character"),
+        ("grammar", "start: foo", "line 1, column 8: unknown name"),
+        ("grammar", "start foo", "line 1, column 7"),
+        ("json_schema", '{"type": ', "not JSON: .*line 1 column"),
+        ("json_schema", {"type": "foo"}, "foo"),
+        ("json_schema", {"type": "string", "not": {"minLength": 3}}, "not"),
+        ("json_schema", {"a": {1, 2}}, "not JSON"),
+        ("choices", [], "at least one"),
+        ("choices", "abc", "a list of strings"),
+        ("choices", ["a", 1], "not 1"),
+        ("xml", "a", '"regex", "json_schema", "grammar" or "choices"'),
+    ],
+)
+def test_a_definition_that_does_not_compile(kind, definition, says):
+    with pytest.raises(OptionError, match=says) as caught:
+        model(byte_level).grammar(kind, definition)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_vocabulary_cannot_spell():
+    with pytest.raises(OptionError, match="the choice 'a語' needs '語'"):
+        model(unigram).grammar("choices", ["a", "a語"])
+    with pytest.raises(OptionError, match="holds 'Q', which is not a word"):
+        model(phonemes).grammar("choices", ["T Q"])
+    with pytest.raises(OptionError, match="matches nothing"):
+        model(unigram).grammar("regex", "語+")
+    with pytest.raises(OptionError, match="JSON needs '語'"):
+        model(unigram).grammar("json_schema", {"properties": {"語": {}}})
+    with pytest.raises(OptionError, match=r"JSON needs '\"'.* alone"):  # a word piece's spaces are around every quote
+        model(word_piece).grammar("json_schema", SCHEMA)
+    with pytest.raises(OptionError, match="takes a regex or choices, not a json_schema"):
+        model(phonemes).grammar("json_schema", SCHEMA)
+    guide = model(letters).grammar("grammar", 'start: "a" ("語" | "誤")').start()
+    guide.accept(model(letters).tokenizer.token_to_id("a"))
+    with pytest.raises(OptionError, match="cannot spell to its end"):
+        model(letters).allowed(guide)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip("a", 0, 1)]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip("a", 2, 0)]),
+    ],
+)
+def test_a_tokenizer_whose_text_is_not_the_tokens_texts_is_refused(decoder):
+    tokenizer = letters()
+    tokenizer.decoder = decoder
+    with pytest.raises(OptionError, match="this tokenizer cannot be constrained"):
+        Model(tokenizer).grammar("regex", "a+")
+
+
+def test_an_unknown_token_stands_for_no_text():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, END: 2}, unk_token="<unk>"))
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    m = Model(tokenizer)
+    assert m.allowed(m.grammar("regex", ".+").start()) == [1]
+
+
+def test_without_llguidance(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"pip install tformer\[constrain\]"):
+        model(letters).grammar("regex", "never asked for before")

@@ -1,0 +1,130 @@
+"""Batches side by side, each in a thread: they end when they are left, whatever they are doing, and wait for nothing
+that cannot come."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+
+import pytest
+from support.toy_models import END_ID, Toy, assert_alike
+
+from tformer_runtime import MemoryBudgetError, Model
+from tformer_runtime.decoding.request import make_request
+
+WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
+LONG = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return Toy(seed=27).write(tmp_path_factory.mktemp("workers") / "toy.onnx")
+
+
+@pytest.fixture(scope="module")
+def free(path):
+    return Model.load(path, "cpu", threads=1)
+
+
+def limited(path, free: Model, requests: float) -> Model:
+    """A model with memory for so many requests of the largest kind at a time."""
+    settings = free.settings(None, LONG)
+    task = free.generator.make_task(make_request(free.manifest, free.inputs, "mississippi", 0, settings), settings)
+    need = free.generator.new_scheduler(settings, 1)._starter.bytes_needed((), [task])
+    return Model.load(path, "cpu", threads=1, max_memory=int(requests * need))
+
+
+def ours() -> int:
+    return sum(thread.name == "tformer-worker" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_workers_take_turns_where_there_is_memory_for_few(path, free, requests):
+    model = limited(path, free, requests)
+    expected = list(free.generate_batch(WORDS * 4, **LONG))
+    for result, alone in zip(model.generate_batch(WORDS * 4, batch_size=2, workers=3, **LONG), expected, strict=True):
+        assert_alike(result, alone)
+    assert model.memory()["held"] == 0
+    assert model.memory()["peak"] <= model.memory()["limit"]
+    assert not ours()
+
+
+def test_what_the_caller_holds_itself_is_not_waited_for(path, free):
+    """It is in the middle of a stream, which it will not read on before the workers are through."""
+    model = limited(path, free, 1.5)
+    stream = model.stream("hello", **LONG)
+    next(stream)
+    with pytest.raises(MemoryBudgetError, match=r"^input 1: .* held by what does not end before"):
+        list(model.generate_batch(WORDS, workers=2, **LONG))
+    stream.close()
+    assert len(list(model.generate_batch(WORDS, workers=2, **LONG))) == len(WORDS)
+
+
+def test_what_the_caller_holds_for_a_while_is_waited_for(path, free):
+    """Between two results it reads a stream to its end."""
+    model = limited(path, free, 1.5)
+    results = model.generate_batch(WORDS * 4, batch_size=2, workers=2, **LONG)
+    texts = [(next(results).text, "".join(model.stream("zebra", **LONG))) for _ in WORDS * 4]
+    assert texts == [(free.generate(word, **LONG).text, free.generate("zebra", **LONG).text) for word in WORDS * 4]
+
+
+def test_workers_that_wait_for_memory_end_when_they_are_left(path, free):
+    model = limited(path, free, 1.5)
+    results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
+    next(results)
+    held = model.budget.new_share()
+    assert held.reserve(model.memory()["limit"] // 2)  # and gives it back only afterwards
+    results.close()
+    assert not ours()
+    held.release_reservation()
+    assert model.memory()["held"] == 0
+    assert_alike(model.generate("hello", **LONG), free.generate("hello", **LONG))
+
+
+@pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
+def test_whatever_a_worker_meets_reaches_the_caller(free, error):
+    def fails(ids, logits):
+        raise error("of the caller's")
+
+    with pytest.raises(error, match="of the caller's"):
+        list(free.generate_batch(WORDS, workers=2, logits_processor=fails))
+    assert not ours()
+    assert free.memory()["held"] == 0
+
+
+PROGRAM = """
+import itertools, sys
+from tformer_runtime import Model
+sys.modules["kept"] = results = Model.load(sys.argv[1], "cpu", threads=1).generate_batch(
+    itertools.cycle(["hello", "transformer"]), batch_size=4, workers=2, suppress_tokens=[2]
+)
+print(len(next(results).token_ids) > 1)
+sys.exit()
+"""
+
+
+def test_an_interrupt_while_they_begin_is_all_that_is_told(free, monkeypatch):
+    """The second thread has not begun when the interpreter ends."""
+    at_exit, started, start = [], [], threading.Thread.start
+
+    def interrupted(thread):
+        if started:
+            raise KeyboardInterrupt
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("tformer_runtime.decoding.worker_pool.atexit.register", at_exit.append)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(free.generate_batch(WORDS, workers=2))
+    monkeypatch.undo()
+    (release,) = at_exit
+    release()
+    assert not started[0].is_alive()
+
+
+def test_the_interpreter_may_end_at_any_time(path):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

@@ -1,0 +1,253 @@
+"""The engine against plain numpy over the whole sequence, on files of every cache layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from support.concurrent_calls import side_by_side
+from support.toy_models import Toy, with_manifest, write_encoder
+
+from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.manifest import POSITIONS, SELECTED_TOKENS, TOTAL_SLOTS
+
+KINDS = [
+    Toy(encoder=encoder, attention=attention, select=select, layers=2)
+    for encoder in (True, False)
+    for attention in ("gqa", "scatter", "scatter-pair")
+    for select in (True, False)
+]
+TOLERANCE = 3e-5
+
+
+class Rows:
+    """Rows of random tokens, fed to an engine bit by bit, every logit compared with the full computation."""
+
+    def __init__(self, toy: Toy, engine: Engine, rows: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.engine = engine
+        self.targets = [rng.integers(3, toy.vocabulary, toy.max_length) for _ in range(rows)]
+        sources = [rng.integers(3, toy.vocabulary, rng.integers(1, 12)) for _ in range(rows)]
+        self.expected = [toy.logits(t, s if toy.encoder else None) for t, s in zip(self.targets, sources, strict=True)]
+        self.state = engine.start({"src": sources} if toy.encoder else None, rows)
+        self.rows = list(range(rows))
+
+    def feed(self, counts: list[int], logit_positions: str = "last", counted: bool = True) -> None:
+        before = self.state.lengths.copy()
+        tokens = np.zeros((len(counts), max(counts)), np.int64)
+        for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+            tokens[i, :count] = self.targets[row][before[i] : before[i] + count]
+        logits = self.engine.step(self.state, tokens, np.array(counts) if counted else None, logit_positions)
+        assert logits.dtype == np.float32
+        np.testing.assert_array_equal(self.state.lengths, before + counts)
+        for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
+            end = before[i] + count
+            got, first = (logits[i, :count], before[i]) if logit_positions == "all" else (logits[i : i + 1], end - 1)
+            np.testing.assert_allclose(got, self.expected[row][first:end], atol=TOLERANCE)
+
+    def reorder(self, rows: list[int]) -> None:
+        self.engine.reorder(self.state, np.array(rows))
+        self.rows = [self.rows[r] for r in rows]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda t: f"{t.encoder}-{t.attention}-{t.select}")
+def made(request, tmp_path_factory):
+    path = request.param.write(tmp_path_factory.mktemp("engine") / "toy.onnx")
+    return request.param, Engine(path, device="cpu", threads=1)
+
+
+def test_ragged_prompts_and_steps(made):
+    rows = Rows(*made, rows=3)
+    rows.feed([4, 1, 7], "all")
+    for _ in range(30):  # past a growth of the buffers
+        rows.feed([1, 1, 1], counted=False)
+
+
+def test_last_of_a_ragged_prompt(made):
+    Rows(*made, rows=3).feed([2, 9, 5])
+
+
+def test_several_tokens_with_a_past(made):
+    rows = Rows(*made, rows=3)
+    rows.feed([3, 5, 1])
+    rows.feed([4, 1, 6], "all")
+    rows.feed([2, 2, 2], counted=False)
+    rows.feed([1, 3, 5])
+
+
+def test_one_row_in_chunks_up_to_the_maximum(made):
+    rows = Rows(*made, rows=1)
+    for count in (20, 1, 30, 13):
+        rows.feed([count], "all")
+    with pytest.raises(InputError, match="65 tokens are more than the 64"):
+        rows.engine.step(rows.state, np.array([[5]]))
+
+
+def test_a_short_row_may_take_a_chunk_beside_a_full_one(made):
+    rows = Rows(*made, rows=2)
+    rows.feed([62, 3])
+    rows.feed([2, 9], "all")
+    with pytest.raises(InputError, match="more than the 64"):
+        rows.engine.step(rows.state, np.full((2, 9), 5), np.array([1, 9]))
+
+
+def test_one_row_rewinds_and_reads_on_in_calls_of_many_shapes(made):
+    rows, random = Rows(*made, rows=1), np.random.default_rng(3)
+    rows.feed([9])
+    shapes = set()
+    for _ in range(60):
+        rows.state.rewind(int(random.integers(max(1, rows.state.max_row_length - 4), rows.state.max_row_length + 1)))
+        room = 64 - rows.state.max_row_length
+        count = int(random.integers(1, min(6, room) + 1)) if room > 0 else 0
+        if not count:
+            break
+        rows.feed([count], "all", counted=False)
+        shapes.add(count)
+    assert len(shapes) > 4
+    assert {new for new, _ in rows.state.calls} <= shapes | {9}
+
+
+def test_rows_drop_repeat_and_move(made):
+    rows = Rows(*made, rows=4)
+    rows.feed([4, 2, 7, 3])
+    rows.reorder([0, 3, 2])
+    rows.feed([1, 1, 1])
+    rows.reorder([2, 0, 2])
+    rows.feed([1, 1, 1])
+    rows.reorder([1, 1, 0, 2, 0])
+    rows.feed([1, 1, 1, 1, 1])
+    rows.reorder([4])
+    for _ in range(30):
+        rows.feed([1])
+
+
+def test_repeat_gives_each_request_rows_next_to_each_other(made):
+    toy, engine = made
+    rows = Rows(toy, engine, rows=2)
+    sources = {"src": [np.array([5, 6]), np.array([7])]} if toy.encoder else None
+    state = engine.start(sources, rows=2, repeat=2)
+    tokens = np.array([[4], [4], [9], [9]])
+    logits = engine.step(state, tokens)
+    np.testing.assert_array_equal(logits[0], logits[1])
+    for row, source in enumerate([np.array([5, 6]), np.array([7])]):
+        expected = toy.logits(tokens[2 * row], source if toy.encoder else None)
+        np.testing.assert_allclose(logits[2 * row], expected[-1], atol=TOLERANCE)
+    assert rows.state.rows == 2
+
+
+def test_memory_follows_the_need(made):
+    rows = Rows(*made, rows=2)
+    rows.feed([3, 1])
+    small = rows.state.cache.nbytes
+    for _ in range(32):
+        rows.feed([1, 1])
+    assert rows.state.cache.nbytes == 2 * small
+    assert rows.state.nbytes >= rows.state.cache.nbytes
+
+
+def test_a_row_is_the_same_alone_and_in_company(made):
+    toy, engine = made
+    together = Rows(toy, engine, rows=3)
+    together.feed([3, 8, 5])
+    for _ in range(5):
+        together.feed([1, 1, 1])
+    logits = engine.step(together.state, np.array([[4], [5], [6]])).copy()
+    alone = Rows(toy, engine, rows=3)
+    alone.reorder([1])
+    alone.feed([8])
+    for _ in range(5):
+        alone.feed([1])
+    np.testing.assert_allclose(engine.step(alone.state, np.array([[5]]))[0], logits[1], atol=TOLERANCE)
+
+
+def test_threads_share_an_engine(made):
+    toy, engine = made
+
+    def work(seed: int) -> None:
+        rows = Rows(toy, engine, rows=2, seed=seed)
+        rows.feed([5, 3])
+        for _ in range(20):
+            rows.feed([1, 1])
+
+    side_by_side(work, range(6))
+
+
+def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
+    """Its session holds the weights, and whoever has several after one another must not wait for the collector."""
+    toy, engine = made
+    gc.collect()
+    gc.disable()
+    try:
+        own = Engine(engine.session)
+        rows = Rows(toy, own, rows=2)
+        rows.feed([5, 3])
+        rows.feed([1, 1])
+        assert own.memory_estimate.bytes_needed(8, {"source": 4 + own.join_padding}) > 0
+        gone = weakref.ref(own)
+        del own, rows
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_logits_array_is_reused_from_step_to_step(made):
+    rows = Rows(*made, rows=1)
+    rows.feed([2])
+    first = rows.engine.step(rows.state, np.array([[5]]))
+    second = rows.engine.step(rows.state, np.array([[6]]))
+    assert np.shares_memory(first, second)
+
+
+def test_wrong_numbers_of_rows_and_inputs(made):
+    toy, engine = made
+    with pytest.raises(ValueError, match="2 rows of tokens for a state of 1"):
+        engine.step(Rows(toy, engine, rows=1).state, np.zeros((2, 1), np.int64))
+    if toy.encoder:
+        with pytest.raises(InputError, match="reads the inputs src, not none"):
+            engine.start(None, 1)
+        with pytest.raises(InputError, match="reads the inputs src, not image"):
+            engine.start({"image": [np.array([1])]}, 1)
+        with pytest.raises(InputError, match="41 long and the model takes at most 40"):
+            engine.start({"src": [np.full(41, 5)]}, 1)
+        with pytest.raises(InputError, match="src is empty"):
+            engine.start({"src": [np.array([], np.int64)]}, 1)
+        with pytest.raises(InputError, match="1 rows where 2"):
+            engine.start({"src": [np.array([5])]}, 2)
+    else:
+        with pytest.raises(UnsupportedCallError, match="no input besides the tokens"):
+            engine.encode({}, 1)
+
+
+def test_ids_outside_the_embedding_are_an_input_error(made):
+    toy, engine = made
+    with pytest.raises(InputError, match="99 is beyond one of the model's tables, which ends at 28"):
+        engine.step(Rows(toy, engine, rows=1).state, np.array([[99]]))
+
+
+def test_a_manifest_that_does_not_fit_its_graph(tmp_path):
+    path = Toy().write(tmp_path / "toy.onnx")
+    manifest = Toy().manifest()
+    fewer = type(manifest.encode)(manifest.encode.inputs, manifest.encode.outputs[:1])
+    with pytest.raises(ModelFileError, match="lists 1 context tensors and its graph does not read"):
+        Engine(with_manifest(path, tmp_path / "other.onnx", encode=fewer), device="cpu")
+
+
+def test_a_file_that_is_run_once(tmp_path):
+    engine = Engine(write_encoder(tmp_path / "toy.onnx"), device="cpu")
+    outputs = engine.encode({"src": [np.array([5, 6, 7]), np.array([8])]}, 2)
+    assert outputs["context.k"].numpy().shape == (2, 2, 3, 8)
+    assert outputs["context.bias"].numpy()[1, 0, 0].tolist() == [0, np.float32(-1e9), np.float32(-1e9)]
+    with pytest.raises(UnsupportedCallError, match="run once"):
+        engine.start({"src": [np.array([5])]}, 1)
+
+
+def test_an_input_that_the_manifest_leaves_out(tmp_path):
+    toy = Toy(encoder=False)
+    decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL_SLOTS, SELECTED_TOKENS))
+    other = with_manifest(toy.write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=decode)
+    with pytest.raises(ModelFileError, match=r"its graph reads 'decode\.last', of which its manifest tells nothing"):
+        Engine(other, device="cpu")

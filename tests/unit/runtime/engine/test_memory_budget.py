@@ -1,0 +1,333 @@
+"""max_memory: who has started never runs out, who has to wait is served, and who cannot be served is told."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.toy_models import END_ID, Toy, assert_alike
+
+from tformer_runtime import MemoryBudgetError, Model, UnsupportedCallError
+from tformer_runtime.decoding.generator import Generator
+from tformer_runtime.decoding.request import make_request
+from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.decoding.sequence import SequenceTask
+from tformer_runtime.engine.encoder_context import EncoderContext
+from tformer_runtime.engine.kv_cache import KVCache
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
+from tformer_runtime.engine.shortlist import Candidates
+
+WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx" * 8]
+WAYS = [
+    {},
+    {"num_beams": 3},
+    {"temperature": 1.0, "seed": 1, "num_return_sequences": 2},
+    {"max_new_tokens": 3},
+    {"suppress_tokens": [END_ID], "max_new_tokens": 20},
+]
+TOYS = {
+    "encoder-decoder": Toy(seed=27, layers=2, extras=True),
+    "decoder-only": Toy(seed=5, encoder=False),
+    "portable": Toy(seed=27, attention="scatter-pair"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    return {name: toy.write(folder / f"{name}.onnx") for name, toy in TOYS.items()}
+
+
+def loaded(files, name="decoder-only", limit=None):
+    return Model.load(files[name], "cpu", threads=1, max_memory=limit)
+
+
+def cost(model: Model, words: list[str], **options) -> int:
+    """The bytes that one batch of words is promised."""
+    generator, settings = model.generator, model.settings(None, options)
+    tasks = [
+        generator.make_task(make_request(model.manifest, model.inputs, word, 0, settings), settings) for word in words
+    ]
+    return generator.new_scheduler(settings, 32)._starter.bytes_needed((), tasks)
+
+
+def of_length(model: Model, length: int) -> SequenceTask:
+    settings = model.settings(None, {"max_new_tokens": length, "suppress_tokens": [END_ID]})
+    return model.generator.make_task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
+
+
+def until_waiting(budget: MemoryBudget, count: int) -> None:
+    with budget.changed:
+        assert budget.changed.wait_for(lambda: len(budget._waiting) == count)
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """A batch that takes more than it was promised fails, free bytes or not."""
+    take = MemoryShare.acquire
+
+    def checked(share: MemoryShare, count: int) -> None:
+        assert share.persistent or share.limit is None or share.used_bytes + count <= share.reserved_bytes
+        take(share, count)
+
+    monkeypatch.setattr(MemoryShare, "acquire", checked)
+
+
+@pytest.mark.parametrize("name", sorted(TOYS))
+@pytest.mark.parametrize("tightness", [1.0, 2.5, 6.0])
+def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
+    """Tasks of all kinds come at random to two batches that share a budget, and leave at random."""
+    free, alone = loaded(files, name), {}
+    limit = int(tightness * max(cost(free, [word], **way) for word in WORDS for way in WAYS))
+    model = loaded(files, name, limit)
+    generator, budget = model.generator, model.budget
+    schedulers = [generator.new_scheduler(None, 16, waits=False) for _ in range(2)]
+    rng = np.random.default_rng(3)
+    tasks, most = [], 0
+    while len(tasks) < 60 or not all(s.idle for s in schedulers):
+        if len(tasks) < 60 and rng.random() < 0.6:
+            word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
+            settings = model.settings(None, WAYS[way])
+            task = generator.make_task(make_request(model.manifest, model.inputs, WORDS[word], 0, settings), settings)
+            tasks.append((task, word, way))
+            schedulers[rng.integers(2)].submit(task)
+        for scheduler in schedulers:
+            if rng.random() < 0.9:
+                if scheduler.running and rng.random() < 0.03:
+                    scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
+                scheduler.step()
+                assert budget.used_bytes <= limit
+                most = max(most, budget._reserved_bytes(lambda _: True))
+                assert most <= limit
+    assert most > limit / 2
+    assert model.memory()["held"] == budget._reserved_bytes(lambda _: True) == 0
+    for task, word, way in tasks:
+        if isinstance(task.error, KeyError):
+            continue
+        if (word, way) not in alone:
+            alone[word, way] = free.generate(WORDS[word], **WAYS[way])
+        assert_alike(generator.make_result(task), alone[word, way])
+    assert sum(isinstance(task.error, KeyError) for task, *_ in tasks) < 30
+
+
+def test_threads_wait_for_each_other(files):
+    """The memory is that of one request at a time, and all of them come at once."""
+    free = loaded(files, "encoder-decoder")
+    expected = [free.generate(word) for word in WORDS]
+    model = loaded(files, "encoder-decoder", max(cost(free, [word]) for word in WORDS))
+    barrier = threading.Barrier(len(WORDS))
+
+    def run(word):
+        barrier.wait()
+        return [model.generate(word) for _ in range(3)]
+
+    with ThreadPoolExecutor(len(WORDS)) as threads:
+        assert list(threads.map(run, WORDS)) == [[result] * 3 for result in expected]
+    assert model.memory()["held"] == 0
+    assert 0 < model.memory()["peak"] <= model.memory()["limit"]
+
+
+def test_a_batch_of_more_than_fits_goes_through_in_parts(files, strict):
+    free = loaded(files, "decoder-only")
+    expected = list(free.generate_batch(WORDS * 3))
+    model = loaded(files, "decoder-only", 3 * cost(free, ["onnx" * 8]))
+    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
+        assert_alike(result, wanted)
+    assert model.memory()["held"] == 0
+
+
+def test_rows_that_left_make_room_for_others(files, strict):
+    """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
+    model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
+    scheduler = model.generator.new_scheduler(None, 32)
+    tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
+    for task in tasks:
+        scheduler.submit(task)
+    assert [len(scheduler.running) for _ in range(4) if scheduler.step() is not None] == [4, 2, 4, 3]
+    while not scheduler.idle:
+        scheduler.step()
+    assert all(task.hypotheses for task in tasks)
+
+
+def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
+    """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
+    model = loaded(files, "encoder-decoder", 2**20)
+    scheduler = model.generator.new_scheduler(None, 32)
+    tasks = [of_length(model, length) for length in (50, 30, 30)]
+    for task, steps in zip(tasks, (25, 27, 30), strict=True):
+        scheduler.submit(task)
+        for _ in range(steps):
+            scheduler.step()
+    assert scheduler.idle
+    assert all(task.hypotheses for task in tasks)
+
+
+def test_a_request_that_never_fits_says_what_it_needs(files):
+    options = {"num_beams": 2, "max_new_tokens": 5}
+    need = cost(loaded(files), ["hello"], **options)
+    model = loaded(files, limit=need - 1)
+    said = rf"may need {need:,} bytes of cache and max_memory allows {need - 1:,}"
+    with pytest.raises(MemoryBudgetError, match=said):
+        model.generate("hello", **options)
+    assert loaded(files, limit=need).generate("hello", **options).token_ids
+    assert model.generate("hello", max_new_tokens=5).token_ids
+
+
+def test_what_is_kept_is_not_waited_for(files):
+    """A prefix ends when its owner says so, and a stream when its owner has read it: here they would never."""
+    model = loaded(files, limit=cost(loaded(files), ["hello"]))
+    prefix = model.cache_prefix("ab")
+    for word in ("hello", "a"):
+        with pytest.raises(MemoryBudgetError, match=r"384 of max_memory=8,192 are held by what does not end before"):
+            model.generate(word)
+    assert len(model.generate("hello", max_new_tokens=3).token_ids) <= 3
+    prefix.release()
+    stream = model.stream("hello", suppress_tokens=[END_ID])
+    next(stream)
+    with pytest.raises(MemoryBudgetError, match="streams that are not read to their end"):
+        model.generate("hello")
+    with pytest.raises(MemoryBudgetError):
+        model.cache_prefix("hello")
+    stream.close()
+    assert model.generate("hello") == loaded(files).generate("hello")
+
+
+def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
+    model = loaded(files)
+    prefix = model.cache_prefix("hello")
+    chat = model.chat()
+    chat.send("hello", max_new_tokens=3)
+    assert model.memory()["held"] == 6 * 128 + 4096  # a prefix grows no more, and a conversation does
+    assert_alike(model.generate("a", prefix=prefix), model.generate("helloa"))
+    del prefix
+    assert model.memory()["held"] == 4096
+    del chat
+    gc.collect()
+    assert model.memory()["held"] == 0
+
+
+def test_nothing_follows_what_was_released(files):
+    model = loaded(files)
+    prefix, chat = model.cache_prefix("hello"), model.chat()
+    chat.send("ab", max_new_tokens=3)
+    prefix.release()
+    chat.release()
+    for call in (lambda: model.generate("a", prefix=prefix), lambda: chat.send("c")):
+        with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it"):
+            call()
+    assert model.memory()["held"] == 0
+
+
+@pytest.mark.parametrize("words", [["ab"], ["ab", "cd"]])
+def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
+    """Not even while somebody looks at the error, whose traceback has the frames and what is in them."""
+    model = loaded(files, "encoder-decoder")
+    before = model.generate(words[-1])
+    step = model.engine.step
+    monkeypatch.setattr(model.engine, "step", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(model.generate_batch(words))
+    assert model.memory()["held"] == 0
+    assert caught.value.__traceback__ is not None
+    monkeypatch.setattr(model.engine, "step", step)
+    assert model.generate(words[-1]) == before
+
+
+def test_who_asks_first_is_served_first():
+    budget = MemoryBudget(10)
+    large, small, running = (budget.new_share(blocking=False) for _ in range(3))
+    assert running.reserve(6)
+    assert not large.reserve(8)
+    assert not small.reserve(2)  # would fit, and is behind
+    assert not running.reserve(7, idle=False)  # as is who runs and wants more
+    running.release_reservation()
+    assert large.reserve(8)
+    assert small.reserve(2)
+    large.release_reservation()
+    small.release_reservation()
+    assert not budget._waiting
+
+
+def test_who_leaves_the_queue_keeps_nobody_waiting():
+    budget = MemoryBudget(10)
+    first, second, running = (budget.new_share(blocking=False) for _ in range(3))
+    assert running.reserve(6)
+    assert not first.reserve(8)
+    assert not second.reserve(4)
+    changes = budget.change_count
+    first.withdraw()
+    assert budget.change_count > changes
+    assert second.reserve(4)
+
+
+def test_a_thread_that_holds_what_others_wait_for_is_not_behind_them():
+    budget = MemoryBudget(10)
+    mine, more = budget.new_share(), budget.new_share()
+    assert mine.reserve(4)
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(budget.new_share().reserve, 8)
+        until_waiting(budget, 1)
+        assert more.reserve(5)
+        more.release_reservation()
+        mine.release_reservation()
+        assert waiting.result()
+
+
+def test_threads_that_could_only_wait_for_each_other_do_not():
+    """Each is in the middle of a stream and wants as much again: one waits for the other, and that one is refused."""
+    budget = MemoryBudget(10)
+    mine, more = budget.new_share(), budget.new_share()
+    assert mine.reserve(4)
+
+    def other():
+        held = budget.new_share()
+        assert held.reserve(4)
+        ready.set()
+        assert budget.new_share().reserve(5)  # there when the other thread's four are
+        held.release_reservation()
+
+    ready = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        over = threads.submit(other)
+        assert ready.wait()
+        until_waiting(budget, 1)
+        with pytest.raises(MemoryBudgetError):
+            more.reserve(5)
+        mine.release_reservation()
+        over.result()
+
+
+def test_what_is_kept_grows_when_there_is_room():
+    budget = MemoryBudget(10)
+    kept, running = budget.new_share(persistent=True), budget.new_share(blocking=False)
+    kept.acquire(3)
+    assert running.reserve(6)
+    with ThreadPoolExecutor(1) as threads:
+        growing = threads.submit(kept.acquire, 3)
+        until_waiting(budget, 1)
+        running.release_reservation()
+        growing.result()
+    assert budget.used_bytes == kept.used_bytes == 6
+    with pytest.raises(MemoryBudgetError):
+        running.reserve(5)
+    kept.release(6)
+    assert running.reserve(10)
+    assert budget.used_bytes == 0
+
+
+def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
+    model = loaded(files)
+    assert isinstance(model.generator, Generator)
+    scheduler = model.generator.new_scheduler(None, 4)
+    assert isinstance(scheduler, Scheduler)
+    list(model.generate_batch(WORDS))
+    assert model.memory()["limit"] is None
+    assert model.memory()["held"] == 0 < model.memory()["peak"]
+
+
+@pytest.mark.parametrize("kind", [KVCache, EncoderContext, Candidates])
+def test_what_an_interrupt_kept_from_being_made_has_nothing_to_give_back(kind):
+    kind.__new__(kind).__del__()
