@@ -230,7 +230,7 @@ class Model:
         """
         self._must_generate("score")
         if self.manifest.encode is not None and target is None:
-            raise InputError("score needs a target beside the source for a model with an encoder")
+            raise InputError("score needs a source and a target for a model with an encoder")
         sources, prompt, start_count = self.inputs.generation_inputs(source)
         if target is None:
             return self._scores(sources, prompt)[max(start_count, 1) - 1 :]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
+from torch.fx.proxy import TracerBase
 
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import quiet
-from tformer_export.common.source_lines import users_name
+from tformer_export.common.source_lines import is_users_file, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
@@ -294,6 +296,7 @@ def _trace(
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
         _causal_mask_hints_kept(),
         _data_detached(),
+        _lines_of_helpers_recorded(),
     ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
@@ -340,6 +343,29 @@ def _data_detached() -> Iterator[None]:
         yield
     finally:
         del torch.Tensor.data  # the property of the base class is visible again
+
+
+@contextmanager
+def _lines_of_helpers_recorded() -> Iterator[None]:
+    """Patch the stack that a trace records for each operation: keep the user's helper functions.
+
+    torch keeps the frames of functions with the name `forward` alone, so a refusal would name the line of forward that
+    calls a helper. The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
+    """
+    original = TracerBase._filter_traceback_frames
+
+    def filter_frames(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        names = [frame.name for frame in frames]
+        first = names.index("forward") if "forward" in names else len(names)
+        return traceback.StackSummary.from_list(
+            [frame for frame in frames[first:] if frame.name == "forward" or is_users_file(frame.filename)]
+        )
+
+    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
 
 
 def distinct_sizes(

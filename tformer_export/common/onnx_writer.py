@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
+from tformer_runtime.format.model_file import MAX_INLINE_BYTES, WEIGHT_ALIGNMENT_BYTES
 from tformer_runtime.format.onnx_fields import (
     GRAPH_INITIALIZER,
     MODEL_DOC_STRING,
@@ -30,8 +31,6 @@ from tformer_runtime.format.onnx_fields import (
 from tformer_runtime.format.onnx_wire import BYTES, bytes_field, tag, varint, varint_field
 
 MAX_FILE_BYTES = 2 * 10**9  # bytes of one file; larger weights go into a second file
-MAX_INLINE_BYTES = 1024  # bytes; smaller weights stay in the model
-ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
 def save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
@@ -66,7 +65,7 @@ def write(model: ir.Model, path: Path) -> None:
             file.write(varint_field(MODEL_IR_VERSION, model.ir_version))
         for name, value in large.items():
             if is_split:
-                file.write(bytes(-file.tell() % ALIGNMENT))
+                file.write(bytes(-file.tell() % WEIGHT_ALIGNMENT_BYTES))
                 places[name] = file.tell()
                 rest.graph.initializer.append(_reference(value, file_of_weights.name, places[name]))
             else:
@@ -124,9 +123,9 @@ def _write_head(file: BinaryIO, value: ir.Value) -> int:
     tensor = _head(value).SerializeToString() + tag(TENSOR_RAW_DATA, BYTES) + varint(length)
     graph = tag(GRAPH_INITIALIZER, BYTES) + varint(len(tensor) + length) + tensor
     model = tag(MODEL_GRAPH, BYTES) + varint(len(graph) + length) + graph
-    gap = -(file.tell() + len(model)) % ALIGNMENT
+    gap = -(file.tell() + len(model)) % WEIGHT_ALIGNMENT_BYTES
     if gap:
-        gap += ALIGNMENT if gap == 1 else 0  # a description takes two bytes at least
+        gap += WEIGHT_ALIGNMENT_BYTES if gap == 1 else 0  # a description takes two bytes at least
         file.write(bytes_field(MODEL_DOC_STRING, b" " * (gap - 2)))
     file.write(model)
     return file.tell()

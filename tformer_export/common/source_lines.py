@@ -28,12 +28,16 @@ def is_users_file(file: str) -> bool:
 
 
 def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return `file:line: code` of the innermost frame of the user's code, else of the innermost frame."""
+    """Return `file:line: code` of the innermost frame of the user's code, else of the innermost frame.
+
+    A file below the working directory has its relative path.
+    """
     frames = list(frames)
     users = [f for f in frames if is_users_file(f.filename)] or frames
     if not users:
         return "(no source line in the trace)"
-    return f"{users[-1].filename}:{users[-1].lineno}: {(users[-1].line or '').strip()}"
+    file = users[-1].filename.removeprefix(os.getcwd() + os.sep)
+    return f"{file}:{users[-1].lineno}: {(users[-1].line or '').strip()}"
 
 
 def find_users_place(walked: Iterable[tuple[FrameType, int]]) -> str:

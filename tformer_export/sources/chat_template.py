@@ -23,7 +23,7 @@ def with_template(source: Source, template: str) -> Source:
     if source.step_input is None:
         reason = "is run once for an input"
     elif others:
-        reason = f"reads {', '.join(others)} beside {source.step_input}"
+        reason = f"reads {', '.join(others)} and {source.step_input}"
     elif source.series is not None:
         reason = "reads numbers"
     if reason:

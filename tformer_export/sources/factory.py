@@ -93,7 +93,9 @@ def _source(result: Any, spec: str, step_input: str | None) -> Source:
     module, example, options = (*parts, None, None)[:3]
     if is_transformers_model(module) and example is None:
         if options:
-            raise SourceError(f"{spec} returned options beside a transformers model: give them to the export itself")
+            raise SourceError(
+                f"{spec} returned a transformers model and options: pass the options to the export itself"
+            )
         return from_transformers(module)
     if not isinstance(module, nn.Module) or len(parts) > 3 or not isinstance(options or {}, Mapping):
         raise SourceError(

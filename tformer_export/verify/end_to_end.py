@@ -99,7 +99,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
             )
             worst = max(worst, error)
             if not error <= tolerance * span:
-                circumstance = "beside others" if together > 1 else "alone"
+                circumstance = "in a batch" if together > 1 else "alone"
                 raise ParityError(
                     f"the file's result for {_shown(sample)}, {circumstance}, differs from its source's own by "
                     f"{error:.3g} where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was "

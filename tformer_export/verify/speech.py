@@ -70,7 +70,7 @@ def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tole
         outputs = _outputs(engine, [model.inputs.single_pass_arrays(sound) for sound in sounds], together)
         results = list(model.predict(sounds, len(sounds) if together else 1))
         for sound, output, result, expected_scores in zip(sounds, outputs, results, expected, strict=True):
-            subject = f"for a sound of {len(sound)} samples, {'beside others' if together else 'alone'}"
+            subject = f"for a sound of {len(sound)} samples, {'in a batch' if together else 'alone'}"
             error = (
                 float(np.abs(output - expected_scores.numpy()).max())
                 if output.shape == tuple(expected_scores.shape)

@@ -296,7 +296,7 @@ def find_missing_cuda() -> str | None:
     """Return the reason why onnxruntime's CUDA provider cannot start, as a sentence; None if no reason is known."""
     ort = _onnxruntime()
     if _CUDA not in ort.get_available_providers():
-        return "the installed onnxruntime holds no CUDA provider; pip install tformer[cuda]"
+        return "the installed onnxruntime holds no CUDA provider: pip install 'tformer[cuda]'"
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; prints the names of missing ones
     if os.name == "posix":
@@ -307,7 +307,7 @@ def find_missing_cuda() -> str | None:
         provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
         missing = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
         if missing:
-            return f"NVIDIA's library {missing[1]} is not installed; pip install tformer[cuda]"
+            return f"NVIDIA's library {missing[1]} is not installed: pip install 'tformer[cuda]'"
     return None
 
 
@@ -329,7 +329,7 @@ def _onnxruntime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingExtraError("onnxruntime is not installed; pip install tformer[cpu]") from error
+        raise MissingExtraError("onnxruntime is not installed: pip install 'tformer[cpu]'") from error
     return onnxruntime
 
 

@@ -161,7 +161,7 @@ def _messages(device: str, workers: int, batch_size: int, finished: int, options
         yield f"workers: {workers}"
         yield f"batch size: {batch_size}"
     if options.resume:
-        yield f"resume: {finished} inputs are done"
+        yield f"resume: {finished} of the inputs are finished"
 
 
 def _parse(job: Job, line: str, number: int) -> Input:

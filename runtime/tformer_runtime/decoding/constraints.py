@@ -237,7 +237,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingExtraError("llguidance is not installed; pip install tformer[constrain]") from error
+        raise MissingExtraError("llguidance is not installed: pip install 'tformer[constrain]'") from error
     return llguidance
 
 

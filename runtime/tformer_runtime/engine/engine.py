@@ -109,7 +109,7 @@ class Engine:
         """
         encode = self.manifest.encode
         if encode is None:
-            raise UnsupportedCallError(f"{self.session.path} has no input besides the tokens it continues")
+            raise UnsupportedCallError(f"{self.session.path} has no input other than the tokens that it continues")
         arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding)
         binding = self.session.new_binding("encode")
         if gather_ids is not None:

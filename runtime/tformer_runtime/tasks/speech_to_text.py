@@ -203,7 +203,7 @@ class SpeechToText(Speech):
         values = {name: value for name, value in values.items() if value is not None}
         settings = {name: values.pop(name, None) for name in ("timestamps", "num_beams", "language", "task")}
         if values:
-            raise OptionError(f"this file {self.does}: {', '.join(values)} is not asked of it")
+            raise OptionError(f"this file {self.does}: it takes no {', '.join(values)}")
         prompt, timestamps = self.prompt, settings["timestamps"]
         if timestamps not in (None, False, True):
             raise OptionError(
@@ -216,7 +216,7 @@ class SpeechToText(Speech):
         for name, find_id in (("language", prompt.language_id), ("task", prompt.task_id)):
             if settings[name] is not None:
                 if not prompt.multilingual:
-                    raise OptionError(f"{name} cannot be asked of this model: it knows no other than its own")
+                    raise OptionError(f"this model has one language and one task, and takes no {name}")
                 find_id(str(settings[name]))
         return settings
 
