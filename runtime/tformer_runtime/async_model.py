@@ -117,7 +117,7 @@ def _deadline_at(deadline: float | None) -> float | None:
     if deadline is None:
         return None
     if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
-        raise OptionError(f"deadline must be more than 0 seconds, not {deadline!r}")
+        raise OptionError(f"deadline must be more than 0 seconds, not {deadline!r}", option="deadline")
     return time.monotonic() + deadline
 
 

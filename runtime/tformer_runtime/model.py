@@ -216,7 +216,7 @@ class Model:
         if self.inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
         if settings.num_return_sequences > 1:
-            raise OptionError("num_return_sequences must be 1 for a stream")
+            raise OptionError("num_return_sequences must be 1 for a stream", option="num_return_sequences")
         if settings.cross_attentions or settings.hidden_states:
             raise OptionError("a stream gives text alone: generate() gives cross_attentions and hidden_states")
         return settings
@@ -328,7 +328,10 @@ class Model:
         """
         if is_speech_to_text(self.manifest):
             if truncate:
-                raise OptionError("truncate is not for a model that transcribes speech: it reads sounds of any length")
+                raise OptionError(
+                    "truncate is not for a model that transcribes speech: it reads sounds of any length",
+                    option="truncate",
+                )
             return self._transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
         task = self._task("predict")
         settings = task.settings(settings)
@@ -516,7 +519,7 @@ class Model:
         options = (options or GenerationOptions()).with_(overrides)
         settings = Settings.of(options, self.manifest.generation_defaults)
         if settings.stop_strings and not self.inputs.output_codec:
-            raise OptionError("stop_strings needs text and the file has no tokenizer")
+            raise OptionError("stop_strings needs text and the file has no tokenizer", option="stop_strings")
         if options.shortlist and self.engine.decode.shortlist is None:
             raise UnsupportedCallError(
                 f"{self.engine.session.path} holds no shortlist: export the model with --shortlist FILE"

@@ -361,7 +361,7 @@ def _lines_of_helpers_recorded() -> Iterator[None]:
             [frame for frame in frames[first:] if frame.name == "forward" or is_users_file(frame.filename)]
         )
 
-    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign]
+    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

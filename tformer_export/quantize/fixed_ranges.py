@@ -178,7 +178,7 @@ def _choose(operand: _Operand, sampled: _SampledRows, model: ir.Model) -> _Scale
         multiplied = weight * divisors[:, None]
         lower_bound = _lower_bound(operand.value) if factors is None else None
         importance = np.square(multiplied).sum(1)
-        static_scale = _fit_range(
+        static_scale = fit_range(
             sampled.rows[::2] / divisors,
             (sampled.lowest / divisors).min(),
             (sampled.highest / divisors).max(),
@@ -221,7 +221,7 @@ def _lower_bound(value: ir.Value) -> float | None:
     return 0.0 if is_positive(value) else -MAX_NEGATIVE_GELU if is_gelu(value) else None
 
 
-def _fit_range(
+def fit_range(
     rows: np.ndarray, lowest: float, highest: float, importance: np.ndarray, lower_bound: float | None
 ) -> StaticScale:
     """Return the scale of least squared error, weighted by the importance of each channel (K,).

@@ -41,7 +41,14 @@ class OutOfMemoryError(InputError):
 
 
 class OptionError(TformerError):
-    """An option with an unknown name or an impossible value."""
+    """An option with an unknown name or an impossible value.
+
+    option: the name in Python of the option that the sentence begins with; None if it is about no option or several.
+    """
+
+    def __init__(self, reason: str, input_number: int | None = None, option: str | None = None) -> None:
+        super().__init__(reason, input_number)
+        self.option = option
 
 
 class ModelFileError(TformerError):
@@ -86,4 +93,6 @@ class ParityError(TformerError):
 
 def with_input_number(error: TformerError, input_number: int) -> TformerError:
     """Return the same error with the number of its input, from 1. For calls with several inputs."""
+    if isinstance(error, OptionError):
+        return OptionError(error.reason, input_number, error.option)
     return type(error)(error.reason, input_number)

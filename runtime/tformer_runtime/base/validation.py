@@ -15,7 +15,7 @@ MAX_TIMEOUT_SECONDS = 1_000_000  # about 11 days
 
 def invalid_value(name: str, requirement: str, value: Any) -> OptionError:
     """Return the error for an option with an invalid value. requirement: a noun phrase such as "a whole number"."""
-    return OptionError(f"{name} must be {requirement}, not {reprlib.repr(value)}")
+    return OptionError(f"{name} must be {requirement}, not {reprlib.repr(value)}", option=name)
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -169,11 +169,13 @@ def _as_text(kind: Constraint, definition: Any) -> str:
     """Return the definition as text. Raise OptionError for a definition of another type."""
     if kind == "choices":
         if isinstance(definition, (str, bytes)) or not isinstance(definition, Iterable):
-            raise OptionError(f"choices must be a list of strings, not {definition!r}")
+            raise OptionError(f"choices must be a list of strings, not {definition!r}", option="choices")
         definition = list(definition)
         wrong = [choice for choice in definition if not isinstance(choice, str)]
         if wrong or not definition:
-            raise OptionError(f"choices must be strings, at least one, not {wrong[0] if wrong else definition!r}")
+            raise OptionError(
+                f"choices must be strings, at least one, not {wrong[0] if wrong else definition!r}", option="choices"
+            )
         text = json.dumps(definition, ensure_ascii=False)
     elif kind == "json_schema" and isinstance(definition, (Mapping, bool)):
         try:

@@ -36,7 +36,9 @@ DRAFT_PREFILL_TOKENS = 256  # that a draft model reads in one step
 def check_draft(model: Engine, draft: Engine) -> None:
     """Raise OptionError if one model cannot guess the tokens of the other."""
     if draft is model:
-        raise OptionError("draft_model is the model itself: give a smaller one of the same vocabulary")
+        raise OptionError(
+            "draft_model is the model itself: give a smaller one of the same vocabulary", option="draft_model"
+        )
     one, other = model.manifest, draft.manifest
     problem = None
     if other.decode is None:
@@ -54,7 +56,10 @@ def check_draft(model: Engine, draft: Engine) -> None:
     ):
         problem = "a model that reads its source with another vocabulary"
     if problem:
-        raise OptionError(f"draft_model is {problem}: a draft guesses ids of the same vocabulary for the same inputs")
+        raise OptionError(
+            f"draft_model is {problem}: a draft guesses ids of the same vocabulary for the same inputs",
+            option="draft_model",
+        )
 
 
 def _input_names(one: Manifest, other: Manifest) -> dict[str, str] | None:

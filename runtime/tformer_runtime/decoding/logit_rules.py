@@ -127,7 +127,7 @@ def _check(settings: Settings, vocabulary: int) -> None:
     for name, ids in named.items():
         for token in ids:
             if token >= vocabulary:
-                raise OptionError(f"{name} names the id {token}, and the model's end at {vocabulary - 1}")
+                raise OptionError(f"{name} names the id {token}, and the model's end at {vocabulary - 1}", option=name)
 
 
 class Bias:
@@ -264,7 +264,12 @@ class Processor:
             logits = np.array(None)
         if logits.dtype.kind not in "fiu" or logits.shape != scores.shape:
             description = f"{type(returned).__name__} of {logits.dtype} and the shape {logits.shape}"
-            raise OptionError(f"logits_processor must return logits of the shape {scores.shape}, not a {description}")
+            raise OptionError(
+                f"logits_processor must return logits of the shape {scores.shape}, not a {description}",
+                option="logits_processor",
+            )
         if np.isnan(logits).any():
-            raise OptionError("logits_processor must return numbers, and some that it returned are NaN")
+            raise OptionError(
+                "logits_processor must return numbers, and some that it returned are NaN", option="logits_processor"
+            )
         scores[:] = logits

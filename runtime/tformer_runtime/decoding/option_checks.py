@@ -78,7 +78,7 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
 def choices(name: str, value: Any) -> tuple[str, ...]:
     strings = _strings(name, value)
     if not strings:
-        raise OptionError(f"{name} must be one string or more, not none")
+        raise OptionError(f"{name} must be one string or more, not none", option=name)
     return strings
 
 

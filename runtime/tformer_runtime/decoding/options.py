@@ -358,7 +358,7 @@ class GenerationOptions:
 
                     close = difflib.get_close_matches(name, names, 1)
                     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-                    raise OptionError(f"there is no option {name!r}: {hint}")
+                    raise OptionError(f"there is no option {name!r}: {hint}", option=name)
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -496,7 +496,8 @@ class Settings:
         settings = cls(**{**file, **caller})
         if not settings.speculates and "num_draft_tokens" in caller:
             raise OptionError(
-                f"num_draft_tokens={settings.num_draft_tokens} needs prompt_lookup or a draft_model: set one of them"
+                f"num_draft_tokens={settings.num_draft_tokens} needs prompt_lookup or a draft_model: set one of them",
+                option="num_draft_tokens",
             )
         settings._check()
         return settings
@@ -507,20 +508,29 @@ class Settings:
         if not self.sampling and self.num_return_sequences > self.num_beams:
             raise OptionError(
                 f"num_return_sequences={self.num_return_sequences} needs a num_beams of at least "
-                f"{self.num_return_sequences}, or sampling"
+                f"{self.num_return_sequences}, or sampling",
+                option="num_return_sequences",
             )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise OptionError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+            raise OptionError(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}",
+                option="min_new_tokens",
+            )
         if self.num_beams % self.num_beam_groups:
             raise OptionError(
-                f"num_beam_groups={self.num_beam_groups} must divide num_beams, which is {self.num_beams}"
+                f"num_beam_groups={self.num_beam_groups} must divide num_beams, which is {self.num_beams}",
+                option="num_beam_groups",
             )
         if self.diversity_penalty and self.num_beam_groups == 1:
-            raise OptionError(f"diversity_penalty={self.diversity_penalty} needs a num_beam_groups of at least 2")
+            raise OptionError(
+                f"diversity_penalty={self.diversity_penalty} needs a num_beam_groups of at least 2",
+                option="diversity_penalty",
+            )
         if self.num_beams > 1 and self.enough < self.num_return_sequences:
             raise OptionError(
                 f"patience={self.patience} ends at {self.enough} hypotheses, fewer than "
-                f"num_return_sequences={self.num_return_sequences}"
+                f"num_return_sequences={self.num_return_sequences}",
+                option="patience",
             )
         if self.speculates and self.beams:
             guesses = "draft_model" if self.draft_model is not None else "prompt_lookup"
@@ -529,7 +539,8 @@ class Settings:
             )
         if self.forced_bos_token_id in self.suppress_tokens:
             raise OptionError(
-                f"forced_bos_token_id={self.forced_bos_token_id} is one of the ids that suppress_tokens forbids"
+                f"forced_bos_token_id={self.forced_bos_token_id} is one of the ids that suppress_tokens forbids",
+                option="forced_bos_token_id",
             )
 
 
@@ -542,7 +553,7 @@ def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
         given = GenerationOptions(**defaults).given()
         for name, kind in _NOT_IN_FILES.items():
             if name in given:
-                raise OptionError(f"{name} is {kind}, which a file cannot hold")
+                raise OptionError(f"{name} is {kind}, which a file cannot hold", option=name)
     except OptionError as error:
         raise OptionError(f"the model file's generation defaults: {error}") from error
     return given

@@ -129,7 +129,9 @@ class SeriesPreprocessor:
             raise OptionError("say how many steps to forecast, for the file does not (horizon)")
         steps = check_int("horizon", steps)
         if self.at_once and self.horizon is not None and steps > self.horizon:
-            raise OptionError(f"horizon must be at most {self.horizon}, which the model gives at once, not {steps}")
+            raise OptionError(
+                f"horizon must be at most {self.horizon}, which the model gives at once, not {steps}", option="horizon"
+            )
         return steps
 
     def _numbers(self, history: npt.ArrayLike) -> F64:

@@ -92,13 +92,17 @@ class CtcRecognition(Speech):
         if self.in_windows and not self._min_context_samples <= self._samples(stride) < self._samples(window) / 2:
             raise OptionError(
                 f"stride_length_s must be from {self._min_context_samples / self._rate:g} s to less than half of "
-                f"chunk_length_s={window:g} s, not {stride:g} s"
+                f"chunk_length_s={window:g} s, not {stride:g} s",
+                option="stride_length_s",
             )
         timestamps = WORD if timestamps is True else timestamps
         if timestamps not in (False, WORD, CHAR):
-            raise OptionError(f"timestamps is True, {WORD!r} or {CHAR!r}, not {timestamps!r}")
+            raise OptionError(f"timestamps is True, {WORD!r} or {CHAR!r}, not {timestamps!r}", option="timestamps")
         if timestamps and not self.output_meaning.labels:
-            raise OptionError("timestamps are of words, and the file has no vocabulary: export it with its tokenizer")
+            raise OptionError(
+                "timestamps are of words, and the file has no vocabulary: export it with its tokenizer",
+                option="timestamps",
+            )
         return {
             "timestamps": timestamps,
             "num_beams": check_int("num_beams", num_beams),

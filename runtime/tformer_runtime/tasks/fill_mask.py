@@ -96,7 +96,9 @@ class FillMask(Task):
                 raise invalid_value("candidate_tokens", "tokens, as texts or ids", candidates)
             candidates = list(dict.fromkeys(map(self._candidate_id, candidates)))
             if not candidates:
-                raise OptionError("candidate_tokens names no token: give one, or leave it out")
+                raise OptionError(
+                    "candidate_tokens names no token: give one, or leave it out", option="candidate_tokens"
+                )
         return {"top_k": check_int("top_k", top_k), "candidate_tokens": candidates}
 
     def _candidate_id(self, candidate: Any) -> int:

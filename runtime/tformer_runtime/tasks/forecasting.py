@@ -77,7 +77,8 @@ class Forecaster:
         if max_steps is not None and steps > max_steps:
             max_length = self.engine.manifest.max_length
             raise OptionError(
-                f"horizon must be at most {max_steps}, for the model holds {max_length} steps, not {steps}"
+                f"horizon must be at most {max_steps}, for the model holds {max_length} steps, not {steps}",
+                option="horizon",
             )
         return steps
 

@@ -91,11 +91,16 @@ class QuestionAnswering(Task):
             settings[name] = check_int(name, settings[name])
         window = settings["max_seq_len"]
         if model_limit and window > model_limit:
-            raise OptionError(f"max_seq_len must be at most {model_limit}, for the model takes no more, not {window}")
+            raise OptionError(
+                f"max_seq_len must be at most {model_limit}, for the model takes no more, not {window}",
+                option="max_seq_len",
+            )
         if settings["doc_stride"] is None:
             settings["doc_stride"] = min(window // 2, DEFAULT_DOC_STRIDE)
         if check_int("doc_stride", settings["doc_stride"], 0) >= window:
-            raise OptionError(f"doc_stride must be less than a window, {window}, not {settings['doc_stride']}")
+            raise OptionError(
+                f"doc_stride must be less than a window, {window}, not {settings['doc_stride']}", option="doc_stride"
+            )
         return settings
 
     @property

@@ -57,7 +57,8 @@ def bytes_of(text: str) -> int:
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
         raise OptionError(
-            f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}"
+            f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}",
+            option="max_memory",
         )
     return count
 

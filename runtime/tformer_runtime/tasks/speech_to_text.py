@@ -68,12 +68,14 @@ class DecoderPrompt:
             if spelling in self.languages:
                 return self.languages[spelling]
         known = ", ".join(sorted(spelling.strip("<|>") for spelling in self.languages))
-        raise OptionError(f"language is one of {known or 'none, in this model'}, not {name!r}")
+        raise OptionError(f"language is one of {known or 'none, in this model'}, not {name!r}", option="language")
 
     def task_id(self, name: str) -> int:
         """Return the id of a task. Raise OptionError for a task that the model does not have."""
         if name not in self.tasks:
-            raise OptionError(f"task is one of {', '.join(self.tasks) or 'none, in this model'}, not {name!r}")
+            raise OptionError(
+                f"task is one of {', '.join(self.tasks) or 'none, in this model'}, not {name!r}", option="task"
+            )
         return self.tasks[name]
 
     def ids(self, start: int, language: str | None, task: str | None, timestamps: bool) -> list[int | None]:
@@ -207,11 +209,13 @@ class SpeechToText(Speech):
         prompt, timestamps = self.prompt, settings["timestamps"]
         if timestamps not in (None, False, True):
             raise OptionError(
-                f"timestamps is True or False for this model, which writes times of segments, not {timestamps!r}"
+                f"timestamps is True or False for this model, which writes times of segments, not {timestamps!r}",
+                option="timestamps",
             )
         if timestamps and prompt.no_timestamps is None:
             raise OptionError(
-                "timestamps are not written by this model: its generation config names no tokens for them"
+                "timestamps are not written by this model: its generation config names no tokens for them",
+                option="timestamps",
             )
         for name, find_id in (("language", prompt.language_id), ("task", prompt.task_id)):
             if settings[name] is not None:

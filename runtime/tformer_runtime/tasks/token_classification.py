@@ -108,12 +108,15 @@ class TokenClassification(Task):
         stride = values.pop("doc_stride", None)
         super().settings(values)
         if aggregation not in AGGREGATIONS:
-            raise OptionError(f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}")
+            raise OptionError(
+                f"aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}", option="aggregation"
+            )
         if stride is not None:
             stride = self._check_stride(stride)
             if aggregation == NONE:
                 raise OptionError(
-                    "doc_stride makes spans of several windows, and aggregation none leaves each token alone"
+                    "doc_stride makes spans of several windows, and aggregation none leaves each token alone",
+                    option="doc_stride",
                 )
         ignored = self._check_labels(ignore_labels, aggregation)
         return {"aggregation": aggregation, "ignore_labels": ignored, "doc_stride": stride}
@@ -124,7 +127,10 @@ class TokenClassification(Task):
         max_tokens = min((spec.max_length for spec in self.manifest.encode.inputs if spec.max_length), default=None)
         room = self._reader.room(max_tokens) if max_tokens is not None else None
         if check_int("doc_stride", stride, 0) >= (stride + 1 if room is None else room):
-            raise OptionError(f"doc_stride must be less than a window has of the text, {room} tokens, not {stride}")
+            raise OptionError(
+                f"doc_stride must be less than a window has of the text, {room} tokens, not {stride}",
+                option="doc_stride",
+            )
         return int(stride)
 
     def _check_labels(self, ignore_labels: Any, aggregation: str) -> tuple[str, ...]:
@@ -139,7 +145,10 @@ class TokenClassification(Task):
         labels = tuple(label for label in labels if label)  # --ignore-labels "" stands for no labels
         known = [label if aggregation == NONE else _tag(label)[1] for label in self._labels]
         if known and (other := [label for label in labels if label not in (*known, OUTSIDE)]):
-            raise OptionError(f"ignore_labels names {other[0]!r}, and the labels are {', '.join(dict.fromkeys(known))}")
+            raise OptionError(
+                f"ignore_labels names {other[0]!r}, and the labels are {', '.join(dict.fromkeys(known))}",
+                option="ignore_labels",
+            )
         return labels
 
     @property

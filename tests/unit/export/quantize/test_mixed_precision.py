@@ -1,4 +1,4 @@
-"""Bits where they matter: quantisation by simulation, what each matrix costs, and mixtures within a budget."""
+"""Mixed-precision quantisation: the simulation, the cost of each matrix and the choice of bits, against PyTorch."""
 
 from __future__ import annotations
 
@@ -23,55 +23,55 @@ from tformer_runtime import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
 
-SOURCE, TARGET, WIDTH = 40, 37, 32
-LOUD = "decoder.0.feedforward.contract"  # the layer with a weight that no 4 bits can hold beside the others
+SOURCE_VOCABULARY, TARGET_VOCABULARY, WIDTH = 40, 37, 32
+SENSITIVE_LAYER = "decoder.0.feedforward.contract"  # this layer has a weight that 4 bits cannot represent together with its neighbours
 
 
 class Case:
-    """A tiny seeded model, compiled and written; with samples of random sources and the module's likely targets."""
+    """A tiny seeded model, compiled and written, with random sources and likely targets of the module as samples."""
 
     def __init__(self, folder):
         torch.manual_seed(0)
         self.module = Seq2SeqTransformer(
-            SOURCE, TARGET, width=WIDTH, heads=2, encoder_layers=1, decoder_layers=1, feedforward=48, max_length=24
+            SOURCE_VOCABULARY, TARGET_VOCABULARY, width=WIDTH, heads=2, encoder_layers=1, decoder_layers=1, feedforward=48, max_length=24
         ).eval()
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(1.5 * parameter)
-            layer = self.module.get_submodule(LOUD)
+            layer = self.module.get_submodule(SENSITIVE_LAYER)
             layer.weight[:, 7] = 9 * layer.weight.abs().max()
-            self.module.decoder[0].feedforward.expand.bias[7] = -100.0  # so that what it multiplies is zero
+            self.module.decoder[0].feedforward.expand.bias[7] = -100.0  # the Relu behind it makes the operand of the large weights zero
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
         self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special_tokens=special)
         compiled = analyse(self.source, "cpu").compile()
         self.model, self.manifest, self.folder = compiled.model, compiled.manifest, folder
-        self.engine = self.written(self.model, "model.onnx")
+        self.engine = self.write_engine(self.model, "model.onnx")
         random = np.random.default_rng(1)
         self.samples = [
             Sample(
-                {"src": random.integers(3, SOURCE, 3 + i % 5)},
-                np.concatenate([[1], random.integers(3, TARGET, 8 - i % 3)]),
+                {"src": random.integers(3, SOURCE_VOCABULARY, 3 + i % 5)},
+                np.concatenate([[1], random.integers(3, TARGET_VOCABULARY, 8 - i % 3)]),
                 1,
             )
             for i in range(96)
         ]
 
-    def written(self, model, name):
+    def write_engine(self, model, name):
         return Engine(save(model, self.manifest, self.folder / name), device="cpu", threads=1)
 
     def logits(self, sample):
         with torch.no_grad():
             return self.module(torch.tensor(sample.request["src"])[None], torch.tensor(sample.tokens[:-1])[None])[0]
 
-    def matrix_of(self, name):
-        """The product that a Linear became, alone or beside others."""
+    def find_matrix(self, name):
+        """Return the product that a Linear became, alone or merged with other Linears."""
         weight = self.module.get_submodule(name).weight.detach().numpy().T
         for matrix in find_matrices(self.model):
-            held = matrix.read(self.model)
-            if held.shape[0] == weight.shape[0] and any(
-                np.array_equal(held[:, at : at + weight.shape[1]], weight)
-                for at in range(0, held.shape[1] - weight.shape[1] + 1, WIDTH)
+            constant = matrix.read(self.model)
+            if constant.shape[0] == weight.shape[0] and any(
+                np.array_equal(constant[:, at : at + weight.shape[1]], weight)
+                for at in range(0, constant.shape[1] - weight.shape[1] + 1, WIDTH)
             ):
                 return matrix
         raise AssertionError(name)
@@ -82,109 +82,109 @@ def case(tmp_path_factory):
     return Case(tmp_path_factory.mktemp("bits"))
 
 
-def test_the_matrices_are_those_of_the_module_each_once(case):
-    found = find_matrices(case.model)
+def test_matrices_match_linear_layers_without_duplicates(case):
+    matrices = find_matrices(case.model)
     modules = [m for name, m in case.module.named_modules() if isinstance(m, torch.nn.Linear) and name != "output"]
-    assert sum(m.shape[0] * m.shape[1] for m in found if not m.is_table) == sum(m.weight.numel() for m in modules)
-    (tied,) = [m for m in found if m.is_table]
-    assert tied.shape == (WIDTH, TARGET)
+    assert sum(m.shape[0] * m.shape[1] for m in matrices if not m.is_table) == sum(m.weight.numel() for m in modules)
+    (tied,) = [m for m in matrices if m.is_table]
+    assert tied.shape == (WIDTH, TARGET_VOCABULARY)
     assert tied.choices == (8,)
-    assert len({m.name for m in found}) == len(found)
+    assert len({m.name for m in matrices}) == len(matrices)
 
 
-def test_second_moments_are_those_of_what_the_modules_read(case, tmp_path):
-    seen = {}
+def test_second_moments_match_inputs_of_pytorch_modules(case, tmp_path):
+    inputs = {}
     modules = {name: m for name, m in case.module.named_modules() if isinstance(m, torch.nn.Linear)}
     hooks = [
-        m.register_forward_pre_hook(lambda _, args, name=name: seen.setdefault(name, []).append(args[0][0]))
+        m.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0][0]))
         for name, m in modules.items()
     ]
     for sample in case.samples:
         case.logits(sample)
     for hook in hooks:
         hook.remove()
-    found = dict(read_second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
-    assert set(found) == {m.name for m in find_matrices(case.model)}
-    assert len(seen) > 8
-    for name, rows in seen.items():
+    moments = dict(read_second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
+    assert set(moments) == {m.name for m in find_matrices(case.model)}
+    assert len(inputs) > 8
+    for name, rows in inputs.items():
         x = torch.cat(rows).double().numpy()
-        np.testing.assert_allclose(found[case.matrix_of(name).name].matrix, x.T @ x / len(x), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(moments[case.find_matrix(name).name].matrix, x.T @ x / len(x), rtol=1e-3, atol=1e-5)
 
 
-def test_quality_is_what_torch_says(case):
-    """Against a second model: the same one with its samples' sources read backwards."""
-    yardstick = ReferenceDistribution(case.engine, case.samples)
+def test_quality_matches_torch(case):
+    """The second model is the same model with the sources of its samples reversed."""
+    reference = ReferenceDistribution(case.engine, case.samples)
 
     class Backwards(Engine):
         def start(self, requests, rows, **more):
             return super().start({n: [v[::-1].copy() for v in values] for n, values in requests.items()}, rows, **more)
 
     other = Backwards(case.folder / "model.onnx", device="cpu", threads=1)
-    found = yardstick.quality(other)
-    divergence, agree, losses = [], [], []
+    quality = reference.quality(other)
+    divergence, agreement, losses = [], [], []
     for sample in case.samples:
         before = case.logits(sample)
         after = case.logits(Sample({"src": sample.request["src"][::-1].copy()}, sample.tokens, 1))
         divergence.append(
             F.kl_div(after.log_softmax(-1), before.log_softmax(-1), reduction="none", log_target=True).sum(-1)
         )
-        agree.append(before.argmax(-1) == after.argmax(-1))
+        agreement.append(before.argmax(-1) == after.argmax(-1))
         target = torch.tensor(sample.tokens[1:])
         losses.append(torch.stack([F.cross_entropy(x, target, reduction="none") for x in (before, after)], 1))
-    assert found.positions == sum(map(len, agree))
-    assert 0 < found.token_agreement == float(torch.cat(agree).double().mean()) < 1
-    assert found.divergence == pytest.approx(float(torch.cat(divergence).mean()), rel=1e-4)
+    assert quality.positions == sum(map(len, agreement))
+    assert 0 < quality.token_agreement == float(torch.cat(agreement).double().mean()) < 1
+    assert quality.divergence == pytest.approx(float(torch.cat(divergence).mean()), rel=1e-4)
     before, after = torch.cat(losses).mean(0).tolist()
-    assert found.loss == pytest.approx(after, rel=1e-5)
-    assert found.perplexity_ratio == pytest.approx(np.exp(after - before), rel=1e-5)
+    assert quality.loss == pytest.approx(after, rel=1e-5)
+    assert quality.perplexity_ratio == pytest.approx(np.exp(after - before), rel=1e-5)
 
 
-def test_a_simulation_computes_what_the_file_will(case, tmp_path):
+def test_simulation_matches_quantised_file(case, tmp_path):
     matrices = find_matrices(case.model)
     rounding = Rounding(case.model, matrices)
     simulation = Simulation(case.model, case.manifest, rounding.dequantize, tmp_path / "simulated.onnx")
-    plain = dict(predictions(case.engine, case.samples[:12]))
+    float_logits = dict(predictions(case.engine, case.samples[:12]))
 
     def simulated(bits, tables=True):
         simulation.set_bits(bits, tables)
         return dict(predictions(simulation.engine, case.samples[:12]))
 
     for at, logits in simulated({}, tables=False).items():
-        np.testing.assert_allclose(logits, plain[at], atol=1e-4)
+        np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)
     choices = [8 if m.is_table else (4, 8, FLOAT_BITS)[i % 3] for i, m in enumerate(matrices)]
-    for wanted in ([8] * len(matrices), choices, [max(m.choices[0], 4) for m in matrices]):
-        bits = {m.name: b for m, b in zip(matrices, wanted, strict=True)}
+    for matrix_bits in ([8] * len(matrices), choices, [max(m.choices[0], 4) for m in matrices]):
+        bits = {m.name: b for m, b in zip(matrices, matrix_bits, strict=True)}
         model = case.model.clone()
         integers = {
             p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT_BITS
         }
         quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
-        file = dict(predictions(case.written(model, f"{wanted[0]}{wanted[1]}.onnx"), case.samples[:12]))
-        found = simulated(bits)
-        far = [np.abs(file[at] - plain[at]).max() for at in plain]
-        near = [np.abs(file[at] - found[at]).max() for at in plain]
-        assert np.median(near) < 1e-4 < 0.02 * np.median(far)  # an activation on an edge may round the other way
-        assert max(near) < 0.5 * max(far)
+        file_logits = dict(predictions(case.write_engine(model, f"{matrix_bits[0]}{matrix_bits[1]}.onnx"), case.samples[:12]))
+        simulated_logits = simulated(bits)
+        file_errors = [np.abs(file_logits[at] - float_logits[at]).max() for at in float_logits]
+        simulation_errors = [np.abs(file_logits[at] - simulated_logits[at]).max() for at in float_logits]
+        assert np.median(simulation_errors) < 1e-4 < 0.02 * np.median(file_errors)  # an activation on an edge may round the other way
+        assert max(simulation_errors) < 0.5 * max(file_errors)
     for at, logits in simulated({}, tables=False).items():
-        np.testing.assert_allclose(logits, plain[at], atol=1e-4)
+        np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)
 
 
-def planner(case, folder):
+def make_planner(case, folder):
     samples = Samples(case.samples[::2], case.samples[1::2])
     return BitPlanner(case.model, case.manifest, case.engine, lambda: samples, folder)
 
 
-def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
-    made = planner(case, tmp_path)
-    loud = case.matrix_of(LOUD)
-    everything = made.uniform(4)
-    assert set(everything.bits.values()) == {4, 8}
-    plans = made.mixed(DegradationBudget(tokens=0.15))
+def test_sensitive_layer_keeps_more_bits(case, tmp_path):
+    bit_planner = make_planner(case, tmp_path)
+    sensitive = case.find_matrix(SENSITIVE_LAYER)
+    uniform_plan = bit_planner.uniform(4)
+    assert set(uniform_plan.bits.values()) == {4, 8}
+    plans = bit_planner.mixed(DegradationBudget(tokens=0.15))
     plan, mixture = plans[0], plans[0].mixture
     assert list(tmp_path.iterdir()) == []
     by_loss = sorted(mixture.layers, key=lambda layer: -layer.divergence.get(4, 0))
-    assert by_loss[0].products == loud.products
-    assert plan.bits[loud.name] > 4
+    assert by_loss[0].products == sensitive.products
+    assert plan.bits[sensitive.name] > 4
     assert list(plan.bits.values()).count(4) >= 3
     chosen = mixture.frontier[mixture.chosen]
     assert chosen.quality.changed <= 0.15 < mixture.frontier[-1].quality.changed
@@ -196,25 +196,25 @@ def test_a_sensitive_layer_keeps_its_bits(case, tmp_path):
     for layer in mixture.layers:
         assert {plan.bits[p] for p in layer.products} == {layer.bits}
     assert set(plan.integers) == {
-        p for m in made.matrices if plan.bits[m.name] != FLOAT_BITS and not m.is_table for p in m.products
+        p for m in bit_planner.matrices if plan.bits[m.name] != FLOAT_BITS and not m.is_table for p in m.products
     }
 
 
-def test_calibration_lessens_what_four_bits_lose(case, tmp_path):
-    yardstick = ReferenceDistribution(case.engine, case.samples[1::2])
+def test_calibration_reduces_loss_of_four_bits(case, tmp_path):
+    reference = ReferenceDistribution(case.engine, case.samples[1::2])
     losses = []
-    for fits in (False, True):
-        made = planner(case, tmp_path)
-        if fits:
-            made.fit_integers((4,))
-        simulation = Simulation(case.model, case.manifest, made.rounding.dequantize, tmp_path / "simulated.onnx")
-        simulation.set_bits({m.name: min(m.choices) for m in made.matrices})
-        losses.append(yardstick.quality(simulation.engine).divergence)
+    for with_calibration in (False, True):
+        bit_planner = make_planner(case, tmp_path)
+        if with_calibration:
+            bit_planner.fit_integers((4,))
+        simulation = Simulation(case.model, case.manifest, bit_planner.rounding.dequantize, tmp_path / "simulated.onnx")
+        simulation.set_bits({m.name: min(m.choices) for m in bit_planner.matrices})
+        losses.append(reference.quality(simulation.engine).divergence)
     assert 0 < losses[1] < 0.5 * losses[0]
 
 
-def test_a_budget_that_nothing_fits(case, tmp_path):
-    made = planner(case, tmp_path)
+def test_budget_that_no_mixture_meets_is_refused(case, tmp_path):
+    bit_planner = make_planner(case, tmp_path)
     with pytest.raises(ParityError, match=r"no mixture of bits stays within 0.5 times the perplexity; .* the nearest"):
-        made.mixed(DegradationBudget(perplexity=0.5))
-    assert made.suggest_mixture(DegradationBudget(tokens=0.9)).startswith("--quantize mixed would fit, with ")
+        bit_planner.mixed(DegradationBudget(perplexity=0.5))
+    assert bit_planner.suggest_mixture(DegradationBudget(tokens=0.9)).startswith("--quantize mixed would fit, with ")

@@ -1,4 +1,4 @@
-"""The search for bits, on made-up costs: the order of its path, its bisection, and the budget that it keeps to."""
+"""The search for bits on invented costs: the order of its path, its bisection and the budget."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def matrices(*shapes):
     return [Matrix(shape, [f"m{i}"]) for i, shape in enumerate(shapes)]
 
 
-def test_the_path_takes_the_cheapest_bytes_first():
-    made = matrices((64, 64), (64, 64), (64, 128))
-    made[2].is_table = True
-    known = {"m0": {8: 0.0, 4: 0.5}, "m1": {8: 0.3, 4: 0.31}, "m2": {8: 9.0}}
-    path = make_path(made, known)
+def test_path_takes_cheapest_bytes_first():
+    weights = matrices((64, 64), (64, 64), (64, 128))
+    weights[2].is_table = True
+    sensitivities = {"m0": {8: 0.0, 4: 0.5}, "m1": {8: 0.3, 4: 0.31}, "m2": {8: 9.0}}
+    path = make_path(weights, sensitivities)
     # m0 to 8 bits costs nothing; m1 is cheaper a byte if it takes both steps at once; m0's second step is the dearest.
     assert [tuple(p.values()) for p in path] == [(32, 32, 8), (8, 32, 8), (8, 4, 8), (4, 4, 8)]
-    assert [tuple(p.values()) for p in make_path(made, {m.name: {} for m in made})][-1] == (4, 4, 8)
+    assert [tuple(p.values()) for p in make_path(weights, {m.name: {} for m in weights})][-1] == (4, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_the_path_takes_the_cheapest_bytes_first():
         (19, (4, 8, 32)),
     ],
 )  # fmt: skip
-def test_bits_that_would_take_as_much_are_no_choice(inner, choices):
-    """Against the bytes that a file of one product really holds."""
-    held = {bits: held_bytes(inner, bits) for bits in (4, 8, 32)}
+def test_choices_exclude_bits_that_save_no_bytes(inner, choices):
+    """The reference is the number of bytes in a file of one product."""
+    stored_bytes = {bits: count_stored_bytes(inner, bits) for bits in (4, 8, 32)}
     (matrix,) = find_matrices(product(inner))
-    assert {bits: matrix.size(bits) for bits in held} == held
+    assert {bits: matrix.size(bits) for bits in stored_bytes} == stored_bytes
     assert matrix.choices == choices
     path = make_path([matrix, *matrices((64, 64))], {matrix.name: {8: 0.1, 4: 0.2}, "m0": {8: 0.3, 4: 0.4}})
     assert list(dict.fromkeys(plan[matrix.name] for plan in path)) == sorted(choices, reverse=True)
@@ -55,21 +55,21 @@ def test_bits_that_would_take_as_much_are_no_choice(inner, choices):
 
 
 @pytest.mark.parametrize("inner", [7, 9, 18, 64])
-def test_no_matrix_gets_larger_by_fewer_bits(inner, tmp_path):
+def test_uniform_plan_never_enlarges_a_matrix(inner, tmp_path):
     plan = BitPlanner(product(inner), None, None, None, tmp_path).uniform(4)
     assert plan.bits == {"product": 4 if inner == 64 else 8}
     assert len(plan.integers["product"]) == (3 if inner == 64 else 2)
 
 
 @pytest.mark.parametrize("inner", [7, 9, 18])
-def test_the_search_mixes_matrices_that_have_no_four_bits(inner):
-    made = matrices((inner, 128), (64, 64), (1, 2048))
-    pretended = Pretended(made, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
-    found = MixedSearch(pretended, pretended, pretended).run(DegradationBudget(tokens=0.5))
-    assert found.frontier[found.within(DegradationBudget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT_BITS}
+def test_search_includes_matrices_without_four_bits(inner):
+    weights = matrices((inner, 128), (64, 64), (1, 2048))
+    costs_model = InventedCosts(weights, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
+    mixture = MixedSearch(costs_model, costs_model, costs_model).run(DegradationBudget(tokens=0.5))
+    assert mixture.frontier[mixture.within(DegradationBudget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT_BITS}
 
 
-def test_a_model_with_nothing_to_mix_is_refused_in_a_sentence(tmp_path):
+def test_model_without_matrices_is_refused(tmp_path):
     path = tmp_path / "model.onnx"
     with pytest.raises(OptionError, match=r"no constant matrix of 1024 numbers or more, so that there are no bits"):
         export(Small(Averages), path, EXAMPLE, "tgt", quantization="mixed")
@@ -83,25 +83,25 @@ class Averages(Mixer):
 
 
 def product(inner):
-    """x (rows, inner) times a matrix of 2048 / inner columns or so."""
+    """Return a model of one product: x (rows, inner) times a matrix of about 2048 numbers."""
     columns = max(128, 2048 // inner)
     weight = np.random.default_rng(0).standard_normal((inner, columns)).astype(np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")]
     return ir.from_proto(model_of(nodes, {"x": ["rows", inner]}, {"y": ["rows", columns]}, {"w": weight}))
 
 
-def held_bytes(inner, bits):
-    """Of a matrix and its scales, in the file."""
+def count_stored_bytes(inner, bits):
+    """Return the bytes of a matrix and its scales in the file."""
     model = product(inner)
     if bits != FLOAT_BITS:
         quantize(model, bits)
-    held = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
-    return sum(array.nbytes for array in held if array.size >= 128)
+    arrays = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
+    return sum(array.nbytes for array in arrays if array.size >= 128)
 
 
 @dataclass
-class Pretended:
-    """A simulation and yardsticks in one, of made-up costs: each matrix has its own, and they add to each other."""
+class InventedCosts:
+    """A simulation with a reference of quality: the cost of each matrix is invented, and costs add up."""
 
     matrices: list[Matrix]
     costs: dict[str, float]
@@ -118,22 +118,22 @@ class Pretended:
 
 
 @pytest.mark.parametrize("tokens", [0.0005, 0.004, 0.02, 0.05, 0.3, 0.9])
-def test_the_search_finds_the_smallest_of_the_path(tokens):
+def test_search_finds_smallest_plan_within_budget(tokens):
     random = np.random.default_rng(0)
-    made = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
-    costs = {m.name: float(cost) for m, cost in zip(made, random.exponential(0.004, 40), strict=True)}
-    pretended, budget = Pretended(made, costs), DegradationBudget(tokens=tokens)
-    found = MixedSearch(pretended, pretended, pretended).run(budget)
-    path = make_path(made, found.sensitivities)
-    fitting = [plan for plan in path if pretended.quality(plan).changed <= tokens]
-    chosen = found.frontier[found.within(budget)[0]]
+    weights = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
+    costs = {m.name: float(cost) for m, cost in zip(weights, random.exponential(0.004, 40), strict=True)}
+    costs_model, budget = InventedCosts(weights, costs), DegradationBudget(tokens=tokens)
+    mixture = MixedSearch(costs_model, costs_model, costs_model).run(budget)
+    path = make_path(weights, mixture.sensitivities)
+    fitting = [plan for plan in path if costs_model.quality(plan).changed <= tokens]
+    chosen = mixture.frontier[mixture.within(budget)[0]]
     assert chosen.plan == fitting[-1]
-    assert chosen.quality == pretended.quality(chosen.plan)
-    assert pretended.passes <= 2 * 40 + 20 + len(path) + 1
+    assert chosen.quality == costs_model.quality(chosen.plan)
+    assert costs_model.passes <= 2 * 40 + 20 + len(path) + 1
 
 
 @pytest.mark.parametrize(
-    ("given", "budget"),
+    ("text", "budget"),
     [
         (None, DegradationBudget()), (0.02, DegradationBudget(tokens=0.02)), ("0.02",
         DegradationBudget(tokens=0.02)), ("2%", DegradationBudget(tokens=0.02)),
@@ -142,17 +142,17 @@ def test_the_search_finds_the_smallest_of_the_path(tokens):
         (1e-05, DegradationBudget(tokens=1e-5)),
     ],
 )  # fmt: skip
-def test_a_budget_as_it_is_written(given, budget):
-    assert DegradationBudget.of(given) == budget
+def test_budget_is_parsed(text, budget):
+    assert DegradationBudget.of(text) == budget
 
 
-@pytest.mark.parametrize("given", ["2", "101%", "0.9x", "-1%", "much", "1%x", "", "nan", float("nan")])
-def test_a_budget_that_is_none(given):
+@pytest.mark.parametrize("text", ["2", "101%", "0.9x", "-1%", "much", "1%x", "", "nan", float("nan")])
+def test_invalid_budget_raises_option_error(text):
     with pytest.raises(OptionError, match=r"such as 1% or 0\.01, or times the perplexity such as 1\.02x"):
-        DegradationBudget.of(given)
+        DegradationBudget.of(text)
 
 
-def test_what_a_budget_allows():
+def test_budget_reports_the_exceeded_limit():
     assert DegradationBudget().exceeded(1.0, 99.0) is None
     assert DegradationBudget(tokens=0.01).exceeded(0.01, 99.0) is None
     assert DegradationBudget(tokens=0.01).exceeded(0.02, 1.0) == "changes 2.0% of the tokens and 1.0% is allowed"

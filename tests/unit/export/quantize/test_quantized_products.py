@@ -1,4 +1,5 @@
-"""int8 and int4: how far a weight moves, what is rewritten, and that a matrix in two places is held once."""
+"""int8 and int4 products: the error of a weight, the rewritten graph and matrices that two operators share,
+against onnxruntime on the float graph."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 
 
 @given(arrays.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=floats))
-def test_a_weight_moves_by_half_a_step_at_most(weight):
+def test_int8_weight_error_is_at_most_half_a_step(weight):
     quantised, scale = per_column(weight)
     assert quantised.dtype == np.int8
     assert scale.dtype == np.float32
@@ -32,24 +33,24 @@ def test_a_weight_moves_by_half_a_step_at_most(weight):
     assert not quantised[:, ~weight.any(0)].any()
 
 
-def test_each_column_has_a_scale_of_its_own():
+def test_each_column_has_its_own_scale():
     quantised, scale = per_column(np.array([[1.0, 100.0], [-0.5, 25.0]], np.float32))
-    np.testing.assert_allclose(scale, [1 / 127, 125 / 128], rtol=1e-6)  # a pair is 128 steps at most
+    np.testing.assert_allclose(scale, [1 / 127, 125 / 128], rtol=1e-6)  # the sum of a pair is at most 128 steps
     assert quantised.tolist() == [[127, 102], [-64, 26]]  # halves go to the even neighbour
 
 
 VOCABULARY, WIDTH = 60, 32
 
 
-def tied(turned, steps=1):
-    """ids → an embedding, → the same matrix as output projection: by Gemm's transB or as a matrix of its own."""
+def make_tied_model(transposed, steps=1):
+    """Return a model that uses one matrix as embedding and as output projection: by transB of Gemm, or transposed."""
     table = np.random.default_rng(0).standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
     weights = {"table": table, "bias": np.arange(VOCABULARY, dtype=np.float32), "flat": np.array([-1, WIDTH])}
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["rows"]),
         helper.make_node("Reshape", ["rows", "flat"], ["x"]),
     ]
-    if turned:
+    if transposed:
         nodes.append(helper.make_node("Gemm", ["x", "table", "bias"], ["y"], transB=1))
     else:
         weights["columns"] = np.ascontiguousarray(table.T)
@@ -58,41 +59,41 @@ def tied(turned, steps=1):
     return model_of(nodes, *ports, weights), table
 
 
-@pytest.mark.parametrize("turned", [True, False])
-def test_a_table_that_is_the_output_projection_too_is_held_once(turned):
-    proto, table = tied(turned)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_tied_table_is_stored_once(transposed):
+    proto, table = make_tied_model(transposed)
     model = ir.from_proto(proto)
     assert quantize(model).count == 2
-    after = ir.to_proto(model)
-    held = [t for t in after.graph.initializer if t.data_type == TensorProto.INT8]
-    assert [list(t.dims) for t in held] == [[VOCABULARY, WIDTH]]
-    assert not any(len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in after.graph.initializer if t not in held)
+    quantised = ir.to_proto(model)
+    int8_tensors = [t for t in quantised.graph.initializer if t.data_type == TensorProto.INT8]
+    assert [list(t.dims) for t in int8_tensors] == [[VOCABULARY, WIDTH]]
+    assert not any(len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in quantised.graph.initializer if t not in int8_tensors)
     ids = np.array([[3, 59, 0], [7, 7, 8]])
-    (found,) = onnxruntime.InferenceSession(after.SerializeToString()).run(None, {"ids": ids})
+    (actual,) = onnxruntime.InferenceSession(quantised.SerializeToString()).run(None, {"ids": ids})
     (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"ids": ids})
-    # x · w over WIDTH terms: either operand is off by half a step of 1/127 of its own maximum, once as a table and once
-    # more as rows of activations.
+    # x · w has WIDTH terms. Each operand errs by half a step of 1/127 of its maximum: the table once as embedding and
+    # once as projection, and the activations.
     largest = np.abs(table).max()
     bound = WIDTH * (3 * 0.5 * largest / 127) * largest
-    assert 0 < np.abs(found - expected).max() < bound / 4  # errors of either sign: far from all at their worst
-    assert (found.argmax(1) == expected.argmax(1)).all()
+    assert 0 < np.abs(actual - expected).max() < bound / 4  # errors have either sign and rarely add up
+    assert (actual.argmax(1) == expected.argmax(1)).all()
 
 
-def test_matrices_of_equal_numbers_and_different_shapes_are_two():
-    """As two projections that begin as zeros, up and down again."""
+def test_equal_numbers_of_different_shape_are_separate_matrices():
+    """Two projections that start as zeros, up and down, are an example."""
     nodes = [
         helper.make_node("MatMul", ["x", "up"], ["h"], name="p1"),
         helper.make_node("MatMul", ["h", "down"], ["y"], name="p2"),
     ]
-    held = {"up": np.zeros((64, 32), np.float32), "down": np.zeros((32, 64), np.float32)}
-    model = ir.from_proto(model_of(nodes, {"x": ["rows", 64]}, {"y": ["rows", 64]}, held))
-    made = quantize(model)
-    assert [(p.inner, p.columns) for p in made.products.values()] == [(64, 32), (32, 64)]
+    initializers = {"up": np.zeros((64, 32), np.float32), "down": np.zeros((32, 64), np.float32)}
+    model = ir.from_proto(model_of(nodes, {"x": ["rows", 64]}, {"y": ["rows", 64]}, initializers))
+    quantisation = quantize(model)
+    assert [(p.inner, p.columns) for p in quantisation.products.values()] == [(64, 32), (32, 64)]
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     assert not session.run(None, {"x": np.ones((3, 64), np.float32)})[0].any()
 
 
-def test_small_matrices_stay():
+def test_small_matrices_are_not_quantised():
     weight = np.eye(8, dtype=np.float32)
     shape = ["rows", 8]
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
@@ -107,7 +108,7 @@ matrices = arrays.arrays(np.float32, st.tuples(st.integers(1, 70), st.integers(1
 
 
 @given(matrices, st.sampled_from([16, 32]))
-def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_the_rounding_of_the_step(weight, block):
+def test_int4_weight_error_is_at_most_half_a_step_plus_rounding_of_the_step(weight, block):
     q, m, scale = in_blocks(weight, block)
     assert (q.dtype, m.dtype, scale.dtype) == (np.int8, np.uint8, np.float32)
     assert (q.shape, m.shape, scale.shape) == (weight.shape, (-(-len(weight) // block), weight.shape[1]), q.shape[1:])
@@ -118,30 +119,30 @@ def test_a_weight_of_4_bits_moves_by_half_a_step_of_its_block_at_most_but_for_th
     whole = expand(q, m, block)
     assert (np.abs(whole.astype(int)) <= 127).all()
     assert (whole == q.astype(int) * np.repeat(m.astype(int), block, 0)[: len(q)]).all()
-    # m is off by a half at most, which a q of up to 8 multiplies; q itself by half of m
+    # m errs by at most 0.5, which q multiplies by up to 8; q errs by half of m
     error = np.abs(weight.astype(np.float64) - whole.astype(np.float64) * scale)
     steps = np.repeat(m.astype(np.float64), block, 0)[: len(q)]
     assert (error <= scale * (np.maximum(0.5 * steps, 8 * 0.5) + 1e-3)).all()
 
 
 @given(st.integers(1, 70), st.integers(1, 5), st.sampled_from([16, 32]), st.sampled_from([4, 8]))
-def test_packed_numbers_are_read_back(inner, columns, block, bits):
+def test_packed_integers_can_be_unpacked(inner, columns, block, bits):
     half = 1 << bits - 1
     q = np.random.default_rng(inner).integers(-half + (bits == 8), half, (inner, columns)).astype(np.int8)
-    held = pack(q, bits, block)
+    packed = pack(q, bits, block)
     blocks = -(-inner // block)
-    assert held.shape == (columns, blocks, block * bits // 8)
+    assert packed.shape == (columns, blocks, block * bits // 8)
     if bits == 4:
-        held = np.stack([held & 15, held >> 4], -1)
-    read = held.reshape(columns, blocks * block).astype(int) - half
-    assert (q == read[:, :inner].T).all()
-    assert not read[:, inner:].any()
+        packed = np.stack([packed & 15, packed >> 4], -1)
+    unpacked = packed.reshape(columns, blocks * block).astype(int) - half
+    assert (q == unpacked[:, :inner].T).all()
+    assert not unpacked[:, inner:].any()
 
 
 def projection(inner, relu=False, between="Tanh", name="graph"):
-    """ids (batch, new) → an embedding → a hidden layer → logits, with biases."""
+    """Return ids (batch, new) → embedding → hidden layer → logits, with biases."""
     random = np.random.default_rng(inner)
-    held = {
+    initializers = {
         "table": random.standard_normal((VOCABULARY, inner)),
         "w1": random.standard_normal((inner, 72)),
         "b1": random.standard_normal(72),
@@ -155,7 +156,7 @@ def projection(inner, relu=False, between="Tanh", name="graph"):
         helper.make_node("MatMul", ["a", "w2"], ["y"], name="out"),
     ]
     ports = {"ids": (TensorProto.INT64, ["batch", "new"])}, {"y": ["batch", "new", VOCABULARY]}
-    return model_of(nodes, *ports, {name: array.astype(np.float32) for name, array in held.items()}, name)
+    return model_of(nodes, *ports, {name: array.astype(np.float32) for name, array in initializers.items()}, name)
 
 
 def run(proto, ids):
@@ -163,7 +164,7 @@ def run(proto, ids):
 
 
 def dequantize(bits, inner):
-    """The model with float weights that are what integers stand for."""
+    """Return the model with the float weights that the integers represent."""
     proto = projection(inner)
     for tensor in proto.graph.initializer:
         weight = numpy_helper.to_array(tensor)
@@ -181,62 +182,62 @@ def dequantize(bits, inner):
     return proto
 
 
-@pytest.mark.parametrize("inner", [16, 40, 64, 100])  # 40 and 100 are filled up, 72 is in the second product
+@pytest.mark.parametrize("inner", [16, 40, 64, 100])  # 40 and 100 are padded to blocks; the second product has 72
 @pytest.mark.parametrize("bits", [8, 4])
-def test_both_forms_are_the_dequantised_model_but_for_the_rounding_of_activations(bits, inner):
+def test_both_forms_match_dequantised_model_up_to_rounding_of_activations(bits, inner):
     model = ir.from_proto(projection(inner))
-    made = quantize(model, bits, "latency", "ids")
-    assert {name: (p.bits, p.few) for name, p in made.products.items()} == dict.fromkeys(("up", "out"), (bits, True))
-    after = ir.to_proto(model)
+    quantisation = quantize(model, bits, "latency", "ids")
+    assert {name: (p.bits, p.few) for name, p in quantisation.products.items()} == dict.fromkeys(("up", "out"), (bits, True))
+    quantised = ir.to_proto(model)
     ids = np.array([[3], [59], [0], [7], [8]])
     expected = run(dequantize(bits, inner), ids)
-    (few,) = {SMALL_BATCH_LIMIT[bits]}
-    many, alone = run(after, ids), np.concatenate([run(after, ids[i : i + 1]) for i in range(5)])
-    together = run(after, ids[:few])
+    (small_batch_limit,) = {SMALL_BATCH_LIMIT[bits]}
+    large_batch, single_rows = run(quantised, ids), np.concatenate([run(quantised, ids[i : i + 1]) for i in range(5)])
+    small_batch = run(quantised, ids[:small_batch_limit])
     # Rounded to 1/127 of their maximum, activations err by 0.3 % of it (rms) and so does, relatively, each of two
     # products in a row: 2 % are seven times that.
-    for found in (many, alone):
-        assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
-    assert not np.array_equal(many, alone)
-    assert np.abs(together - alone[:few]).max() < 0.02 * np.ptp(expected)
+    for actual in (large_batch, single_rows):
+        assert 0 < np.abs(actual - expected).max() < 0.02 * np.ptp(expected)
+    assert not np.array_equal(large_batch, single_rows)
+    assert np.abs(small_batch - single_rows[:small_batch_limit]).max() < 0.02 * np.ptp(expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_of_a_series_tokens_are_counted_and_not_their_features(bits):
-    """What is within the limit runs through the form for few rows, by which a row alone is otherwise rounded."""
+def test_small_batch_limit_counts_time_steps_of_a_series(bits):
+    """Rows within the limit use the form for small batches, which also computes a single row."""
     weight = np.random.default_rng(0).standard_normal((7, 160)).astype(np.float32)
-    other = np.random.default_rng(1).standard_normal((160, 7)).astype(np.float32)
+    output_weight = np.random.default_rng(1).standard_normal((160, 7)).astype(np.float32)
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["h"], name="in"),
         helper.make_node("Tanh", ["h"], ["a"]),
         helper.make_node("MatMul", ["a", "v"], ["y"], name="out"),
     ]
     shape = ["batch", "new", 7]
-    proto = model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight, "v": other})
+    proto = model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight, "v": output_weight})
     model = ir.from_proto(proto)
-    made = quantize(model, bits, "latency", "x")
-    assert made.small_batch_limit == SMALL_BATCH_LIMIT[bits]
-    after = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    quantisation = quantize(model, bits, "latency", "x")
+    assert quantisation.small_batch_limit == SMALL_BATCH_LIMIT[bits]
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     x = np.random.default_rng(2).standard_normal((1, 5, 7)).astype(np.float32)
-    singly = np.concatenate([after.run(None, {"x": x[:, i : i + 1]})[0] for i in range(5)], 1)
+    single_steps = np.concatenate([session.run(None, {"x": x[:, i : i + 1]})[0] for i in range(5)], 1)
     for batch, new in ((1, SMALL_BATCH_LIMIT[bits]), (SMALL_BATCH_LIMIT[bits], 1)):
-        (within,) = after.run(None, {"x": x[:, : SMALL_BATCH_LIMIT[bits]].reshape(batch, new, 7)})
-        np.testing.assert_allclose(within.reshape(-1, 7), singly[0, : SMALL_BATCH_LIMIT[bits]], atol=1e-5)
-    (beyond,) = after.run(None, {"x": x})
+        (within,) = session.run(None, {"x": x[:, : SMALL_BATCH_LIMIT[bits]].reshape(batch, new, 7)})
+        np.testing.assert_allclose(within.reshape(-1, 7), single_steps[0, : SMALL_BATCH_LIMIT[bits]], atol=1e-5)
+    (beyond,) = session.run(None, {"x": x})
     (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})
-    assert 1e-4 < np.abs(beyond - singly).max() < 0.1 * np.ptp(expected)
+    assert 1e-4 < np.abs(beyond - single_steps).max() < 0.1 * np.ptp(expected)
 
 
-BIASES = {"one": [1], "a column each": [72], "scalar": [], "in a row": [1, 72]}
+BIASES = {"one number": [1], "vector": [72], "scalar": [], "row": [1, 72]}
 
 
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
 @pytest.mark.parametrize("operator", ["Add", "Gemm"])
-@pytest.mark.parametrize("form", ["few", "fixed", "rows"])
-def test_a_bias_may_be_of_any_shape_that_is_spread_over_columns(form, operator, shape):
+@pytest.mark.parametrize("form", ["small batch", "fixed", "rows"])
+def test_bias_may_have_any_broadcastable_shape(form, operator, shape):
     random = np.random.default_rng(0)
     bias = (5 + random.standard_normal(shape)).astype(np.float32)
-    held = {"w": random.standard_normal((64, 72)).astype(np.float32), "b": bias, "flat": np.array([-1, 64])}
+    initializers = {"w": random.standard_normal((64, 72)).astype(np.float32), "b": bias, "flat": np.array([-1, 64])}
     nodes = [helper.make_node("Reshape", ["x", "flat"], ["rows"])]
     if operator == "Gemm":
         nodes.append(helper.make_node("Gemm", ["rows", "w", "b"], ["y"], name="p"))
@@ -245,64 +246,64 @@ def test_a_bias_may_be_of_any_shape_that_is_spread_over_columns(form, operator, 
             helper.make_node("MatMul", ["rows", "w"], ["m"], name="p"),
             helper.make_node("Add", ["b", "m"], ["y"]),
         ]
-    proto = model_of(nodes, {"x": ["batch", "new", 64]}, {"y": ["rows", 72]}, held)
+    proto = model_of(nodes, {"x": ["batch", "new", 64]}, {"y": ["rows", 72]}, initializers)
     model = ir.from_proto(proto)
     fixed = {"p": StaticScale.between(-5, 5)} if form == "fixed" else {}
-    quantize(model, 8, "latency" if form == "few" else "throughput", "x", on_cpu=True, static_scales=fixed)
-    kind = {"few": "MatMulNBits", "fixed": "MatMulIntegerToFloat", "rows": "MatMulInteger"}[form]
+    quantize(model, 8, "latency" if form == "small batch" else "throughput", "x", on_cpu=True, static_scales=fixed)
+    kind = {"small batch": "MatMulNBits", "fixed": "MatMulIntegerToFloat", "rows": "MatMulInteger"}[form]
     assert kind in {node.op_type for node in model.graph.all_nodes()}
     x = random.standard_normal((1, 2, 64)).astype(np.float32)
     runs = (
         onnxruntime.InferenceSession(p.SerializeToString()).run(None, {"x": x}) for p in (ir.to_proto(model), proto)
     )
-    (found,), (expected,) = runs
-    assert 0 < np.abs(found - expected).max() < 0.03 * np.ptp(expected)
+    (actual,), (expected,) = runs
+    assert 0 < np.abs(actual - expected).max() < 0.03 * np.ptp(expected)
 
 
-def test_throughput_has_one_form_and_a_row_is_the_same_alone():
+def test_throughput_has_one_form_and_rows_are_independent():
     model = ir.from_proto(projection(64, relu=True))
-    made = quantize(model, 4, "throughput", "ids")
-    assert not any(product.few for product in made.products.values())
-    after = ir.to_proto(model)
-    assert {"If", "MatMulNBits", "Relu"}.isdisjoint({n.op_type for n in after.graph.node} - {"Relu"})
+    quantisation = quantize(model, 4, "throughput", "ids")
+    assert not any(product.few for product in quantisation.products.values())
+    quantised = ir.to_proto(model)
+    assert {"If", "MatMulNBits", "Relu"}.isdisjoint({n.op_type for n in quantised.graph.node} - {"Relu"})
     ids = np.array([[3], [59], [0], [7], [8]])
-    together = run(after, ids)
-    assert all(np.array_equal(run(after, ids[i : i + 1])[0], together[i]) for i in range(5))
+    together = run(quantised, ids)
+    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], together[i]) for i in range(5))
 
 
-def test_behind_a_relu_activations_have_twice_the_steps():
+def test_activations_after_relu_use_255_steps():
     model = ir.from_proto(projection(64, relu=True))
-    plain = ir.to_proto(model)
+    float_model = ir.to_proto(model)
     quantize(model)
     ids = np.arange(VOCABULARY)[:, None]
-    expected, found = run(plain, ids), run(ir.to_proto(model), ids)
-    assert np.abs(found - expected).max() < 0.02 * np.ptp(expected)
-    held = {t.name: numpy_helper.to_array(t) for t in ir.to_proto(model).graph.initializer}
-    assert held["quantise.step.255"] == np.float32(1 / 255)
+    expected, actual = run(float_model, ids), run(ir.to_proto(model), ids)
+    assert np.abs(actual - expected).max() < 0.02 * np.ptp(expected)
+    initializers = {t.name: numpy_helper.to_array(t) for t in ir.to_proto(model).graph.initializer}
+    assert initializers["quantise.step.255"] == np.float32(1 / 255)
 
 
 @pytest.mark.parametrize("between", ["Gelu", "Relu", "Tanh"])
 @pytest.mark.parametrize(("on_cpu", "name"), [(False, "graph"), (True, "graph"), (True, "encode")])
-def test_the_forms_for_the_cpu_give_the_same(between, on_cpu, name):
-    """Behind a Gelu steps are those of its maximum, or of the 0.17 that it may be below zero.
+def test_cpu_forms_match_float_model(between, on_cpu, name):
+    """After a Gelu the step follows from its maximum, or from the 0.17 that it may be below zero.
 
-    Table and weights err by half a step of 1/128 of the largest pair, activations of 1/127: some 0.4 % (rms) each, of
-    five in a row 0.9 %; the largest of 3,600 errors is below four times that."""
+    Table and weights err by half a step of 1/128 of the largest pair, activations of 1/127: about 0.4 % (rms) each, and
+    0.9 % for five in a row. The largest of 3,600 errors is below four times that."""
     proto = projection(64, between=between, name=name)
     model = ir.from_proto(proto)
     quantize(model, on_cpu=on_cpu)
-    after = ir.to_proto(model)
-    kinds = [node.op_type for node in after.graph.node]
+    quantised = ir.to_proto(model)
+    kinds = [node.op_type for node in quantised.graph.node]
     assert kinds.count("MatMulIntegerToFloat") == 2 * (name == "encode")
     assert kinds.count("Reciprocal") == 2 * (not on_cpu)
     assert kinds.count("Abs") == {"Gelu": 1, "Relu": 1, "Tanh": 2}[between]
     ids = np.arange(VOCABULARY)[:, None]
-    expected, found = run(proto, ids), run(after, ids)
-    assert 0 < np.abs(found - expected).max() < 0.036 * np.ptp(expected)
-    assert all(np.array_equal(run(after, ids[i : i + 1])[0], found[i]) for i in range(5))
+    expected, actual = run(proto, ids), run(quantised, ids)
+    assert 0 < np.abs(actual - expected).max() < 0.036 * np.ptp(expected)
+    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], actual[i]) for i in range(5))
 
 
-def test_a_row_of_zeros_gives_the_bias():
+def test_row_of_zeros_returns_the_bias():
     proto = projection(64)
     table = next(t for t in proto.graph.initializer if t.name == "table")
     rows = numpy_helper.to_array(table).copy()
@@ -315,10 +316,10 @@ def test_a_row_of_zeros_gives_the_bias():
     assert np.array_equal(run(ir.to_proto(model), np.array([[5]]))[0, 0], bias)
 
 
-def test_bits_are_told_by_a_product_s_name():
+def test_bits_are_chosen_by_product_name():
     model = ir.from_proto(projection(64))
-    made = quantize(model, {"up": 4, "out": 16}, "latency", "ids")
-    assert {name: product.bits for name, product in made.products.items()} == {"up": 4}
+    quantisation = quantize(model, {"up": 4, "out": 16}, "latency", "ids")
+    assert {name: product.bits for name, product in quantisation.products.items()} == {"up": 4}
     model = ir.from_proto(projection(64))
     assert {n: p.bits for n, p in quantize(model, lambda name: 4 if name == "out" else 8).products.items()} == {
         "up": 8,
@@ -326,24 +327,24 @@ def test_bits_are_told_by_a_product_s_name():
     }
 
 
-@pytest.mark.parametrize("turned", [True, False])
-def test_a_tied_table_stays_of_8_bits_and_is_held_once_with_two_forms(turned):
-    proto, _ = tied(turned)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_tied_table_keeps_8_bits_and_is_stored_once_in_two_forms(transposed):
+    proto, _ = make_tied_model(transposed)
     model = ir.from_proto(proto)
-    made = quantize(model, 4, "latency", "ids")
-    assert [(p.bits, p.few) for p in made.products.values()] == [(8, True)]
-    after = ir.to_proto(model)
-    held = [t for t in after.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims]
-    assert [list(t.dims) for t in held if np.prod(t.dims) > VOCABULARY] == [[VOCABULARY, WIDTH]]
+    quantisation = quantize(model, 4, "latency", "ids")
+    assert [(p.bits, p.few) for p in quantisation.products.values()] == [(8, True)]
+    quantised = ir.to_proto(model)
+    integer_tensors = [t for t in quantised.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims]
+    assert [list(t.dims) for t in integer_tensors if np.prod(t.dims) > VOCABULARY] == [[VOCABULARY, WIDTH]]
     ids = np.array([[3, 59, 0], [7, 7, 8]])
     expected = run(proto, ids)
-    many, alone = run(after, ids), np.concatenate([run(after, ids[:, i : i + 1]) for i in range(3)])
-    for found, right in ((many, expected), (alone, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1))):
-        assert np.abs(found - right).max() < 0.02 * np.ptp(expected)
+    batch, single_ids = run(quantised, ids), np.concatenate([run(quantised, ids[:, i : i + 1]) for i in range(3)])
+    for actual, reference in ((batch, expected), (single_ids, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1))):
+        assert np.abs(actual - reference).max() < 0.02 * np.ptp(expected)
 
 
-def test_a_group_without_rows():
-    """Experts get the rows that chose them, and some get none."""
+def test_empty_group_of_rows_is_computed():
+    """A mixture of experts leaves some experts without rows."""
     weight = np.random.default_rng(0).standard_normal((32, 48)).astype(np.float32)
     nodes = [
         helper.make_node("Split", ["x", "sizes"], ["one", "other"], axis=0),
@@ -357,5 +358,5 @@ def test_a_group_without_rows():
     x = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     for sizes in ([3, 0], [0, 3], [1, 2]):
-        (found,) = session.run(None, {"x": x, "sizes": np.array(sizes)})
-        assert np.abs(found - x @ weight).max() < 0.02 * np.ptp(x @ weight)
+        (actual,) = session.run(None, {"x": x, "sizes": np.array(sizes)})
+        assert np.abs(actual - x @ weight).max() < 0.02 * np.ptp(x @ weight)
