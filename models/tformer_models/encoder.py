@@ -8,12 +8,13 @@ Shapes use B = batch, T = time, D = width, H = heads, V = vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tformer_models.seq2seq import Embedding, FeedForward, Residual
+from tformer_models.seq2seq import Embedding, FeedForward, Residual, check_choice
 
 POOLINGS = ("first", "mean", "max")
 
@@ -70,18 +71,19 @@ class PreNormStack(nn.Module):
         self,
         vocabulary: int,
         *,
-        width: int,
-        heads: int,
-        layers: int,
-        feedforward: int,
-        dropout: float,
-        max_length: int,
-        positions: str,
+        width: int = 128,
+        heads: int = 4,
+        layers: int = 4,
+        feedforward: int = 512,
+        dropout: float = 0.1,
+        max_length: int = 128,
+        positions: str = "learned",
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary, width, max_length, positions, dropout)
         self.layers = nn.ModuleList(PreNormLayer(width, heads, feedforward, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
+        self.width, self.max_length = width, max_length
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the hidden states (B, T, D) of ids (B, T), with the mask of `SelfAttention`."""
@@ -112,41 +114,26 @@ class SentenceEncoder(nn.Module):
     vector: size of the vector after a linear projection; None for no projection and a vector of `width` numbers.
     normalize: scale each vector to length 1.
     pad: padding id, which is masked. Every row needs at least one token.
+    stack: the keyword arguments of `PreNormStack`.
     """
 
     def __init__(
         self,
         vocabulary: int,
         *,
-        width: int = 128,
-        heads: int = 4,
-        layers: int = 4,
-        feedforward: int = 512,
-        dropout: float = 0.1,
-        max_length: int = 128,
-        positions: str = "learned",
         pool: str = "mean",
         vector: int | None = None,
         normalize: bool = False,
         pad: int = 0,
+        **stack: Any,
     ) -> None:
         super().__init__()
-        if pool not in POOLINGS:
-            raise ValueError(f"pool must be one of {', '.join(POOLINGS)}, not {pool!r}")
+        check_choice("pool", pool, POOLINGS)
         self.pad, self.pool, self.normalize = pad, pool, normalize
-        self.max_length = max_length
-        self.states = PreNormStack(
-            vocabulary,
-            width=width,
-            heads=heads,
-            layers=layers,
-            feedforward=feedforward,
-            dropout=dropout,
-            max_length=max_length,
-            positions=positions,
-        )
-        self.project = nn.Identity() if vector is None else nn.Linear(width, vector)
-        self.width = vector or width
+        self.states = PreNormStack(vocabulary, **stack)
+        self.max_length = self.states.max_length
+        self.project = nn.Identity() if vector is None else nn.Linear(self.states.width, vector)
+        self.width = vector or self.states.width
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors (B, D), or (B, vector), of ids (B, T)."""
@@ -162,9 +149,9 @@ class SentenceClassifier(nn.Module):
     labels: number of labels. options: passed to `SentenceEncoder`.
     """
 
-    def __init__(self, vocabulary: int, labels: int, *, dropout: float = 0.1, **options: object) -> None:
+    def __init__(self, vocabulary: int, labels: int, *, dropout: float = 0.1, **options: Any) -> None:
         super().__init__()
-        self.encoder = SentenceEncoder(vocabulary, dropout=dropout, **options)  # type: ignore[arg-type]
+        self.encoder = SentenceEncoder(vocabulary, dropout=dropout, **options)
         self.max_length = self.encoder.max_length
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(self.encoder.width, labels)

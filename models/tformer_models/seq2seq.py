@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,32 @@ from torch import Tensor, nn
 POSITIONS = ("sinusoidal", "learned")
 NORMS = ("post", "pre")
 ACTIVATIONS = ("relu", "gelu")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Hyperparameters of an encoder or decoder layer; the defaults are those of the paper's base model.
+
+    feedforward: the hidden width of the feed-forward layer.
+    norm, activation: one of NORMS, ACTIVATIONS; ValueError otherwise.
+    """
+
+    width: int = 512
+    heads: int = 8
+    feedforward: int = 2048
+    dropout: float = 0.1
+    norm: str = "post"
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, NORMS)
+        check_choice("activation", self.activation, ACTIVATIONS)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError if a hyperparameter is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 class MultiHeadAttention(nn.Module):
@@ -94,11 +122,12 @@ class Residual(nn.Module):
 class EncoderLayer(nn.Module):
     """An encoder layer (§3.1): self-attention, then feed-forward."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float, norm: str, activation: str) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.self_attention = MultiHeadAttention(width, heads, dropout)
-        self.feedforward = FeedForward(width, hidden, activation, dropout)
-        self.residuals = nn.ModuleList(Residual(width, norm, dropout) for _ in range(2))
+        width, dropout = config.width, config.dropout
+        self.self_attention = MultiHeadAttention(width, config.heads, dropout)
+        self.feedforward = FeedForward(width, config.feedforward, config.activation, dropout)
+        self.residuals = nn.ModuleList(Residual(width, config.norm, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Encode x (B, S, D) with mask (B, 1, 1, S); return (B, S, D)."""
@@ -110,12 +139,13 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A decoder layer (§3.1): causal self-attention, cross-attention to the source, then feed-forward."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float, norm: str, activation: str) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.self_attention = MultiHeadAttention(width, heads, dropout)
-        self.cross_attention = MultiHeadAttention(width, heads, dropout)
-        self.feedforward = FeedForward(width, hidden, activation, dropout)
-        self.residuals = nn.ModuleList(Residual(width, norm, dropout) for _ in range(3))
+        width, dropout = config.width, config.dropout
+        self.self_attention = MultiHeadAttention(width, config.heads, dropout)
+        self.cross_attention = MultiHeadAttention(width, config.heads, dropout)
+        self.feedforward = FeedForward(width, config.feedforward, config.activation, dropout)
+        self.residuals = nn.ModuleList(Residual(width, config.norm, dropout) for _ in range(3))
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
         """Decode x (B, T, D) with mask (B, 1, T, T); return (B, T, D).
@@ -173,9 +203,10 @@ class Seq2SeqTransformer(nn.Module):
     Every argument is a JSON value, so that a checkpoint can store the arguments.
 
     max_length: positions in the tables, and so the maximum length of src and of tgt.
-    positions, norm, activation: one of POSITIONS, NORMS, ACTIVATIONS; ValueError otherwise.
+    positions: one of POSITIONS; ValueError otherwise.
     tie_output: use the target embedding as the weight of the output projection (§3.4); its bias is separate.
     source_pad, target_pad: padding ids. Padding follows the last token of a row and is masked in attention.
+    layer: the fields of `LayerConfig`.
     """
 
     def __init__(
@@ -183,39 +214,29 @@ class Seq2SeqTransformer(nn.Module):
         source_vocabulary: int,
         target_vocabulary: int,
         *,
-        width: int = 512,
-        heads: int = 8,
         encoder_layers: int = 6,
         decoder_layers: int = 6,
-        feedforward: int = 2048,
-        dropout: float = 0.1,
         max_length: int = 512,
         positions: str = "sinusoidal",
-        norm: str = "post",
-        activation: str = "relu",
         tie_output: bool = True,
         source_pad: int = 0,
         target_pad: int = 0,
+        **layer: Any,
     ) -> None:
         super().__init__()
-        for name, value, choices in (
-            ("positions", positions, POSITIONS),
-            ("norm", norm, NORMS),
-            ("activation", activation, ACTIVATIONS),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        check_choice("positions", positions, POSITIONS)
+        config = LayerConfig(**layer)
+        width = config.width
         self.source_pad = source_pad
         self.target_pad = target_pad
         self.max_length = max_length
-        self.source = Embedding(source_vocabulary, width, max_length, positions, dropout)
-        self.target = Embedding(target_vocabulary, width, max_length, positions, dropout)
-        layer_arguments = (width, heads, feedforward, dropout, norm, activation)
-        self.encoder = nn.ModuleList(EncoderLayer(*layer_arguments) for _ in range(encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(*layer_arguments) for _ in range(decoder_layers))
+        self.source = Embedding(source_vocabulary, width, max_length, positions, config.dropout)
+        self.target = Embedding(target_vocabulary, width, max_length, positions, config.dropout)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(encoder_layers))
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(decoder_layers))
         # Pre-norm layers do not normalise the residual stream, so one more norm follows the last layer.
-        self.encoder_norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
+        self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
         self.output = nn.Linear(width, target_vocabulary)
         for weight in (w for layers in (self.encoder, self.decoder) for w in layers.parameters() if w.dim() > 1):
             nn.init.xavier_uniform_(weight)
