@@ -210,7 +210,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = ()) -> Captured
     try:
         with unchanged(source.module):
             warm_up(source)
-            graph = _trace(source, hidden_states)
+            graph = trace_source(source, hidden_states)
             limit_by_branches(graph)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
@@ -220,7 +220,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = ()) -> Captured
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 
-def _trace(source: Source, hidden_states: Sequence[str]) -> CapturedGraph:
+def trace_source(source: Source, hidden_states: Sequence[str]) -> CapturedGraph:
     others = source.outputs[1:]
     if not hidden_states:
         return capture(source.module, source.example, source.step_input, source.axes, others, source.min_drawn_length)

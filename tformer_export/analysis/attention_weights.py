@@ -67,7 +67,7 @@ def add_cross_attentions(captured: CapturedGraph, selection: AttentionSelection)
     Raises OptionError for a layer or head that the model does not have.
     """
     layers = _cross_attentions(captured)
-    heads = _select_heads(selection, [int(meta(node.args[0]).shape[1]) for node in layers])
+    heads = select_heads(selection, [int(meta(node.args[0]).shape[1]) for node in layers])
     lengths = {expression(meta(layers[i].args[1]).shape[2]) for i in heads}
     if len(lengths) > 1:
         raise OptionError("alignments of these layers are over different inputs: name layers that read the same one")
@@ -141,7 +141,7 @@ def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     return cross
 
 
-def _select_heads(selection: AttentionSelection, head_counts: list[int]) -> dict[int, list[int]]:
+def select_heads(selection: AttentionSelection, head_counts: list[int]) -> dict[int, list[int]]:
     """Return layer → its selected heads, in order. head_counts: the number of heads of each layer."""
     last = len(head_counts) - 1
     named: dict[Any, Sequence[int]] = {True: range(len(head_counts)), "last": [last]}

@@ -194,7 +194,7 @@ def from_transformers(
     task = task or task_of_class(type(module)) or GENERATES
     config, generation = module.config, getattr(module, "generation_config", None)
     if task == RECOGNIZES and config.is_encoder_decoder:
-        special, defaults = _special(config, generation), _defaults(generation, 1, None)
+        special, defaults = _special(config, generation), read_generation_defaults(generation, 1, None)
         name = name or type(module).__name__
         return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
@@ -222,7 +222,7 @@ def from_transformers(
         task=TRANSLATES if config.is_encoder_decoder else GENERATES,
         masks=masks,
         special_tokens=special,
-        generation_defaults=_defaults(generation, len(special.bos_token_ids), limit),
+        generation_defaults=read_generation_defaults(generation, len(special.bos_token_ids), limit),
         max_length=min(limit, 512) if limit else None,
     )
 
@@ -280,7 +280,7 @@ _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value t
 _NOT_CARRIED_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
-def _defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
+def read_generation_defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
     """Return the generation options that the model's generation config sets, and warn of lost options.
 
     starts: the number of tokens that an encoder-decoder starts from, which transformers counts in lengths; 0 for a
