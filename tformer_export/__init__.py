@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tformer_export.options import ExtraOutputs, Quantization
     from tformer_export.report import ExportReport
     from tformer_export.sources import causal, lengths, padding, positions
-    from tformer_export.sources.hf_images import image
+    from tformer_export.sources.hugging_face.images import image
 
 __all__ = [
     "ExportReport",
@@ -37,7 +37,7 @@ _HOMES = {
     "Task": "common.task",
     "causal": "sources",
     "export": "api",
-    "image": "sources.hf_images",
+    "image": "sources.hugging_face.images",
     "lengths": "sources",
     "load_checkpoint": "common.checkpoint",
     "padding": "sources",

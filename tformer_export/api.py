@@ -22,7 +22,7 @@ from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import Statements, finish
-from tformer_export.sources.hugging_face import from_folder, from_transformers, is_transformers_model
+from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.base.errors import OptionError, SourceError

@@ -6,12 +6,9 @@ torch_module         any nn.Module with an example of its inputs
 checkpoint_source    a `model.pt` of save_checkpoint
 factory              a function that makes a module, alone or with a state dict; a pickled module
 exported_program     a program of torch.export, in memory or in a `.pt2`
-hugging_face         a transformers model, in memory or in a folder
-  task_names         the task of its class
-  hf_single_pass     its inputs, labels and own pipeline, if it is run once
-  hf_images, hf_audio, hf_speech_to_text   its processors
+hugging_face/        a transformers model, in memory or in a folder; task_names: the task of its class
 sentence_encoder     a folder of sentence-transformers
-tokenizer            tokenizers of any of these, as tokenizers' JSON
+tokenizer/           tokenizers of any of these, as tokenizers' JSON
 pooling              one vector for each row of an encoder; pooled_module: the module that computes it
 chat_template        the chat template of a model
 reference_pipelines  the source's own results for tasks of single tokens, for verification

@@ -23,7 +23,7 @@ from torch import nn
 from tformer_export.common.checkpoint import import_callable, load_weights
 from tformer_export.sources.base import Source, parse_special_tokens
 from tformer_export.sources.chat_template import with_template
-from tformer_export.sources.hugging_face import from_transformers, is_transformers_model
+from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from tformer_export.sources.base import Source, parse_special_tokens
 from tformer_export.sources.chat_template import with_template
-from tformer_export.sources.hf_images import with_preprocessing
-from tformer_export.sources.hf_single_pass import with_tokenizer
+from tformer_export.sources.hugging_face.images import with_preprocessing
+from tformer_export.sources.hugging_face.single_pass import with_tokenizer
 from tformer_export.sources.outcome import with_task
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import GenerationOptions, Settings

@@ -10,7 +10,7 @@ from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
 from tformer_export.sources.factory import from_factory, from_pickle, from_state
-from tformer_export.sources.hugging_face import from_folder
+from tformer_export.sources.hugging_face.folder import from_folder
 from tformer_runtime.base.errors import OptionError, SourceError
 
 

@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
-from tformer_export.sources.hf_images import draw_pictures, make_pixel_pipeline
+from tformer_export.sources.hugging_face.images import draw_pictures, make_pixel_pipeline
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_pipeline
 from tformer_export.sources.task_names import CLASSES

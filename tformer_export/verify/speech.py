@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tformer_export.sources import Source
-from tformer_export.sources.hf_audio import draw_sounds
+from tformer_export.sources.hugging_face.audio import draw_sounds
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.step_outputs import crop

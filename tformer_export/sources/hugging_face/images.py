@@ -16,7 +16,7 @@ import torch
 
 from tformer_export.sources.adapter import Adapter
 from tformer_export.sources.base import Source, as_float32
-from tformer_export.sources.hf_single_pass import output_meaning_of
+from tformer_export.sources.hugging_face.single_pass import output_meaning_of
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES
 from tformer_runtime.base.errors import OptionError, SourceError

@@ -17,10 +17,10 @@ from tformer_export.common.derived_inputs import padding
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32
-from tformer_export.sources.hf_audio import AUDIO_INPUTS, from_audio_model, load_extractor
-from tformer_export.sources.hf_images import from_image_model, load_processor, with_processor
-from tformer_export.sources.hf_single_pass import from_text_model, with_tokenizer
-from tformer_export.sources.hf_speech_to_text import from_speech_to_text_model
+from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
+from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
+from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
+from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
 from tformer_export.sources.task_names import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, task_of_class
 from tformer_export.sources.tokenizer import (
@@ -189,7 +189,7 @@ def from_transformers(
 
     A generative model has the input `input_ids`; an encoder-decoder also has its padding mask and the step input
     `decoder_input_ids`. A decoder-only model has no mask: rows are right-padded, so causal attention never reads
-    padding. For models that are run once see `hf_single_pass`, `hf_images` and `hf_audio`.
+    padding. For models that are run once see `single_pass`, `images` and `audio`.
     """
     task = task or task_of_class(type(module)) or GENERATES
     config, generation = module.config, getattr(module, "generation_config", None)
