@@ -1,4 +1,6 @@
-"""Tests run beside each other, one process on each core: threads that share a core only wait for each other."""
+"""Settings of all tests: each process of pytest-xdist is bound to one core, because threads that share a core wait for
+each other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test depends on how fast the machine is, or on what else it does.
+# No test depends on the speed or the load of the machine.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -24,14 +26,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: there is no use in looking through a million objects again and again."""
+    """Exclude imported objects from garbage collection: a collection would visit a million objects that stay alive."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _torch_tells_nobody() -> None:
-    """pytest listens to loggers that do not propagate, and torch writes pages on each trace for whoever listens."""
+def _disable_torch_trace_log() -> None:
+    """Remove the handlers of the trace log. torch formats pages of text for each trace if the log has a handler, and
+    pytest adds a handler to loggers that do not propagate.
+    """
     from torch._logging._internal import trace_log
 
     trace_log.handlers.clear()
@@ -39,16 +43,16 @@ def _torch_tells_nobody() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _operators_are_read_once() -> Iterator[None]:
-    """torch.onnx reads its table of operators for each stage that it writes: half a second, some hundreds of times."""
+def _cache_torchlib_registry() -> Iterator[None]:
+    """Cache the operator table of torch.onnx, which takes half a second to read and is read for each stage."""
     from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    read = functools.cache(ONNXRegistry.from_torchlib)
+    read_registry = functools.cache(ONNXRegistry.from_torchlib)
 
     def from_torchlib(opset_version: int = TORCHLIB_OPSET) -> ONNXRegistry:
-        registry = copy.copy(read(opset_version))
-        registry.functions = {name: [*known] for name, known in registry.functions.items()}
+        registry = copy.copy(read_registry(opset_version))
+        registry.functions = {name: [*overloads] for name, overloads in registry.functions.items()}
         return registry
 
     with pytest.MonkeyPatch.context() as patch:

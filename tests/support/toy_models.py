@@ -1,8 +1,8 @@
-"""Small model files for the runtime's tests, built with onnx.helper, and the same computation in plain numpy.
+"""Small model files that generate, built with onnx.helper, and the same computation in numpy.
 
-One layer of self attention (GroupQueryAttention written in place, or TensorScatter and standard operators), cross
-attention if there is an encoder, one projection to the vocabulary; random weights from a seed. An encoder-decoder is
-one graph whose stages are the branches of an `If`, as the compiler writes it.
+A model has layers of self-attention (GroupQueryAttention with a cache in place, or TensorScatter and standard
+operators), cross-attention if it has an encoder, and a projection to the vocabulary. A seed determines the weights. An
+encoder-decoder is one graph whose stages are the branches of an `If`, as in the files of the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 
 from tformer_runtime.format import manifest as m
 
-HEADS, SIZE = 2, 8  # GroupQueryAttention wants heads of a multiple of 8
+HEADS, SIZE = 2, 8  # the head size of GroupQueryAttention is a multiple of 8
 WIDTH = HEADS * SIZE
 PAD, START_ID, END_ID = 0, 1, 2
 LETTERS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
@@ -29,7 +29,7 @@ ONNX_TYPE = {"int64": T.INT64, "int32": T.INT32, "bool": T.BOOL, "float32": T.FL
 
 
 def letters() -> Tokenizer:
-    """A tokenizer of single letters, with no unknown token."""
+    """Return a tokenizer of single letters. Its vocabulary has no unknown token."""
     tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -39,13 +39,18 @@ def letters() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Toy:
-    """What to build. vocabulary: of both sides. attention: "gqa", "scatter" (in place) or "scatter-pair".
+    """Options of a model file.
 
-    stride: cross attention sees every so manieth position of the source.
-    shares: neighbouring rows may have one row of context together.
-    half: keep keys and values, of the context too, in bfloat16, and compute in float32 as CPUs must.
-    extras: give the mean of cross attention's weights, what the projection to the vocabulary reads, and what the
-    encoder's keys are made of.
+    attention: "gqa" (GroupQueryAttention), "scatter" (TensorScatter with one tensor as past and present) or
+        "scatter-pair" (TensorScatter with two tensors).
+    vocabulary: the size of the vocabulary of the source and of the target.
+    source_max: the maximum length of the source.
+    select: the file computes logits of selected positions only.
+    stride: cross-attention reads every `stride`-th position of the source.
+    shares: several neighbouring rows may share one row of the context.
+    half: the caches and the context are bfloat16; the computation is float32, because CPUs have no bfloat16 kernels.
+    extras: the file has extra outputs: the mean of the cross-attention weights, the hidden states that the projection
+        to the vocabulary reads, and the embeddings of the source.
     """
 
     encoder: bool = True
@@ -76,20 +81,20 @@ class Toy:
         names = ["q", "k", "v", "o", "cq", "co"]
         shapes |= {f"{n}{i}": (WIDTH, WIDTH) for i in range(self.layers) for n in names}
         shapes |= {"ck": (WIDTH, WIDTH), "cv": (WIDTH, WIDTH), "out": (WIDTH, self.vocabulary)}
-        made = {
+        weights = {
             n: (rng.standard_normal(s) / np.sqrt(s[0] if n != "target" else 1)).astype(np.float32)
             for n, s in shapes.items()
         }
-        made["source"] *= np.sqrt(self.vocabulary)
-        made["places"] *= np.sqrt(self.max_length)
-        made["out"] *= self.sharpness
-        return made
+        weights["source"] *= np.sqrt(self.vocabulary)
+        weights["places"] *= np.sqrt(self.max_length)
+        weights["out"] *= self.sharpness
+        return weights
 
     def manifest(self) -> m.Manifest:
         encode = decode = None
-        kept = "bfloat16" if self.half else "float32"
+        cache_dtype = "bfloat16" if self.half else "float32"
         b, s = m.BATCH_AXIS, "source"
-        seen = s if self.stride == 1 else f"(source - 1)//{self.stride} + 1"
+        context_length = s if self.stride == 1 else f"(source - 1)//{self.stride} + 1"
         if self.encoder:
             encode = m.EncodeStage(
                 (
@@ -97,21 +102,27 @@ class Toy:
                     m.RequestInput("src_mask", "bool", (b, s), "mask", of="src", keep=True),
                 ),
                 (
-                    m.TensorSpec("context.k", kept, (b, HEADS, seen, SIZE)),
-                    m.TensorSpec("context.v", kept, (b, HEADS, seen, SIZE)),
-                    m.TensorSpec("context.bias", "float32", (b, 1, 1, seen)),
+                    m.TensorSpec("context.k", cache_dtype, (b, HEADS, context_length, SIZE)),
+                    m.TensorSpec("context.v", cache_dtype, (b, HEADS, context_length, SIZE)),
+                    m.TensorSpec("context.bias", "float32", (b, 1, 1, context_length)),
                 ),
                 (m.ExtraOutput("hidden_states.source", "float32", (b, s, WIDTH)),) if self.extras else (),
-                derived_lengths={seen: m.DerivedLength(s, 1, self.stride)} if self.stride > 1 else {},
+                derived_lengths={context_length: m.DerivedLength(s, 1, self.stride)} if self.stride > 1 else {},
             )
-        given = [m.ExtraOutput("hidden_states.last", "float32", (b, m.SELECTED_AXIS, WIDTH))]
+        extras = [m.ExtraOutput("hidden_states.last", "float32", (b, m.SELECTED_AXIS, WIDTH))]
         if self.encoder:
-            given.append(m.ExtraOutput(m.CROSS_ATTENTIONS, "float32", (b, m.SELECTED_AXIS, seen), m.CROSS_ATTENTIONS))
+            extras.append(
+                m.ExtraOutput(m.CROSS_ATTENTIONS, "float32", (b, m.SELECTED_AXIS, context_length), m.CROSS_ATTENTIONS)
+            )
         gqa = self.attention == "gqa"
         controls = (m.POSITIONS, m.LAST_POSITION, m.TOTAL_SLOTS) if gqa else (m.POSITIONS, m.START_SLOT, m.SLOT_INDICES)
         caches = tuple(
             m.CacheSpec(
-                f"past.{n}{i}", f"present.{n}{i}", kept, (b, HEADS, m.SLOT_AXIS, SIZE), self.attention != "scatter-pair"
+                f"past.{n}{i}",
+                f"present.{n}{i}",
+                cache_dtype,
+                (b, HEADS, m.SLOT_AXIS, SIZE),
+                self.attention != "scatter-pair",
             )
             for i in range(self.layers)
             for n in "kv"
@@ -123,7 +134,7 @@ class Toy:
             m.TensorSpec("logits", "float32", (b, m.NEW_AXIS, self.vocabulary)),
             context=tuple("past_" + o.name for o in encode.outputs) if encode else (),
             chunked_prefill=not gqa,
-            extras=tuple(given) if self.extras else (),
+            extras=tuple(extras) if self.extras else (),
             shares_context=self.shares,
         )
         return m.Manifest(
@@ -146,11 +157,11 @@ class Toy:
         return path
 
     def logits(self, target: np.ndarray, source: np.ndarray | None = None) -> np.ndarray:
-        """The full-sequence computation for one row: (time, vocabulary)."""
+        """Return the logits (time, vocabulary) of one row, computed for the whole sequence."""
         return self.compute(target, source)["last"] @ self.weights()["out"]
 
     def compute(self, target: np.ndarray, source: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """What the toy gives beside logits, over the whole sequence: alignments, last and source."""
+        """Return the extra outputs of one row, computed for the whole sequence: cross_attentions, last and source."""
         w, alignments = self.weights(), []
         x = w["target"][target] + w["places"][: len(target)]
         causal = np.where(np.tri(len(target), dtype=bool), 0, -np.inf)
@@ -167,7 +178,7 @@ class Toy:
 
 
 def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(time, width) and the weights (heads, time, source)"""
+    """Return the attention output (time, width) and the attention weights (heads, time, source)."""
     q, k, v = (a.reshape(len(a), HEADS, SIZE).transpose(1, 0, 2) for a in (q, k, v))
     scores = q @ k.transpose(0, 2, 1) / np.sqrt(SIZE) + bias
     scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -176,7 +187,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> tu
 
 
 class Graph:
-    """Nodes being gathered; `op` adds one and returns its output's name."""
+    """The nodes of an ONNX graph. Methods add nodes and return the name of the output."""
 
     def __init__(self, prefix: str) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -197,11 +208,14 @@ class Graph:
         return self.op("Cast", [x], to=T.FLOAT) if half else x
 
     def heads(self, x: str) -> str:
-        """(batch, time, width) → (batch, heads, time, size)"""
+        """Reshape (batch, time, width) to (batch, heads, time, size)."""
         return self.op("Transpose", [self.op("Reshape", [x, self.constant([0, 0, HEADS, SIZE])])], perm=[0, 2, 1, 3])
 
     def attend(self, q: str, k: str, v: str, bias: str) -> tuple[str, str]:
-        """(batch, time, width) and K, V as heads → (batch, time, width) and the weights"""
+        """Add an attention of a query (batch, time, width) to keys and values with heads.
+
+        Return the output (batch, time, width) and the attention weights.
+        """
         scores = self.op("MatMul", [self.heads(q), self.op("Transpose", [k], perm=[0, 1, 3, 2])])
         scores = self.op("Mul", [scores, self.constant(1 / np.sqrt(SIZE), np.float32)])
         weights = self.op("Softmax", [self.op("Add", [scores, bias])], axis=-1)
@@ -214,11 +228,11 @@ def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1, half: 
     if extras:
         g.op("Identity", [x], [f"{prefix}hidden_states.source"])
     if stride > 1:
-        every = [g.constant(n) for n in ([0], [2**31], [1], [stride])]
-        x, mask = (g.op("Slice", [value, *every]) for value in (x, mask))
+        slice_inputs = [g.constant(n) for n in ([0], [2**31], [1], [stride])]
+        x, mask = (g.op("Slice", [value, *slice_inputs]) for value in (x, mask))
     for n in "kv":
-        made, kept = g.heads(g.op("MatMul", [x, f"c{n}"])), T.BFLOAT16 if half else T.FLOAT
-        g.op("Cast", [made], [f"{prefix}context.{n}"], to=kept)
+        projected, dtype = g.heads(g.op("MatMul", [x, f"c{n}"])), T.BFLOAT16 if half else T.FLOAT
+        g.op("Cast", [projected], [f"{prefix}context.{n}"], to=dtype)
     bias = g.op("Where", [mask, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
     g.op("Unsqueeze", [bias, g.constant([1, 2])], [f"{prefix}context.bias"])
 
@@ -230,17 +244,17 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
         q, k, v = (g.op("MatMul", [x, f"{n}{i}"]) for n in "qkv")
         presents = [f"{prefix}present.{n}{i}" for n in "kv"]
         if toy.attention == "gqa":
-            a = f"{g.prefix}attention{i}"
-            made = [f"{present}.wide" for present in presents] if toy.half else presents
+            attended = f"{g.prefix}attention{i}"
+            float_presents = [f"{present}.wide" for present in presents] if toy.half else presents
             g.op(
                 "GroupQueryAttention",
                 [q, k, v, *(g.wide(f"past.{n}{i}", toy.half) for n in "kv"), m.LAST_POSITION, m.TOTAL_SLOTS],
-                [a, *made],
+                [attended, *float_presents],
                 "com.microsoft",
                 num_heads=HEADS,
                 kv_num_heads=HEADS,
             )
-            for wide, present in zip(made, presents, strict=True) if toy.half else ():
+            for wide, present in zip(float_presents, presents, strict=True) if toy.half else ():
                 g.op("Cast", [wide], [present], to=T.BFLOAT16)
         else:
             if toy.half:
@@ -254,14 +268,14 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
                 for n, new, p in zip("kv", (k, v), presents, strict=True)
             )
             keys, values = (g.wide(x, toy.half) for x in (keys, values))
-            seen = g.op("LessOrEqual", [m.SLOT_INDICES, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
-            bias = g.op("Where", [seen, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
-            a, _ = g.attend(q, keys, values, bias)
-        x = g.op("Add", [x, g.op("MatMul", [a, f"o{i}"])])
+            visible = g.op("LessOrEqual", [m.SLOT_INDICES, g.op("Unsqueeze", [m.POSITIONS, g.constant([1, 3])])])
+            bias = g.op("Where", [visible, g.constant(0, np.float32), g.constant(-1e9, np.float32)])
+            attended, _ = g.attend(q, keys, values, bias)
+        x = g.op("Add", [x, g.op("MatMul", [attended, f"o{i}"])])
         if toy.encoder:
             query = g.op("MatMul", [x, f"cq{i}"])
             size = g.op("Shape", [query])
-            if toy.shares:  # the positions of neighbouring rows are those of one
+            if toy.shares:  # one row of the context has the positions of several rows
                 rows = g.op("Shape", ["past_context.k"], start=0, end=1)
                 query = g.op("Reshape", [query, g.op("Concat", [rows, g.constant([-1, WIDTH])], axis=0)])
             keys, values = (g.wide(f"past_context.{n}", toy.half) for n in "kv")
@@ -269,19 +283,34 @@ def _decode(g: Graph, toy: Toy, prefix: str) -> None:
             cross = g.op("Reshape", [cross, size])
             alignments.append(g.op("ReduceMean", [weights, g.constant([1])], keepdims=0))
             x = g.op("Add", [x, g.op("MatMul", [cross, f"co{i}"])])
-    given = {"last": x} | ({"cross_attentions": g.op("Mean", alignments)} if alignments else {})
+    results = {"last": x} | ({"cross_attentions": g.op("Mean", alignments)} if alignments else {})
     if toy.select:
         select = g.op("Unsqueeze", [m.SELECTED_TOKENS, g.constant([2])])
-        given = {name: g.op("GatherND", [value, select], batch_dims=1) for name, value in given.items()}
-    x = given["last"]
+        results = {name: g.op("GatherND", [value, select], batch_dims=1) for name, value in results.items()}
+    x = results["last"]
     if toy.extras:
         g.op("Identity", [x], [f"{prefix}hidden_states.last"])
         if alignments:
-            g.op("Identity", [given["cross_attentions"]], [f"{prefix}cross_attentions"])
+            g.op("Identity", [results["cross_attentions"]], [f"{prefix}cross_attentions"])
     g.op("MatMul", [x, "out"], [f"{prefix}logits"])
 
 
+def _branch_output(g: Graph, output: onnx.ValueInfoProto, is_computed: bool) -> onnx.ValueInfoProto:
+    """Return an output of a branch of the `If`. An output of the other stage is an empty tensor."""
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(output)
+    copy.name = g.prefix + output.name
+    if not is_computed:
+        sizes = [0] * len(output.type.tensor_type.shape.dim)
+        empty = h.make_tensor("empty", output.type.tensor_type.elem_type, sizes, [])
+        g.nodes.append(h.make_node("Constant", [], [copy.name], value=empty))
+    del copy.type.tensor_type.shape.dim[:]
+    copy.type.tensor_type.ClearField("shape")
+    return copy
+
+
 def build(toy: Toy) -> onnx.ModelProto:
+    """Return the ONNX model of a toy."""
     manifest = toy.manifest()
     encode, decode = manifest.encode, manifest.decode
     assert decode is not None
@@ -305,36 +334,29 @@ def build(toy: Toy) -> onnx.ModelProto:
     outputs = [info("logits", "float32", [m.BATCH_AXIS, "wanted", toy.vocabulary])]
     outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
     outputs += [info(e.name, e.dtype, e.shape) for e in decode.extras]
-    used = toy.weights()
+    weights = toy.weights()
     body = Graph("n")
     if encode:
         inputs = [info(m.STAGE_INPUT, "bool", []), *(info(i.name, i.dtype, i.shape) for i in encode.inputs), *inputs]
         inputs += [info("past_" + o.name, o.dtype, o.shape) for o in encode.outputs]
         contexts = [info(o.name, o.dtype, o.shape) for o in (*encode.outputs, *encode.extras)]
         stages = []
-        for prefix, made in (("then.", outputs), ("else.", contexts)):
+        for prefix, stage_outputs in (("then.", outputs), ("else.", contexts)):
             g = Graph(prefix)
-            _decode(g, toy, prefix) if made is outputs else _encode(g, prefix, toy.extras, toy.stride, toy.half)
-            both = []
-            for o in [*contexts, *outputs]:
-                copy = onnx.ValueInfoProto()
-                copy.CopyFrom(o)
-                copy.name = prefix + o.name
-                if not any(o is x for x in made):  # the other stage's outputs, as nothing
-                    sizes = [0] * len(o.type.tensor_type.shape.dim)
-                    empty = h.make_tensor("empty", o.type.tensor_type.elem_type, sizes, [])
-                    g.nodes.append(h.make_node("Constant", [], [copy.name], value=empty))
-                del copy.type.tensor_type.shape.dim[:]
-                copy.type.tensor_type.ClearField("shape")
-                both.append(copy)
-            stages.append(h.make_graph(g.nodes, prefix, [], both))
+            _decode(g, toy, prefix) if stage_outputs is outputs else _encode(
+                g, prefix, toy.extras, toy.stride, toy.half
+            )
+            branch_outputs = [_branch_output(g, o, any(o is x for x in stage_outputs)) for o in [*contexts, *outputs]]
+            stages.append(h.make_graph(g.nodes, prefix, [], branch_outputs))
         outputs = [*contexts, *outputs]
         names = [o.name for o in outputs]
         body.nodes.append(h.make_node("If", [m.STAGE_INPUT], names, then_branch=stages[0], else_branch=stages[1]))
     else:
         _decode(body, toy, "")
-        used = {n: w for n, w in used.items() if not n.startswith(("c", "source"))}
-    graph = h.make_graph(body.nodes, "toy", inputs, outputs, [numpy_helper.from_array(w, n) for n, w in used.items()])
+        weights = {n: w for n, w in weights.items() if not n.startswith(("c", "source"))}
+    graph = h.make_graph(
+        body.nodes, "toy", inputs, outputs, [numpy_helper.from_array(w, n) for n, w in weights.items()]
+    )
     opset = 21 if toy.attention == "gqa" else 24
     model = h.make_model(
         graph, opset_imports=[h.make_opsetid("", opset), h.make_opsetid("com.microsoft", 1)], ir_version=10
@@ -344,7 +366,7 @@ def build(toy: Toy) -> onnx.ModelProto:
 
 
 def write_encoder(path: Path) -> Path:
-    """A file of one stage that is run once: the toy's encoder."""
+    """Write a file with an encoder only, which is run once, and return its path."""
     toy = Toy()
     encode, g = toy.manifest().encode, Graph("n")
     assert encode is not None
@@ -362,7 +384,7 @@ def write_encoder(path: Path) -> Path:
 
 
 def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
-    """A copy of a file with fields of its manifest replaced."""
+    """Write a copy of a file with changed fields of its manifest, and return the path of the copy."""
     model = onnx.load(source)
     text = next(p.value for p in model.metadata_props if p.key == m.MANIFEST_KEY)
     h.set_model_props(model, {m.MANIFEST_KEY: replace(m.Manifest.from_json(text), **changes).to_json()})
@@ -371,8 +393,8 @@ def with_manifest(source: Path, copy: Path, **changes: Any) -> Path:
 
 
 def assert_alike(result: Any, expected: Any) -> None:
-    """The same texts and ids, and the same scores but for rounding, which hangs on the rows beside."""
-    ours, theirs = ((r, *r.alternatives) for r in (result, expected))
-    for one, other in zip(ours, theirs, strict=True):
+    """Assert equal ids and texts, and equal scores up to rounding, which depends on the other rows of the batch."""
+    results, expected_results = ((r, *r.alternatives) for r in (result, expected))
+    for one, other in zip(results, expected_results, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         np.testing.assert_allclose([one.score, *one.token_logprobs], [other.score, *other.token_logprobs], atol=1e-4)

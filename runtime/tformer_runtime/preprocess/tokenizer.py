@@ -197,7 +197,7 @@ class Detokenizer:
             end, text = len(before), before
             self.stopped = self._finished = True
         elif not self._finished:
-            end = _boundary(text, end)
+            end = cluster_boundary(text, end)
         self._waiting = text[end:]
         self._missing_characters = len(self._waiting) if len(self._waiting) > self._max_examined else 0
         if end:
@@ -217,7 +217,7 @@ def _cluster() -> Any:
     return regex.compile(r"\X")
 
 
-def _boundary(text: str, limit: int) -> int:
+def cluster_boundary(text: str, limit: int) -> int:
     """Return the last index, up to `limit`, where a cluster ends regardless of the following text."""
     follower = "\n" if text.endswith("\r") else _ACCENT
     starts: list[int] = [match.start() for match in _cluster().finditer(text + follower)]

@@ -139,7 +139,7 @@ class Forecaster:
 
         requests = (read(index, history) for index, history in enumerate(histories, index_offset))
         runner: BatchRunner[ForecastRequest, ForecastRequest] = BatchRunner(
-            lambda window: _make_batches(window, self.series.ragged, batch_size), run, workers
+            lambda window: make_batches(window, self.series.ragged, batch_size), run, workers
         )
         return in_order(requests, runner, make_result, WindowLimits(WINDOW_BATCHES * batch_size))
 
@@ -213,7 +213,7 @@ class Forecaster:
         return forecast
 
 
-def _make_batches(
+def make_batches(
     requests: Sequence[ForecastRequest], ragged: bool, batch_size: int
 ) -> Iterator[list[ForecastRequest]]:
     """Yield batches of histories of similar length. ragged: whether a batch may have several lengths."""

@@ -1,4 +1,4 @@
-"""Checkpoints: round trip, errors for wrong files, and no execution of code in a file."""
+"""Checkpoints: a round trip keeps all fields, invalid files are refused, and no code of a file is executed."""
 
 import subprocess
 import sys
@@ -42,6 +42,7 @@ def change(path, **values):
 
 
 def refusal(path):
+    """Return the message of the refusal of a file, which names the path and is one line."""
     with pytest.raises(SourceError) as caught:
         load_checkpoint(path)
     message = str(caught.value)
@@ -77,7 +78,7 @@ def test_checkpoint_round_trip(tmp_path):
     assert torch.equal(rebuilt(src, tgt), model(src, tgt))
 
 
-def test_one_tokenizer_is_for_every_input(tmp_path):
+def test_single_tokenizer_applies_to_every_input(tmp_path):
     save_checkpoint(tiny(), tmp_path / "m.pt", factory=FACTORY, arguments=ARGUMENTS, tokenizer="{}")
     assert load_checkpoint(tmp_path / "m.pt").tokenizers == {"*": "{}"}
 
@@ -101,12 +102,12 @@ class Trap(nn.Module):
 
 @pytest.mark.parametrize("new_format", [True, False])
 def test_pickled_module_is_refused_and_not_run(tmp_path, new_format):
-    path, sprung = tmp_path / "model.pt", tmp_path / "sprung"
-    torch.save(Trap(str(sprung)), path, _use_new_zipfile_serialization=new_format)
+    path, side_effect = tmp_path / "model.pt", tmp_path / "side-effect"
+    torch.save(Trap(str(side_effect)), path, _use_new_zipfile_serialization=new_format)
     message = refusal(path)
     assert "runs code" in message
     assert "--trust-pickle" in message
-    assert not sprung.exists()
+    assert not side_effect.exists()
 
 
 def test_saved_module_is_refused(tmp_path):
@@ -114,10 +115,10 @@ def test_saved_module_is_refused(tmp_path):
     assert "runs code" in refusal(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_truncated_file_is_reported_as_damaged(saved, share):
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.99])
+def test_truncated_file_is_reported_as_damaged(saved, fraction):
     data = saved.read_bytes()
-    saved.write_bytes(data[: int(len(data) * share)])
+    saved.write_bytes(data[: int(len(data) * fraction)])
     assert "damaged" in refusal(saved)
 
 
@@ -162,11 +163,11 @@ def test_error_names_all_missing_keys(saved):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"state_dict": [1]}, {"state_dict": {"a": 1}}, {"arguments": "x"}, {"step_input": 3}]
+    "invalid", [{"state_dict": [1]}, {"state_dict": {"a": 1}}, {"arguments": "x"}, {"step_input": 3}]
 )
-def test_error_names_values_of_the_wrong_type(saved, wrong):
-    change(saved, **wrong)
-    assert next(iter(wrong)) in refusal(saved)
+def test_error_names_values_of_the_wrong_type(saved, invalid):
+    change(saved, **invalid)
+    assert next(iter(invalid)) in refusal(saved)
 
 
 def test_error_lists_all_mismatched_weights(saved):
@@ -182,7 +183,7 @@ def test_error_lists_all_mismatched_weights(saved):
 
 
 @pytest.mark.parametrize(
-    ("factory", "named"),
+    ("factory", "message"),
     [
         ("no_such_package.models:make", "no_such_package"),
         ("tformer_models.seq2seq:NoSuchModel", "NoSuchModel"),
@@ -191,9 +192,9 @@ def test_error_lists_all_mismatched_weights(saved):
         (":make", "package.module:callable"),
     ],
 )
-def test_error_names_a_missing_factory(saved, factory, named):
+def test_error_names_a_missing_factory(saved, factory, message):
     change(saved, factory=factory)
-    with pytest.raises(SourceError, match=named):
+    with pytest.raises(SourceError, match=message):
         load_checkpoint(saved).build()
 
 
@@ -221,11 +222,11 @@ def test_missing_output_folder_is_an_output_error(tmp_path):
 def test_interrupted_write_leaves_the_old_file(saved, monkeypatch):
     before = saved.read_bytes()
 
-    def break_off(content, path):
+    def fail_after_first_bytes(content, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", break_off)
+    monkeypatch.setattr(torch, "save", fail_after_first_bytes)
     with pytest.raises(OutputError, match="No space left"):
         save_checkpoint(tiny(), saved, factory=FACTORY, arguments=ARGUMENTS)
     assert saved.read_bytes() == before

@@ -1,4 +1,4 @@
-"""Sentence encoder, classifier and language model: equal to torch.nn's layers, and independent of padding."""
+"""Sentence encoder, classifier and language model: outputs equal torch.nn's layers, and do not depend on padding."""
 
 import math
 
@@ -22,38 +22,38 @@ def tiny(kind, *arguments, **options):
     return model
 
 
-def padded():
+def padded_ids():
     return torch.tensor([row + [0] * (7 - len(row)) for row in ROWS])
 
 
 def torch_layers(layers, ids, mask=None):
     """Return the states of torch.nn.TransformerEncoder with the same weights."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, "gelu", batch_first=True, norm_first=True)
-    theirs = nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False).eval()
-    for one, ours in zip(theirs.layers, layers.layers, strict=True):
-        one.self_attn.in_proj_weight.data = ours.attention.qkv.weight.data
-        one.self_attn.in_proj_bias.data = ours.attention.qkv.bias.data
-        one.self_attn.out_proj.load_state_dict(ours.attention.output.state_dict())
-        one.linear1.load_state_dict(ours.feedforward.expand.state_dict())
-        one.linear2.load_state_dict(ours.feedforward.contract.state_dict())
-        for i, residual in enumerate(ours.residuals, start=1):
-            getattr(one, f"norm{i}").load_state_dict(residual.norm.state_dict())
-    theirs.norm.load_state_dict(layers.norm.state_dict())
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(32), enable_nested_tensor=False).eval()
+    for torch_layer, model_layer in zip(encoder.layers, layers.layers, strict=True):
+        torch_layer.self_attn.in_proj_weight.data = model_layer.attention.qkv.weight.data
+        torch_layer.self_attn.in_proj_bias.data = model_layer.attention.qkv.bias.data
+        torch_layer.self_attn.out_proj.load_state_dict(model_layer.attention.output.state_dict())
+        torch_layer.linear1.load_state_dict(model_layer.feedforward.expand.state_dict())
+        torch_layer.linear2.load_state_dict(model_layer.feedforward.contract.state_dict())
+        for i, residual in enumerate(model_layer.residuals, start=1):
+            getattr(torch_layer, f"norm{i}").load_state_dict(residual.norm.state_dict())
+    encoder.norm.load_state_dict(layers.norm.state_dict())
     x = layers.embedding.tokens(ids) * math.sqrt(32) + layers.embedding.positions[: ids.shape[1]]
-    return theirs(x, mask=mask)
+    return encoder(x, mask=mask)
 
 
-CHOICES = [
+OPTION_SETS = [
     *({"pool": pool} for pool in POOLINGS),
     {"pool": "mean", "vector": 5, "normalize": True, "positions": "sinusoidal"},
 ]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("options", CHOICES, ids=str)
+@pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_vectors_equal_pooled_states_of_torch_layers_with_any_padding(options):
     model = tiny(SentenceEncoder, **options)
-    outputs = model(padded())
+    outputs = model(padded_ids())
     for row, vector in zip(ROWS, outputs, strict=True):
         (states,) = torch_layers(model.states, torch.tensor([row]))
         expected = {"first": states[0], "mean": states.mean(0), "max": states.amax(0)}[options["pool"]]
@@ -65,15 +65,11 @@ def test_vectors_equal_pooled_states_of_torch_layers_with_any_padding(options):
 @torch.inference_mode()
 def test_scores_of_a_row_do_not_depend_on_other_rows():
     model = tiny(SentenceClassifier, 4, pool="first")
-    outputs = model(padded())
+    outputs = model(padded_ids())
     assert outputs.shape == (3, 4)
     for row, scores in zip(ROWS, outputs, strict=True):
-        (vector,) = tiny_vector(model, row)
+        (vector,) = model.encoder(torch.tensor([row]))
         torch.testing.assert_close(scores, F.linear(vector, model.output.weight, model.output.bias))
-
-
-def tiny_vector(model, row):
-    return model.encoder(torch.tensor([row]))
 
 
 @torch.inference_mode()
@@ -81,7 +77,7 @@ def tiny_vector(model, row):
 def test_logits_depend_on_earlier_tokens_and_not_on_padding(tie_output):
     model = tiny(LanguageModel, tie_output=tie_output)
     assert (model.output.weight is model.states.embedding.tokens.weight) == tie_output
-    outputs = model(padded())
+    outputs = model(padded_ids())
     for row, logits in zip(ROWS, outputs, strict=True):
         later = torch.ones(len(row), len(row), dtype=torch.bool).triu(1)
         expected = model.output(torch_layers(model.states, torch.tensor([row]), later))[0]
@@ -92,7 +88,7 @@ def test_logits_of_a_row_of_padding_are_finite():
     assert torch.isfinite(tiny(LanguageModel)(torch.zeros(1, 4, dtype=torch.long))).all()
 
 
-def test_impossible_arguments_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="the width 32 is not a multiple of 5 heads"):
         SelfAttention(32, 5, 0.0)
     with pytest.raises(ValueError, match="pool must be one of first, mean, max, not 'last'"):

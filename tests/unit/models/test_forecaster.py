@@ -1,4 +1,6 @@
-"""Forecasters: causality, padding, training, and the benchmarks with their baselines."""
+"""Forecasters: predictions do not depend on later steps or padding, training is reproducible, and the benchmarks have
+fixed splits and known baselines.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 from tformer_export.common.checkpoint import OptionError, load_checkpoint
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_models import stats_series
 from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
+from tformer_models.objectives import ForecastObjective
 from tformer_models.recipe import FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
 from tformer_models.windows import SeriesDataset, WindowBatches
@@ -22,7 +26,8 @@ SIZES = {"width": 16, "heads": 2, "feedforward": 32, "max_length": 40}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def single_torch_thread():
+    """Use one thread, so that sums have one order and training is reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,23 +66,23 @@ def test_prediction_does_not_depend_on_later_steps(model):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 @torch.inference_mode()
-def test_padded_histories_are_forecast_as_alone(positions):
+def test_forecasts_do_not_depend_on_padding(positions):
     torch.manual_seed(0)
     model = Forecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
     torch.nn.init.normal_(model.output.weight, std=0.5)
     src, tgt, lengths = torch.randn(3, 9, 2), torch.randn(3, 4, 2), (9, 4, 1)
     padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
     src[padding] = 0
-    together = model(src, tgt, padding)
+    batched = model(src, tgt, padding)
     for row, length in enumerate(lengths):
-        torch.testing.assert_close(together[row], model(src[row : row + 1, :length], tgt[row : row + 1])[0])
+        torch.testing.assert_close(batched[row], model(src[row : row + 1, :length], tgt[row : row + 1])[0])
     src[padding] = 7.0  # values in the padding have no effect
-    torch.testing.assert_close(model(src, tgt, padding), together)
-    assert not torch.allclose(model(src, tgt)[1:], together[1:], atol=1e-2)
+    torch.testing.assert_close(model(src, tgt, padding), batched)
+    assert not torch.allclose(model(src, tgt)[1:], batched[1:], atol=1e-2)
 
 
 @torch.inference_mode()
-def test_forecast_feeds_its_steps_back(model):
+def test_forecast_uses_its_predictions_as_inputs(model):
     history = torch.randn(3, 5, 2)
     forecast = model.forecast(history, 4)
     assert forecast.shape == (3, 4, 2)
@@ -86,7 +91,7 @@ def test_forecast_feeds_its_steps_back(model):
 
 
 @torch.inference_mode()
-def test_encoder_forecast_is_linear_if_the_encoder_adds_nothing():
+def test_encoder_forecast_is_linear_if_the_encoder_output_is_zero():
     torch.manual_seed(0)
     model = EncoderForecaster(2, context=8, horizon=3, width=16, heads=2, layers=1, feedforward=32).eval()
     torch.nn.init.normal_(model.over_time.weight)
@@ -117,7 +122,7 @@ def test_unknown_positions_are_refused():
         Forecaster(1, positions="none")
 
 
-def test_pass_has_every_window_once():
+def test_epoch_has_every_window_once():
     series = np.arange(20)[:, None]
     windows = WindowBatches(series, length=6, batch_tokens=24, seed=3)
     assert len(windows) == 4
@@ -125,13 +130,16 @@ def test_pass_has_every_window_once():
     assert sorted(all_windows[:, 0].tolist()) == list(range(15))
     torch.testing.assert_close(all_windows - all_windows[:, :1], torch.arange(6.0).expand(15, 6))
     torch.testing.assert_close(torch.cat(list(windows.in_order()))[:, 0, 0], torch.arange(15.0))
-    whole = list(windows.shuffled(0, 9))
-    for one, other in zip(whole[5:], windows.shuffled(5, 4), strict=True):  # as in a resumed run
-        torch.testing.assert_close(one, other)
-    assert not torch.equal(whole[0], whole[4])
+    batches = list(windows.shuffled(0, 9))
+    for expected, actual in zip(
+        batches[5:], windows.shuffled(5, 4), strict=True
+    ):  # a resumed run begins at a later batch
+        torch.testing.assert_close(actual, expected)
+    assert not torch.equal(batches[0], batches[4])
 
 
 def recipe(**options):
+    """Return a recipe with changed training options."""
     defaults = {"steps": 12, "validate_every": 4, "batch_tokens": 180, "warmup": 4, "learning_rate": 1e-2}
     arguments = SIZES | {"layers": 1, "dropout": 0.1}
     return Recipe(
@@ -142,6 +150,7 @@ def recipe(**options):
 
 
 def curve(output):
+    """Return the rows of metrics.csv without the seconds, which differ from run to run."""
     with (output / "metrics.csv").open(newline="", encoding="utf-8") as file:
         return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
@@ -163,39 +172,39 @@ def test_forecaster_learns_and_its_checkpoint_is_complete(tmp_path):
 
 
 def test_resumed_run_equals_an_uninterrupted_run(tmp_path, monkeypatch):
-    whole = train(recipe(), tmp_path / "whole")
-    from tformer_models.objectives import ForecastObjective
-
+    uninterrupted = train(recipe(), tmp_path / "whole")
     step = ForecastObjective.training_step
 
-    def dies(self, batch, index):
+    def fail_at_step_9(self, batch, index):
         if self.global_step == 9:
             raise KeyError("killed")
         return step(self, batch, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ForecastObjective, "training_step", dies)
+        patch.setattr(ForecastObjective, "training_step", fail_at_step_9)
         with pytest.raises(KeyError):
             train(recipe(), tmp_path / "run")
     resumed = train(recipe(), tmp_path / "run", resume=True)
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    one, other = (load_checkpoint(path).state_dict for path in (whole, resumed))
+    one, other = (load_checkpoint(path).state_dict for path in (uninterrupted, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_recipe_with_a_metric_of_another_model_kind_is_refused(tmp_path):
     with pytest.raises(OptionError, match="loss, forecast_error: monitor cannot be token_accuracy"):
         train(recipe(monitor="token_accuracy"), tmp_path / "tokens")
-    of_pairs = Recipe(data=FactoryCall("tiny_task:successors"), model=recipe().model, training=recipe().training)
+    pair_recipe = Recipe(
+        data=FactoryCall("support.tiny_task:successors"), model=recipe().model, training=recipe().training
+    )
     with pytest.raises(OptionError, match="sequence_accuracy: monitor cannot be forecast_error"):
-        train(of_pairs, tmp_path / "pairs")
-    short = Recipe(
+        train(pair_recipe, tmp_path / "pairs")
+    short_series = Recipe(
         data=FactoryCall("test_forecaster:waves", {"context": 190}), model=recipe().model, training=recipe().training
     )
     with pytest.raises(
         OptionError, match="the training series has 140 steps, fewer than a window of context and horizon, 196"
     ):
-        train(short, tmp_path / "short")
+        train(short_series, tmp_path / "short")
 
 
 @pytest.mark.parametrize("name", stats_series.BENCHMARKS)
@@ -227,8 +236,6 @@ def test_baselines_forecast_known_series():
 
 
 def test_commands_write_histories_and_score_forecasts(tmp_path):
-    from click.testing import CliRunner
-
     run = CliRunner().invoke(stats_series.main, ["histories", "sunspots", str(tmp_path / "h"), "--split", "validation"])
     names = run.output.split()
     starts = stats_series.forecast_origins("sunspots", "validation")

@@ -1,4 +1,4 @@
-"""The languages benchmark: splits, augmentation, training of a classifier, predictions and scores."""
+"""The languages benchmark: splits are fixed, augmentation keeps labels, and scores equal scikit-learn's."""
 
 import json
 import random
@@ -22,7 +22,8 @@ SIZES = {"width": 16, "heads": 2, "layers": 1, "feedforward": 32, "max_length": 
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def single_torch_thread():
+    """Use one thread, so that sums have one order and training is reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,11 +61,11 @@ def test_crop_is_a_run_of_words_of_one_text():
     texts = [("one two three four five six seven", "en"), ("eins zwei", "de"), ("a b c", "en")]
     rng = random.Random(0)
     crops = [languages.crop_texts(texts, rng) for _ in range(50)]
-    pieces = {piece for each in crops for piece, _ in each}
+    pieces = {piece for crop in crops for piece, _ in crop}
     assert all(f" {piece} " in " one two three four five six seven " for piece in pieces)
     assert len(pieces) > 5
     assert "one two three four five six seven" not in pieces
-    assert {language for each in crops for _, language in each} == {"en"}
+    assert {language for crop in crops for _, language in crop} == {"en"}
     others = {piece for _ in range(50) for piece, _ in languages.crop_texts(texts, rng, {"two three four"})}
     assert "two three four" not in others
     assert others & pieces
@@ -73,7 +74,7 @@ def test_crop_is_a_run_of_words_of_one_text():
 def test_mixture_has_words_of_two_texts_of_one_language():
     texts = [("first second third fourth", "en"), ("fifth sixth seventh", "en"), ("erstes zweites drittes", "de")]
     pool = {"en": {*texts[0][0].split(), *texts[1][0].split()}, "de": set(texts[2][0].split())}
-    seen = set()
+    mixed_texts = set()
     for seed in range(20):
         mixtures = languages.mix_texts(texts, random.Random(seed))
         assert languages.mix_texts(texts, random.Random(seed)) == mixtures
@@ -81,9 +82,11 @@ def test_mixture_has_words_of_two_texts_of_one_language():
         for (text, language), (original, _) in zip(mixtures, texts, strict=True):
             assert len(text.split()) == len(original.split())
             assert set(text.split()) <= pool[language]
-            seen.add(text)
-    assert any({"first", "second"} & set(text.split()) and {"fifth", "sixth"} & set(text.split()) for text in seen)
-    held_out = {text for text in seen if "erstes" in text}
+            mixed_texts.add(text)
+    assert any(
+        {"first", "second"} & set(text.split()) and {"fifth", "sixth"} & set(text.split()) for text in mixed_texts
+    )
+    held_out = {text for text in mixed_texts if "erstes" in text}
     assert all(text not in held_out for text, _ in languages.mix_texts(texts, random.Random(3), held_out))
 
 
@@ -94,10 +97,10 @@ def test_language_has_its_script_and_no_region(locale, language):
     assert languages.language_of(locale) == language
 
 
-def letters(rows: int = 120) -> Dataset:
+def letters(num_rows: int = 120) -> Dataset:
     """Return rows of two letters, labelled by the more frequent one; a tiny model learns them in seconds."""
     torch.manual_seed(5)
-    bits = [(torch.rand(7) < torch.rand(1)).long().tolist() for _ in range(rows)]
+    bits = [(torch.rand(7) < torch.rand(1)).long().tolist() for _ in range(num_rows)]
     pairs = [([1 + i for i in row], [int(sum(row) > 3)]) for row in bits]
     return Dataset(
         train=pairs[20:],
@@ -109,6 +112,7 @@ def letters(rows: int = 120) -> Dataset:
 
 
 def recipe(**options):
+    """Return a recipe with changed training options."""
     defaults = {
         "steps": 80,
         "validate_every": 40,
@@ -149,25 +153,26 @@ def four_texts(monkeypatch):
     return texts
 
 
-def test_predictions_equal_the_models_in_the_order_of_the_texts(four_texts, tmp_path):
-    text = languages.tokenizer([text for text, _ in four_texts], 280)
+def test_predictions_match_the_model_in_the_order_of_the_texts(four_texts, tmp_path):
+    definition = languages.tokenizer([text for text, _ in four_texts], 280)
     arguments = {"vocabulary": 280, "labels": 2, **SIZES}
     torch.manual_seed(0)
     model = SentenceClassifier(**arguments).eval()
     path = tmp_path / "model.pt"
     save_checkpoint(
-        model, path, factory="tformer_models.encoder:SentenceClassifier", arguments=arguments, tokenizer={"ids": text},
-        task=Task("text-classification", labels=["de", "en"]), step_input=None, max_length=16,
+        model, path, factory="tformer_models.encoder:SentenceClassifier", arguments=arguments,
+        tokenizer={"ids": definition}, task=Task("text-classification", labels=["de", "en"]), step_input=None,
+        max_length=16,
     )  # fmt: skip
-    ids = [Tokenizer.from_str(text).encode(t).ids[:16] for t, _ in four_texts]
+    ids = [Tokenizer.from_str(definition).encode(t).ids[:16] for t, _ in four_texts]
     expected = [["de", "en"][int(model(torch.tensor([row])).argmax())] for row in ids]
     assert languages.predict(path, [t for t, _ in four_texts], batch_size=3) == expected
-    out = CliRunner().invoke(languages.main, ["evaluate", str(path)]).output
-    assert out.splitlines()[0] == languages.format_report("model.pt", expected, "test")
-    assert out.splitlines()[1].startswith("naive Bayes: test, 4 texts of 2 languages")
+    output = CliRunner().invoke(languages.main, ["evaluate", str(path)]).output
+    assert output.splitlines()[0] == languages.format_report("model.pt", expected, "test")
+    assert output.splitlines()[1].startswith("naive Bayes: test, 4 texts of 2 languages")
 
 
-def test_accuracies_equal_scikit_learns(four_texts):
+def test_accuracies_match_scikit_learn(four_texts):
     predictions, targets = ["de", "en", "en", "en"], [language for _, language in four_texts]
     accuracy, mean = accuracy_score(targets, predictions), recall_score(targets, predictions, average="macro")
     expected = f"the file: test, 4 texts of 2 languages, accuracy {accuracy:.2%}, mean over languages {mean:.2%}"

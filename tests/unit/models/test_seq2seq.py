@@ -1,8 +1,11 @@
-"""Seq2SeqTransformer: equal to torch.nn's layers with the same weights, causal, and independent of padding."""
+"""Seq2SeqTransformer: logits equal torch.nn's layers with the same weights, and do not depend on later tokens or on
+padding.
+"""
 
 import ast
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,7 @@ def tiny(**options):
     return model
 
 
-def ragged():
+def padded_ids():
     """Return three rows of 7, 4, 5 source ids and 6, 3, 5 target ids, padded with 0."""
     torch.manual_seed(4)
     src, tgt = torch.randint(1, 11, (3, 7)), torch.randint(1, 13, (3, 6))
@@ -32,10 +35,10 @@ def ragged():
     return src, tgt
 
 
-def copy_attention(theirs, ours):
-    theirs.in_proj_weight.data = torch.cat([ours.query.weight, ours.key.weight, ours.value.weight])
-    theirs.in_proj_bias.data = torch.cat([ours.query.bias, ours.key.bias, ours.value.bias])
-    theirs.out_proj.load_state_dict(ours.output.state_dict())
+def copy_attention(target, source):
+    target.in_proj_weight.data = torch.cat([source.query.weight, source.key.weight, source.value.weight])
+    target.in_proj_bias.data = torch.cat([source.query.bias, source.key.bias, source.value.bias])
+    target.out_proj.load_state_dict(source.output.state_dict())
 
 
 def reference(model, src, tgt, norm, activation):
@@ -43,14 +46,14 @@ def reference(model, src, tgt, norm, activation):
     options = {"batch_first": True, "norm_first": norm == "pre", "activation": activation, "dropout": 0.0}
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, **options), 2, enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 48, **options), 2)
-    for theirs, ours in zip([*encoder.layers, *decoder.layers], [*model.encoder, *model.decoder], strict=True):
-        copy_attention(theirs.self_attn, ours.self_attention)
-        if hasattr(ours, "cross_attention"):
-            copy_attention(theirs.multihead_attn, ours.cross_attention)
-        theirs.linear1.load_state_dict(ours.feedforward.expand.state_dict())
-        theirs.linear2.load_state_dict(ours.feedforward.contract.state_dict())
-        for i, residual in enumerate(ours.residuals, start=1):
-            getattr(theirs, f"norm{i}").load_state_dict(residual.norm.state_dict())
+    for torch_layer, layer in zip([*encoder.layers, *decoder.layers], [*model.encoder, *model.decoder], strict=True):
+        copy_attention(torch_layer.self_attn, layer.self_attention)
+        if hasattr(layer, "cross_attention"):
+            copy_attention(torch_layer.multihead_attn, layer.cross_attention)
+        torch_layer.linear1.load_state_dict(layer.feedforward.expand.state_dict())
+        torch_layer.linear2.load_state_dict(layer.feedforward.contract.state_dict())
+        for i, residual in enumerate(layer.residuals, start=1):
+            getattr(torch_layer, f"norm{i}").load_state_dict(residual.norm.state_dict())
     source = model.source.tokens(src) * math.sqrt(32) + model.source.positions[: src.shape[1]]
     target = model.target.tokens(tgt) * math.sqrt(32) + model.target.positions[: tgt.shape[1]]
     later = torch.ones(tgt.shape[1], tgt.shape[1], dtype=torch.bool).triu(1)
@@ -65,9 +68,9 @@ def reference(model, src, tgt, norm, activation):
 @torch.no_grad()
 def test_logits_equal_torch_layers_with_the_same_weights(norm, activation, positions):
     model = tiny(norm=norm, activation=activation, positions=positions)
-    src, tgt = ragged()
-    real = tgt != 0
-    torch.testing.assert_close(model(src, tgt)[real], reference(model, src, tgt, norm, activation)[real])
+    src, tgt = padded_ids()
+    is_token = tgt != 0
+    torch.testing.assert_close(model(src, tgt)[is_token], reference(model, src, tgt, norm, activation)[is_token])
 
 
 @torch.no_grad()
@@ -98,7 +101,7 @@ def test_sinusoids_equal_the_formula_of_the_paper():
 @torch.no_grad()
 def test_logits_do_not_depend_on_later_tokens(norm):
     model = tiny(norm=norm)
-    src, tgt = ragged()
+    src, tgt = padded_ids()
     changed = tgt.clone()
     changed[0, 3:] = changed[0, 3:] % 12 + 1
     before, after = model(src, tgt), model(src, changed)
@@ -109,7 +112,7 @@ def test_logits_do_not_depend_on_later_tokens(norm):
 @torch.no_grad()
 def test_logits_do_not_depend_on_padding():
     model = tiny()
-    src, tgt = ragged()
+    src, tgt = padded_ids()
     padded = model(src, tgt)
     for row, (sources, targets) in enumerate([(7, 6), (4, 3), (5, 5)]):
         alone = model(src[row : row + 1, :sources], tgt[row : row + 1, :targets])
@@ -118,12 +121,12 @@ def test_logits_do_not_depend_on_padding():
 
 @torch.no_grad()
 def test_logits_of_a_row_of_padding_are_finite():
-    src, tgt = ragged()
+    src, tgt = padded_ids()
     src[1], tgt[1] = 0, 0
     assert tiny()(src, tgt).isfinite().all()
 
 
-def test_padding_ids_are_arguments():
+def test_padding_ids_are_configurable():
     model = tiny(source_pad=10, target_pad=12)
     assert not model.source_mask(torch.tensor([[1, 10]]))[0, 0, 0, 1]
     assert model.target_mask(torch.tensor([[0, 12, 3]]))[0, 0].tolist() == [
@@ -140,21 +143,21 @@ def test_tied_output_is_the_target_embedding():
     assert count["free"] - count["tied"] == 13 * 32
 
 
-def test_position_tables_are_weights_if_learned_only():
+def test_only_learned_position_tables_are_weights():
     assert "source.positions" not in tiny(positions="sinusoidal").state_dict()
     assert tiny(positions="learned").state_dict()["target.positions"].shape == (20, 32)
 
 
 def test_dropout_is_active_in_training_only():
     model = tiny(dropout=0.5)
-    src, tgt = ragged()
+    src, tgt = padded_ids()
     assert torch.equal(model(src, tgt), model(src, tgt))
     model.train()
     assert not torch.allclose(model(src, tgt), model(src, tgt))
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
         ({"heads": 5}, "5 heads"),
         ({"positions": "none"}, "none"),
@@ -162,12 +165,12 @@ def test_dropout_is_active_in_training_only():
         ({"activation": "x"}, "relu"),
     ],
 )
-def test_impossible_arguments_are_refused(options, named):
-    with pytest.raises(ValueError, match=named):
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         tiny(**options)
 
 
-def test_arguments_survive_json():
+def test_arguments_are_json_serializable():
     arguments = {
         **SIZES,
         "norm": "pre",
@@ -182,10 +185,10 @@ def test_arguments_survive_json():
 
 @pytest.mark.parametrize("options", [{}, {"norm": "pre", "positions": "learned", "activation": "gelu"}])
 @torch.no_grad()
-def test_torch_export_fixes_no_size(options):
+def test_torch_export_keeps_all_axes_dynamic(options):
     model = tiny(encoder_layers=1, decoder_layers=1, **options)
     batch, source, target = (torch.export.Dim(name, min=2, max=20) for name in ("batch", "source", "target"))
-    src, tgt = ragged()
+    src, tgt = padded_ids()
     program = torch.export.export(model, (src, tgt), dynamic_shapes=({0: batch, 1: source}, {0: batch, 1: target}))
     other = torch.randint(1, 11, (5, 12)), torch.randint(1, 13, (5, 9))
     torch.testing.assert_close(program.module()(*other), model(*other))
@@ -195,4 +198,4 @@ def test_module_imports_torch_and_the_standard_library_only():
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name.split(".")[0] for name in names} <= {"torch", "math", "collections", "__future__"}
+    assert {name.split(".")[0] for name in names} <= {"torch", *sys.stdlib_module_names}

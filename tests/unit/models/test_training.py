@@ -1,4 +1,4 @@
-"""Training: it learns, is reproducible and can be resumed; wrong recipes and data are refused."""
+"""Training: models learn, runs are reproducible and can be resumed, and invalid recipes and data are refused."""
 
 import csv
 import math
@@ -23,7 +23,7 @@ from tformer_models.training import train
 
 MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
 RECIPE = Recipe(
-    data=FactoryCall("tiny_task:successors"),
+    data=FactoryCall("support.tiny_task:successors"),
     model=FactoryCall("tformer_models.seq2seq:Seq2SeqTransformer", MODEL | {"norm": "pre"}),
     training=TrainingOptions(steps=12, validate_every=4, batch_tokens=128, warmup=4, learning_rate=5e-3),
     checkpoint=CheckpointOptions(generation_defaults={"num_beams": 2}, max_length=16),
@@ -31,7 +31,8 @@ RECIPE = Recipe(
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def single_torch_thread():
+    """Use one thread, so that sums have one order and training is reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +53,7 @@ def weights(path):
     return load_checkpoint(path).state_dict
 
 
-def same(a, b):
+def equal_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -60,7 +61,7 @@ def test_model_learns_and_its_checkpoint_is_complete(tmp_path):
     longer = recipe_with(
         steps=160, validate_every=40, batch_tokens=256, learning_rate=1e-2, warmup=20, schedule="cosine"
     )
-    path = train(replace(longer, data=FactoryCall("tiny_task:successors", {"max_digits": 3})), tmp_path / "run")
+    path = train(replace(longer, data=FactoryCall("support.tiny_task:successors", {"max_digits": 3})), tmp_path / "run")
     rows = curve(tmp_path / "run")
     assert [row["step"] for row in rows] == ["40", "80", "120", "160"]
     losses = [float(row["loss"]) for row in rows]
@@ -82,36 +83,36 @@ def test_same_seed_gives_the_same_curve(tmp_path):
     second = train(RECIPE, tmp_path / "second")
     other = train(recipe_with(seed=2), tmp_path / "other")
     assert curve(tmp_path / "first") == curve(tmp_path / "second")
-    assert same(weights(first), weights(second))
+    assert equal_weights(weights(first), weights(second))
     assert curve(tmp_path / "first") != curve(tmp_path / "other")
-    assert not same(weights(first), weights(other))
+    assert not equal_weights(weights(first), weights(other))
 
 
 @pytest.mark.parametrize("killed_step", [5, 11, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 8))])
 def test_resumed_run_equals_an_uninterrupted_run(tmp_path, monkeypatch, killed_step):
     recipe = recipe_with(schedule="cosine", precision="bf16")
-    whole = train(recipe, tmp_path / "whole")
+    uninterrupted = train(recipe, tmp_path / "whole")
     step = Seq2SeqObjective.training_step
 
-    def dies(self, batch, batch_idx):
+    def fail_at_killed_step(self, batch, batch_idx):
         if self.global_step == killed_step:
             raise RuntimeError("killed")
         return step(self, batch, batch_idx)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Seq2SeqObjective, "training_step", dies)
+        patch.setattr(Seq2SeqObjective, "training_step", fail_at_killed_step)
         with pytest.raises(RuntimeError, match="killed"):
             train(recipe, tmp_path / "broken")
     assert not (tmp_path / "broken" / "model.pt").exists()
     torch.manual_seed(killed_step)  # a new process does not have the random state of the old one
     resumed = train(recipe, tmp_path / "broken", resume=True)
     assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
-    assert same(weights(resumed), weights(whole))
+    assert equal_weights(weights(resumed), weights(uninterrupted))
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):
     before = weights(train(RECIPE, tmp_path))
-    assert same(before, weights(train(RECIPE, tmp_path, resume=True)))
+    assert equal_weights(before, weights(train(RECIPE, tmp_path, resume=True)))
 
 
 def test_run_is_overwritten_with_force_only(tmp_path):
@@ -140,7 +141,9 @@ def test_run_started_again_does_not_resume_the_old_run(tmp_path, monkeypatch):
 def test_saved_weights_are_the_average_at_the_best_validation(tmp_path):
     path = train(recipe_with(average=0.5), tmp_path)
     best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
-    assert same(weights(path), {name.removeprefix("model."): value for name, value in best["state_dict"].items()})
+    assert equal_weights(
+        weights(path), {name.removeprefix("model."): value for name, value in best["state_dict"].items()}
+    )
     last = best["current_model_state"]["model.output.bias"]
     assert not torch.equal(weights(path)["output.bias"], last)
 
@@ -150,11 +153,11 @@ def test_curves_mark_the_step_of_the_saved_weights(tmp_path, monkeypatch, monito
     figures = []
     save = Figure.savefig
 
-    def record(figure, *arguments, **options):
+    def record_figure(figure, *arguments, **options):
         figures.append(figure)
         save(figure, *arguments, **options)
 
-    monkeypatch.setattr(Figure, "savefig", record)
+    monkeypatch.setattr(Figure, "savefig", record_figure)
     train(recipe_with(monitor=monitor, learning_rate=0.5, clip=0.0), tmp_path)  # the last step need not be the best
     best_step = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)["global_step"]
     rows = [{name: float(value) for name, value in row.items()} for row in curve(tmp_path)]
@@ -173,15 +176,15 @@ def test_curves_mark_the_first_of_equal_steps():
     assert find_best_step([{"step": row["step"], "loss": row["accuracy"]} for row in rows], "loss") == 2
 
 
-def test_saved_weights_without_average_are_those_of_the_best_validation(tmp_path):
+def test_saved_weights_without_average_equal_the_best_validation_weights(tmp_path):
     path = train(recipe_with(average=0.0), tmp_path)
     best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
     assert torch.equal(weights(path)["output.bias"], best["state_dict"]["model.output.bias"])
 
 
 def test_run_stops_after_patience_validations(tmp_path):
-    stuck = recipe_with(steps=100, validate_every=2, patience=2, learning_rate=0.0, weight_decay=0.0)
-    train(stuck, tmp_path)
+    constant_weights = recipe_with(steps=100, validate_every=2, patience=2, learning_rate=0.0, weight_decay=0.0)
+    train(constant_weights, tmp_path)
     assert [row["step"] for row in curve(tmp_path)] == ["2", "4", "6"]
 
 
@@ -191,11 +194,11 @@ def test_loss_that_is_not_finite_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "named"),
+    ("recipe", "message"),
     [
-        (replace(RECIPE, data=FactoryCall("tiny_task:no_pairs")), "no training pairs"),
+        (replace(RECIPE, data=FactoryCall("support.tiny_task:no_pairs")), "no training pairs"),
         (
-            replace(RECIPE, data=FactoryCall("tiny_task:wrong_step_input")),
+            replace(RECIPE, data=FactoryCall("support.tiny_task:wrong_step_input")),
             "the step input 'input_ids': it must be 'tgt'",
         ),
         (replace(RECIPE, data=FactoryCall("builtins:dict")), "Dataset"),
@@ -203,16 +206,19 @@ def test_loss_that_is_not_finite_is_an_error(tmp_path):
             replace(RECIPE, model=FactoryCall(RECIPE.model.factory, MODEL | {"heads": 5})),
             "16 is not a multiple of 5 heads",
         ),
-        (replace(RECIPE, data=FactoryCall("tiny_task:successors", {"digits": 0})), "tiny_task:successors failed"),
+        (
+            replace(RECIPE, data=FactoryCall("support.tiny_task:successors", {"digits": 0})),
+            "tiny_task:successors failed",
+        ),
         (replace(RECIPE, checkpoint=CheckpointOptions(max_length=4)), "a sequence of 8 ids"),
     ],
 )
-def test_unusable_data_is_refused(tmp_path, recipe, named):
-    with pytest.raises(OptionError, match=named):
+def test_invalid_data_is_refused(tmp_path, recipe, message):
+    with pytest.raises(OptionError, match=message):
         train(recipe, tmp_path)
 
 
-def test_learning_rate_schedules():
+def test_learning_rate_schedules_have_known_factors():
     options = TrainingOptions(steps=100, warmup=10)
     assert learning_rate_factor(0, options) == pytest.approx(0.1)
     assert learning_rate_factor(9, options) == 1.0
@@ -223,25 +229,25 @@ def test_learning_rate_schedules():
     assert learning_rate_factor(100, cosine) == 0.0
 
 
-def numbered(count=97):
+def numbered_pairs(num_pairs=97):
     """Return pairs of different lengths; the first id of a pair is its number."""
-    return [([i + 1] * (1 + i % 7), [i + 1] * (1 + i % 5)) for i in range(count)]
+    return [([i + 1] * (1 + i % 7), [i + 1] * (1 + i % 5)) for i in range(num_pairs)]
 
 
-def test_pass_has_every_pair_once_within_batch_tokens():
-    batches = Batches(numbered(), batch_tokens=40, seed=1)
+def test_epoch_has_every_pair_once_within_batch_tokens():
+    batches = Batches(numbered_pairs(), batch_tokens=40, seed=1)
     for first in (0, len(batches), 5 * len(batches)):
-        seen = Counter()
+        pair_counts = Counter()
         for src, tgt in batches.shuffled(first, len(batches)):
             assert max(src.numel(), tgt.numel()) <= 40
             assert src[:, 0].tolist() == tgt[:, 0].tolist()
-            seen.update(src[:, 0].tolist())
-        assert seen == Counter(range(1, 98))
+            pair_counts.update(src[:, 0].tolist())
+        assert pair_counts == Counter(range(1, 98))
     assert sum(len(src) for src, _ in batches.in_order()) == 97
 
 
 def test_batches_depend_on_seed_and_step_only():
-    batches = Batches(numbered(), batch_tokens=40, seed=1)
+    batches = Batches(numbered_pairs(), batch_tokens=40, seed=1)
     whole = list(batches.shuffled(0, 3 * len(batches)))
     for first in (0, 3, len(batches) - 1, len(batches), 2 * len(batches) + 1):
         for (src, tgt), (other_src, other_tgt) in zip(
@@ -251,7 +257,7 @@ def test_batches_depend_on_seed_and_step_only():
             assert torch.equal(tgt, other_tgt)
     passes = [whole[i * len(batches)][0].tolist() for i in range(3)]
     assert passes[0] != passes[1] != passes[2]
-    other = next(iter(Batches(numbered(), batch_tokens=40, seed=2).shuffled(0, 1)))
+    other = next(iter(Batches(numbered_pairs(), batch_tokens=40, seed=2).shuffled(0, 1)))
     assert other[0].tolist() != whole[0][0].tolist()
 
 
@@ -281,9 +287,9 @@ def test_byte_dropout_replaces_every_dropout():
     assert list(model.state_dict()) == ["1.0.weight", "1.0.bias"]
 
 
-TOML = """
+RECIPE_TOML = """
 [data]
-factory = "tiny_task:successors"
+factory = "support.tiny_task:successors"
 [model]
 factory = "tformer_models.seq2seq:Seq2SeqTransformer"
 arguments = { width = 16, heads = 2, encoder_layers = 1, decoder_layers = 1, feedforward = 32, max_length = 16 }
@@ -292,7 +298,7 @@ steps = 2
 """
 
 
-def test_recipe_error_names_every_wrong_name(tmp_path):
+def test_recipe_error_lists_all_unknown_and_missing_names(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text("[model]\nfactory = 'a:b'\nwidht = 3\n[training]\nsteps = 1\nseeds = 2\n[extra]\n")
     with pytest.raises(OptionError) as caught:
@@ -302,7 +308,7 @@ def test_recipe_error_names_every_wrong_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "message"),
     [
         ("schedule = 'linear'", "inverse-sqrt"),
         ("batch_tokens = 0", "batch_tokens must be at least 1"),
@@ -311,9 +317,9 @@ def test_recipe_error_names_every_wrong_name(tmp_path):
         ("seed = 1.5", "seed must be of type int"),
     ],
 )
-def test_wrong_value_in_a_recipe_is_refused(tmp_path, line, named):
-    (tmp_path / "recipe.toml").write_text(TOML + line)
-    with pytest.raises(OptionError, match=named):
+def test_invalid_value_in_a_recipe_is_refused(tmp_path, line, message):
+    (tmp_path / "recipe.toml").write_text(RECIPE_TOML + line)
+    with pytest.raises(OptionError, match=message):
         load_recipe(tmp_path / "recipe.toml")
 
 
@@ -326,16 +332,16 @@ def test_recipe_that_is_not_toml_is_refused(tmp_path, content):
 
 def test_command_prints_the_path_of_the_model_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(TOML)
+    (tmp_path / "small.toml").write_text(RECIPE_TOML)
     result = CliRunner().invoke(main, ["small.toml", "--threads", "1"])
     assert result.exit_code == 0, result.output
     assert result.stdout == "runs/small/model.pt\n"
     assert (tmp_path / "runs" / "small" / "model.pt").exists()
-    again = CliRunner().invoke(main, ["small.toml"])
-    assert again.exit_code == 1
-    assert again.stdout == ""
-    assert again.stderr.count("\n") == 1
-    assert "--resume" in again.stderr
+    second_run = CliRunner().invoke(main, ["small.toml"])
+    assert second_run.exit_code == 1
+    assert second_run.stdout == ""
+    assert second_run.stderr.count("\n") == 1
+    assert "--resume" in second_run.stderr
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -360,7 +366,7 @@ def test_command_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatc
     missing = CliRunner().invoke(main, [str(tmp_path / "none.toml")])
     assert (missing.exit_code, missing.stdout) == (1, "")
     assert "none.toml cannot be read" in missing.stderr
-    (tmp_path / "small.toml").write_text(TOML)
+    (tmp_path / "small.toml").write_text(RECIPE_TOML)
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.delitem(sys.modules, "tformer_models.training")
     extra = CliRunner().invoke(main, [str(tmp_path / "small.toml"), "--output", str(tmp_path / "run")])
@@ -371,7 +377,7 @@ def test_command_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatc
 def test_recipe_starts_from_the_weights_of_a_checkpoint(tmp_path):
     first = train(RECIPE, tmp_path / "first")
     frozen = recipe_with(start=str(first), learning_rate=0.0, weight_decay=0.0, seed=9)
-    assert same(weights(train(frozen, tmp_path / "second")), weights(first))
+    assert equal_weights(weights(train(frozen, tmp_path / "second")), weights(first))
 
 
 def test_start_with_weights_of_another_shape_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Conversations about words: tokenizer, rhymes, training data, training of a language model, and scores."""
+"""The words model: conversations have correct answers, the loss counts answers only, and scores count right answers."""
 
 import csv
 import itertools
@@ -45,12 +45,12 @@ def test_tokenizer_maps_other_texts_to_unk(tokenizer):
 
 @pytest.mark.parametrize("word", ["cat", "transformer", "knight"])
 def test_rhyme_is_the_shortest_training_word_with_the_same_ending(word):
-    other = words.find_rhyme(word)
-    assert other is not None
-    assert g2p.assign_split(other) == "train"
-    assert other != word
-    assert words.rhyme_parts()[other] == words.rhyme_parts()[word]
-    assert not [w for w in words.rhyming_words()[words.rhyme_parts()[word]] if len(w) < len(other) and w != word]
+    rhyme = words.find_rhyme(word)
+    assert rhyme is not None
+    assert g2p.assign_split(rhyme) == "train"
+    assert rhyme != word
+    assert words.rhyme_parts()[rhyme] == words.rhyme_parts()[word]
+    assert not [w for w in words.rhyming_words()[words.rhyme_parts()[word]] if len(w) < len(rhyme) and w != word]
 
 
 def test_rhyme_part_begins_with_the_last_vowel_of_primary_stress():
@@ -68,14 +68,14 @@ def test_conversations_pronounce_and_spell_each_word_once():
     for message, answer in exchanges:
         word, pronunciation = (message, answer) if message.islower() else (answer, message)
         assert tuple(pronunciation.split()) in g2p.load_lexicon()[word]
-    rhymes = 0
+    num_rhymes = 0
     for talk in talks:
         assert 1 <= sum(message != words.RHYME_REQUEST for message, _ in talk) <= 3
         for (last_message, last_answer), (message, answer) in itertools.pairwise(talk):
             if message == words.RHYME_REQUEST:
-                rhymes += 1
+                num_rhymes += 1
                 assert answer == words.find_rhyme(last_message if last_message.islower() else last_answer)
-    assert rhymes > 50
+    assert num_rhymes > 50
 
 
 def test_targets_are_answers_and_not_messages(tokenizer):
@@ -86,14 +86,14 @@ def test_targets_are_answers_and_not_messages(tokenizer):
         for exchange in talk
         for role, text in zip(("user", "assistant"), exchange, strict=True)
     ]
-    whole = compile_template(words.TEMPLATE, {})(messages).removesuffix("<model>")
-    assert tokenizer.encode(whole).ids == [*ids, words.END]
+    conversation_text = compile_template(words.TEMPLATE, {})(messages).removesuffix("<model>")
+    assert tokenizer.encode(conversation_text).ids == [*ids, words.END]
     prompt = compile_template(words.TEMPLATE, {})(conversation("cat"))
-    first = len(tokenizer.encode(prompt).ids)
+    prompt_length = len(tokenizer.encode(prompt).ids)
     answer = [*tokenizer.encode("K AE T").ids, words.END]
-    assert targets[: first - 1] == [words.PAD] * (first - 1)
-    assert targets[first - 1 : first + 3] == answer
-    assert targets[first + 3] == words.PAD
+    assert targets[: prompt_length - 1] == [words.PAD] * (prompt_length - 1)
+    assert targets[prompt_length - 1 : prompt_length + 3] == answer
+    assert targets[prompt_length + 3] == words.PAD
     assert [token for token in targets if token != words.PAD] == [*answer, *tokenizer.encode("bat").ids, words.END]
 
 
@@ -119,13 +119,13 @@ def test_language_model_learns_by_a_recipe(tmp_path):
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * math.log(len(words.vocabulary()))
-    # The loss counts the targets only. Here it is computed for each conversation alone, without padding.
-    scored: list[float] = []
+    # The loss counts the targets only. The expected loss is computed for each conversation alone, without padding.
+    token_losses: list[float] = []
     with torch.inference_mode():
         for ids, targets in words.dataset(passes=1, limit=40).validation:
             scores = model(torch.tensor([ids]))[0].log_softmax(-1)
-            scored += [-float(scores[t, token]) for t, token in enumerate(targets) if token != words.PAD]
-    assert sum(scored) / len(scored) == pytest.approx(losses[-1], rel=1e-5)
+            token_losses += [-float(scores[t, token]) for t, token in enumerate(targets) if token != words.PAD]
+    assert sum(token_losses) / len(token_losses) == pytest.approx(losses[-1], rel=1e-5)
 
 
 def test_report_counts_right_answers():

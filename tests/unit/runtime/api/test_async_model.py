@@ -1,6 +1,6 @@
-"""AsyncModel: requests that join and leave the batch that is running, and whatever may go wrong with one of them.
+"""AsyncModel: results and streams equal the results of `Model`. Cancellation, deadlines and errors end single requests.
 
-Where the order of things matters, a `Gate` stops the thread that decodes until the test has done its part.
+If the order of events matters, a `Gate` stops the decoding thread until the test opens it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from tformer_runtime import (
     Model,
     OptionError,
     UnsupportedCallError,
+    async_model,
 )
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.preprocess.tokenizer import Detokenizer
 
 TOYS = {"encoder-decoder": Toy(seed=27, extras=True), "decoder-only": Toy(seed=5, encoder=False)}
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
-WAYS = [
+OPTION_SETS = [
     {"max_new_tokens": 12},
     {"max_new_tokens": 20, "stop_strings": "e"},
     {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
@@ -39,7 +40,7 @@ WAYS = [
     {"max_new_tokens": 25, "repetition_penalty": 1.4, "top_logprobs": 2},
     {"max_new_tokens": 7, "choices": ["abc", "abd", "zz"]},
 ]
-LONG = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
+LONG_OPTIONS = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,15 @@ def toy(files):
 
 
 class Gate:
-    """A logits_processor that stops the thread that decodes, at its calls of these numbers, until it is opened."""
+    """A logits processor that stops the decoding thread at some calls, counted from 1, until the gate is opened."""
 
-    def __init__(self, *at: int) -> None:
-        self._at, self._calls, self._loop = at, 0, asyncio.get_running_loop()
+    def __init__(self, *call_numbers: int) -> None:
+        self._call_numbers, self._num_calls, self._loop = call_numbers, 0, asyncio.get_running_loop()
         self._open, self._reached = threading.Semaphore(0), asyncio.Semaphore(0)
 
     def __call__(self, ids, logits):
-        self._calls += 1
-        if self._calls in self._at:
+        self._num_calls += 1
+        if self._num_calls in self._call_numbers:
             self._loop.call_soon_threadsafe(self._reached.release)
             self._open.acquire()
         return logits
@@ -79,75 +80,76 @@ class Gate:
         self._open.release()
 
 
-def rows_of_steps(model: Model, monkeypatch) -> list[int]:
-    """Grows by the rows of each step, of one token a row, that the engine makes."""
-    rows, step = [], model.engine.step
+def record_rows_per_step(model: Model, monkeypatch) -> list[int]:
+    """Return a list to which each decode step of the engine appends its number of rows."""
+    num_rows, step = [], model.engine.step
 
-    def counted(state, tokens, *args, **kwargs):
+    def recorded_step(state, tokens, *args, **kwargs):
         if state.max_row_length:
-            rows.append(len(tokens))
+            num_rows.append(len(tokens))
         return step(state, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(model.engine, "step", counted)
-    return rows
+    monkeypatch.setattr(model.engine, "step", recorded_step)
+    return num_rows
 
 
 async def started(*requests):
-    """Tasks of requests that have been submitted, or wait for room."""
+    """Return the asyncio tasks of requests after each has been submitted or waits for a place."""
     tasks = [asyncio.ensure_future(request) for request in requests]
-    await asyncio.sleep(0)  # each runs until it has to wait
+    await asyncio.sleep(0)  # each task runs until it waits
     return tasks
 
 
-async def gated(model: AsyncModel, *at: int, **options):
-    """A request that runs and stands at the first of these of its steps, and what lets it go on to the next."""
-    gate = Gate(*at)
-    (task,) = await started(model.generate("hello", logits_processor=gate, **{**LONG, **options}))
+async def start_gated(model: AsyncModel, *call_numbers: int, **options):
+    """Start a request that stops at the first of some steps. Return its asyncio task and its gate."""
+    gate = Gate(*call_numbers)
+    (task,) = await started(model.generate("hello", logits_processor=gate, **{**LONG_OPTIONS, **options}))
     await gate.reached()
     return task, gate
 
 
 async def text_of(stream) -> str:
+    """Return the joined pieces of a stream, none of which is empty."""
     pieces = [piece async for piece in stream]
     assert all(pieces)
     return "".join(pieces)
 
 
-def requests(count: int) -> list[tuple[str, dict]]:
-    return [(WORDS[i % len(WORDS)], WAYS[i * 5 % len(WAYS)]) for i in range(count)]
+def make_requests(count: int) -> list[tuple[str, dict]]:
+    return [(WORDS[i % len(WORDS)], OPTION_SETS[i * 5 % len(OPTION_SETS)]) for i in range(count)]
 
 
-def test_requests_yield_what_they_yield_alone(model):
-    expected = [model.generate(word, **way) for word, way in requests(48)]
+def test_concurrent_requests_match_single_calls(model):
+    expected = [model.generate(word, **options) for word, options in make_requests(48)]
 
     async def run():
         async with AsyncModel(model, max_batch_size=8) as aio:
-            return await asyncio.gather(*(aio.generate(word, **way) for word, way in requests(48)))
+            return await asyncio.gather(*(aio.generate(word, **options) for word, options in make_requests(48)))
 
-    for result, alone in zip(asyncio.run(run()), expected, strict=True):
-        assert_alike(result, alone)
+    for result, expected_result in zip(asyncio.run(run()), expected, strict=True):
+        assert_alike(result, expected_result)
     assert model.memory()["held"] == 0
 
 
-def test_streams_are_the_texts_in_pieces(model):
-    plan = [(word, way) for word, way in requests(36) if "num_return_sequences" not in way]
+def test_stream_pieces_join_to_the_text(model):
+    plan = [(word, options) for word, options in make_requests(36) if "num_return_sequences" not in options]
     plan += [("hello", {"num_beams": 2, "max_new_tokens": 8}), ("hello", {"forced_prefix": "ab", "max_new_tokens": 8})]
-    expected = [model.generate(word, **way).text for word, way in plan]
+    expected = [model.generate(word, **options).text for word, options in plan]
 
     async def run():
         async with AsyncModel(model, max_batch_size=8) as aio:
-            return await asyncio.gather(*(text_of(aio.stream(word, **way)) for word, way in plan))
+            return await asyncio.gather(*(text_of(aio.stream(word, **options)) for word, options in plan))
 
     assert asyncio.run(run()) == expected
 
 
-def test_a_request_joins_those_that_run(model, monkeypatch):
-    rows = rows_of_steps(model, monkeypatch)
+def test_new_request_joins_the_running_batch(model, monkeypatch):
+    rows = record_rows_per_step(model, monkeypatch)
 
     async def run():
         async with AsyncModel(model) as aio:
-            first, gate = await gated(aio, 5)
-            others = await started(aio.generate("ab", **LONG), aio.generate("onnx", **LONG))
+            first, gate = await start_gated(aio, 5)
+            others = await started(aio.generate("ab", **LONG_OPTIONS), aio.generate("onnx", **LONG_OPTIONS))
             gate.open()
             return await asyncio.gather(first, *others)
 
@@ -155,14 +157,14 @@ def test_a_request_joins_those_that_run(model, monkeypatch):
     assert [len(result.token_ids) for result in results] == [20] * 3
     assert rows == [1] * 4 + [1] + [3] * 14 + [2] * 5
     for result, word in zip(results, ("hello", "ab", "onnx"), strict=True):
-        assert_alike(result, model.generate(word, **LONG))
+        assert_alike(result, model.generate(word, **LONG_OPTIONS))
 
 
-def test_pieces_come_while_the_text_grows(toy):
+def test_pieces_arrive_before_the_text_is_complete(toy):
     async def run():
         async with AsyncModel(toy) as aio:
             gate = Gate(10)
-            stream = aio.stream("hello", logits_processor=gate, **LONG)
+            stream = aio.stream("hello", logits_processor=gate, **LONG_OPTIONS)
             pieces = [await anext(stream)]
             await gate.reached()
             gate.open()
@@ -170,38 +172,38 @@ def test_pieces_come_while_the_text_grows(toy):
 
     pieces = asyncio.run(run())
     assert len(pieces) > 5
-    assert "".join(pieces) == toy.generate("hello", **LONG).text
+    assert "".join(pieces) == toy.generate("hello", **LONG_OPTIONS).text
 
 
-def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
-    """Each step of the model waits until the test has been told what was chosen before it."""
-    chosen, push = [0], Detokenizer.push
+def test_stream_yields_each_token_before_the_next_step(toy, monkeypatch):
+    """Each step of the engine waits until the test has received the piece of the step before."""
+    tokens, push = [0], Detokenizer.push
     with monkeypatch.context() as patch:
-        patch.setattr(Detokenizer, "push", lambda self, token: chosen.append(token) or push(self, token))
-        expected = [(piece, len(chosen) - 1) for piece in toy.stream("hello", **LONG)]
-    room, step = threading.Semaphore(0), toy.engine.step
+        patch.setattr(Detokenizer, "push", lambda self, token: tokens.append(token) or push(self, token))
+        expected = [(piece, len(tokens) - 1) for piece in toy.stream("hello", **LONG_OPTIONS)]
+    permitted_steps, step = threading.Semaphore(0), toy.engine.step
 
-    def waits(state, *args, **kwargs):
-        assert not state.max_row_length or room.acquire()
+    def wait_for_permission(state, *args, **kwargs):
+        assert not state.max_row_length or permitted_steps.acquire()
         return step(state, *args, **kwargs)
 
-    monkeypatch.setattr(toy.engine, "step", waits)
+    monkeypatch.setattr(toy.engine, "step", wait_for_permission)
 
     async def run():
         async with AsyncModel(toy) as aio:
             gate = Gate(1)
-            stream = aio.stream("hello", logits_processor=gate, **LONG)
+            stream = aio.stream("hello", logits_processor=gate, **LONG_OPTIONS)
             (first,) = await started(anext(stream))
             await gate.reached()
             (short,) = await started(aio.generate("ab", max_new_tokens=1))
             gate.open()
-            room.release()  # one step, behind which the other joins
-            steps = 1
+            permitted_steps.release()  # one step, after which the other request joins
+            num_steps = 1
             assert len((await short).token_ids) == 1
-            for piece, tokens in expected:
-                for _ in range(tokens - 1 - steps):
-                    room.release()
-                    steps += 1
+            for piece, num_tokens in expected:
+                for _ in range(num_tokens - 1 - num_steps):
+                    permitted_steps.release()
+                    num_steps += 1
                 assert await (anext(stream) if first is None else first) == piece
                 first = None
             return [piece async for piece in stream]
@@ -209,33 +211,40 @@ def test_what_is_chosen_is_told_before_the_model_runs_on(toy, monkeypatch):
     assert asyncio.run(asyncio.wait_for(run(), 60)) == []
 
 
-def test_more_requests_than_the_queue_holds_wait_outside(toy):
+def test_requests_above_max_pending_are_not_submitted(toy, monkeypatch):
+    submitted, make_request = [], async_model.make_request
+
+    def record_request(manifest, inputs, input_, *arguments):
+        submitted.append(input_)
+        return make_request(manifest, inputs, input_, *arguments)
+
+    monkeypatch.setattr(async_model, "make_request", record_request)
+
     async def run():
         async with AsyncModel(toy, max_pending=2) as aio:
-            first, gate = await gated(aio, 1)
+            first, gate = await start_gated(aio, 1)
             others = await started(*(aio.generate(word, max_new_tokens=5) for word in WORDS))
-            taken = [len(aio._worker._jobs) + len(aio._worker._new_jobs)]
+            assert submitted == ["hello", WORDS[0]]
             others[0].cancel()
             await asyncio.wait(others[:1])
             await asyncio.sleep(0)
-            taken.append(len(aio._worker._new_jobs))  # one more came, in the place of the one that left
+            assert submitted == ["hello", *WORDS[:2]]  # the next request has the place of the cancelled one
             gate.open()
-            return taken, await asyncio.gather(first, *others[1:])
+            return await asyncio.gather(first, *others[1:])
 
-    taken, results = asyncio.run(run())
-    assert taken == [2, 2]
+    results = asyncio.run(run())
     for result, word in zip(results[1:], WORDS[1:], strict=True):
         assert_alike(result, toy.generate(word, max_new_tokens=5))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 3}])
-def test_what_is_cancelled_gives_its_rows_back_at_once(toy, monkeypatch, options):
-    rows = rows_of_steps(toy, monkeypatch)
+def test_cancelled_request_frees_its_rows_at_the_next_step(toy, monkeypatch, options):
+    rows = record_rows_per_step(toy, monkeypatch)
 
     async def run():
         async with AsyncModel(toy) as aio:
-            first, gate = await gated(aio, 1, 4)
-            (other,) = await started(aio.generate("ab", **LONG, **options))
+            first, gate = await start_gated(aio, 1, 4)
+            (other,) = await started(aio.generate("ab", **LONG_OPTIONS, **options))
             gate.open()
             await gate.reached()
             other.cancel()
@@ -247,18 +256,18 @@ def test_what_is_cancelled_gives_its_rows_back_at_once(toy, monkeypatch, options
 
     result = asyncio.run(run())
     assert rows == [1] * 16
-    assert_alike(result, toy.generate("hello", **LONG))
+    assert_alike(result, toy.generate("hello", **LONG_OPTIONS))
     assert toy.memory()["held"] == 0
 
 
-def test_what_is_cancelled_before_its_turn_never_begins(toy, monkeypatch):
-    """One waits in the scheduler, one has not even come there."""
-    begun, start = [], toy.engine.start
-    monkeypatch.setattr(toy.engine, "start", lambda *args, **kw: begun.append(args[0]) or start(*args, **kw))
+def test_request_cancelled_while_it_waits_is_not_started(toy, monkeypatch):
+    """One request waits in the scheduler, and one is not submitted to the scheduler yet."""
+    started_inputs, start = [], toy.engine.start
+    monkeypatch.setattr(toy.engine, "start", lambda *args, **kw: started_inputs.append(args[0]) or start(*args, **kw))
 
     async def run():
         async with AsyncModel(toy, max_batch_size=1) as aio:
-            first, gate = await gated(aio, 1, 3)
+            first, gate = await start_gated(aio, 1, 3)
             waiting = await started(aio.generate("ab"))
             gate.open()
             await gate.reached()
@@ -270,18 +279,18 @@ def test_what_is_cancelled_before_its_turn_never_begins(toy, monkeypatch):
             return await first, waiting
 
     result, waiting = asyncio.run(run())
-    assert len(begun) == 1
+    assert len(started_inputs) == 1
     assert all(task.cancelled() for task in waiting)
-    assert_alike(result, toy.generate("hello", **LONG))
+    assert_alike(result, toy.generate("hello", **LONG_OPTIONS))
 
 
-def test_leaving_a_stream_ends_its_request(toy, monkeypatch):
-    rows = rows_of_steps(toy, monkeypatch)
+def test_closing_a_stream_ends_its_request(toy, monkeypatch):
+    rows = record_rows_per_step(toy, monkeypatch)
 
     async def run():
         async with AsyncModel(toy, max_pending=2) as aio:
-            first, gate = await gated(aio, 1, 12)
-            stream = aio.stream("ab", **LONG)
+            first, gate = await start_gated(aio, 1, 12)
+            stream = aio.stream("ab", **LONG_OPTIONS)
             (piece,) = await started(anext(stream))
             gate.open()
             assert await piece
@@ -293,48 +302,48 @@ def test_leaving_a_stream_ends_its_request(toy, monkeypatch):
 
     result = asyncio.run(run())
     assert rows == [1] * 8
-    assert_alike(result, toy.generate("hello", **LONG))
+    assert_alike(result, toy.generate("hello", **LONG_OPTIONS))
     assert toy.memory()["held"] == 0
 
 
-def test_a_stream_that_is_not_read_takes_no_room(toy):
+def test_unread_stream_takes_no_place(toy):
     async def run():
         async with AsyncModel(toy, max_pending=1) as aio:
-            never = aio.stream("ab")
+            unread = aio.stream("ab")
             assert (await aio.generate("a")).token_ids
-            await never.aclose()
+            await unread.aclose()
 
     asyncio.run(run())
 
 
-def test_deadlines(toy, monkeypatch):
-    """Of a request that runs, and of one that waits for its turn; by a clock that only the test moves."""
+def test_deadline_ends_running_and_waiting_requests(toy, monkeypatch):
+    """The test replaces the clock, so that the result does not depend on time."""
     clock = [1000.0]
     for module in ("async_model", "decoding.scheduler", "decoding.worker_pool"):
         monkeypatch.setattr(f"tformer_runtime.{module}.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def run():
         async with AsyncModel(toy, max_batch_size=1) as aio:
-            runs, gate = await gated(aio, 1, deadline=10)
-            waits = await started(aio.generate("ab", deadline=5), aio.generate("ab", deadline=100), aio.generate("q"))
+            running, gate = await start_gated(aio, 1, deadline=10)
+            waiting = await started(aio.generate("ab", deadline=5), aio.generate("ab", deadline=100), aio.generate("q"))
             stream = asyncio.ensure_future(text_of(aio.stream("ab", deadline=7)))
             await asyncio.sleep(0)
             clock[0] += 20
             gate.open()
-            return await asyncio.gather(runs, *waits, stream, return_exceptions=True)
+            return await asyncio.gather(running, *waiting, stream, return_exceptions=True)
 
-    runs, late, *timely, stream = asyncio.run(run())
-    for error in (runs, late, stream):
+    running, late, *timely, stream = asyncio.run(run())
+    for error in (running, late, stream):
         assert isinstance(error, DeadlineError)
         assert str(error) == "the deadline passed before the request was finished"
     for result, word in zip(timely, ("ab", "q"), strict=True):
         assert_alike(result, toy.generate(word))
 
 
-def test_a_deadline_counts_while_a_request_waits_outside(toy):
+def test_deadline_includes_the_wait_for_a_place(toy):
     async def run():
         async with AsyncModel(toy, max_pending=1) as aio:
-            first, gate = await gated(aio, 1)
+            first, gate = await start_gated(aio, 1)
             with pytest.raises(DeadlineError):
                 await aio.generate("ab", deadline=0.01)
             gate.open()
@@ -344,16 +353,16 @@ def test_a_deadline_counts_while_a_request_waits_outside(toy):
     asyncio.run(run())
 
 
-def test_a_request_that_fails_fails_alone(files):
-    free = Model.load(files["encoder-decoder"], "cpu", threads=1)
+def test_error_of_one_request_does_not_affect_other_requests(files):
+    unlimited = Model.load(files["encoder-decoder"], "cpu", threads=1)
     model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=200_000)
 
-    def fails(ids, logits):
+    def fail_at_four_ids(ids, logits):
         if len(ids) == 4:
-            raise ZeroDivisionError("of the caller's")
+            raise ZeroDivisionError("caller's error")
         return logits
 
-    bad = [
+    invalid = [
         (InputError, "hé", {}),
         (InputError, "a" * 41, {}),
         (OptionError, "ab", {"temperature": -1}),
@@ -363,87 +372,92 @@ def test_a_request_that_fails_fails_alone(files):
         (OptionError, "ab", {"deadline": 0}),
         (OptionError, "ab", {"deadline": "soon"}),
         (OptionError, "ab", {"suppress_tokens": list(range(29)), "max_new_tokens": 3}),
-        (ZeroDivisionError, "ab", {"logits_processor": fails, **LONG}),
-        (ZeroDivisionError, "ab", {"logits_processor": fails, "num_beams": 2, **LONG}),
+        (ZeroDivisionError, "ab", {"logits_processor": fail_at_four_ids, **LONG_OPTIONS}),
+        (ZeroDivisionError, "ab", {"logits_processor": fail_at_four_ids, "num_beams": 2, **LONG_OPTIONS}),
         (OptionError, "ab", {"logits_processor": lambda ids, logits: "nonsense"}),
         (MemoryBudgetError, "ab", {"num_beams": 32}),
     ]
 
     async def run():
         async with AsyncModel(model, max_batch_size=4) as aio:
-            good = [aio.generate(word, **way) for word, way in requests(24)]
-            every = [
-                call for word, way in ((w, o) for _, w, o in bad) for call in (aio.generate(word, **way), good.pop())
+            valid = [aio.generate(word, **options) for word, options in make_requests(24)]
+            calls = [
+                call
+                for word, options in ((w, o) for _, w, o in invalid)
+                for call in (aio.generate(word, **options), valid.pop())
             ]
-            every += [text_of(aio.stream("ab", logits_processor=fails, **LONG)), *good]
-            return await asyncio.gather(*every, return_exceptions=True)
+            calls += [text_of(aio.stream("ab", logits_processor=fail_at_four_ids, **LONG_OPTIONS)), *valid]
+            return await asyncio.gather(*calls, return_exceptions=True)
 
     outcomes = asyncio.run(run())
-    assert [type(error) for error in outcomes[: 2 * len(bad) : 2]] == [error for error, *_ in bad]
-    assert isinstance(outcomes.pop(2 * len(bad)), ZeroDivisionError)
-    good = [*outcomes[2 * len(bad) :], *outcomes[1 : 2 * len(bad) : 2][::-1]]
-    for result, (word, way) in zip(good, requests(24), strict=True):
-        assert_alike(result, free.generate(word, **way))
+    assert [type(error) for error in outcomes[: 2 * len(invalid) : 2]] == [error for error, *_ in invalid]
+    assert isinstance(outcomes.pop(2 * len(invalid)), ZeroDivisionError)
+    valid = [*outcomes[2 * len(invalid) :], *outcomes[1 : 2 * len(invalid) : 2][::-1]]
+    for result, (word, options) in zip(valid, make_requests(24), strict=True):
+        assert_alike(result, unlimited.generate(word, **options))
     assert model.memory()["held"] == 0
 
 
-def test_results_have_what_was_asked_for_besides(toy):
-    """Alignments and hidden states, of requests that run beside others without."""
-    ways = [{}, {"cross_attentions": True}, {"hidden_states": True}, {"cross_attentions": True, "num_beams": 2}]
-    plan = [(word, way) for word in WORDS[:4] for way in ways]
+def test_requests_with_and_without_extra_outputs_run_together(toy):
+    option_sets = [{}, {"cross_attentions": True}, {"hidden_states": True}, {"cross_attentions": True, "num_beams": 2}]
+    plan = [(word, options) for word in WORDS[:4] for options in option_sets]
 
     async def run():
         async with AsyncModel(toy, max_batch_size=4) as aio:
-            return await asyncio.gather(*(aio.generate(word, **way) for word, way in plan))
+            return await asyncio.gather(*(aio.generate(word, **options) for word, options in plan))
 
-    for result, (word, way) in zip(asyncio.run(run()), plan, strict=True):
-        alone = toy.generate(word, **way)
-        assert_alike(result, alone)
-        assert (result.cross_attentions is not None) == ("cross_attentions" in way)
+    for result, (word, options) in zip(asyncio.run(run()), plan, strict=True):
+        expected = toy.generate(word, **options)
+        assert_alike(result, expected)
+        assert (result.cross_attentions is not None) == ("cross_attentions" in options)
         if result.cross_attentions is not None:
-            np.testing.assert_allclose(result.cross_attentions, alone.cross_attentions, atol=1e-5)
-        assert result.hidden_states.keys() == alone.hidden_states.keys()
+            np.testing.assert_allclose(result.cross_attentions, expected.cross_attentions, atol=1e-5)
+        assert result.hidden_states.keys() == expected.hidden_states.keys()
         for name, value in result.hidden_states.items():
-            np.testing.assert_allclose(value, alone.hidden_states[name], atol=1e-4)
+            np.testing.assert_allclose(value, expected.hidden_states[name], atol=1e-4)
 
 
-def test_memory_is_shared_with_all_who_use_the_model(files):
-    """Requests of three kinds, which are three batches, and threads of their own, where one request fits at a time."""
-    free = Model.load(files["encoder-decoder"], "cpu", threads=1)
-    free.generate("onnx", num_beams=2)
-    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=free.memory()["peak"] * 2)
-    ways = [{"num_beams": 2}, {"cross_attentions": True}, {"hidden_states": True}]
-    plan = [(word, ways[i % 3]) for i, word in enumerate(WORDS * 3)]
+def test_memory_limit_is_shared_with_other_users_of_the_model(files):
+    """Three kinds of requests, in three batches, and three threads run, though the memory fits one request."""
+    unlimited = Model.load(files["encoder-decoder"], "cpu", threads=1)
+    unlimited.generate("onnx", num_beams=2)
+    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak"] * 2)
+    option_sets = [{"num_beams": 2}, {"cross_attentions": True}, {"hidden_states": True}]
+    plan = [(word, option_sets[i % 3]) for i, word in enumerate(WORDS * 3)]
 
     async def run():
         async with AsyncModel(model) as aio:
             loop = asyncio.get_running_loop()
             with ThreadPoolExecutor(3) as threads:
-                beside = [loop.run_in_executor(threads, lambda w=w: model.generate(w, num_beams=2)) for w in WORDS]
-                return await asyncio.gather(*(aio.generate(word, **way) for word, way in plan), *beside)
+                thread_calls = [
+                    loop.run_in_executor(threads, lambda w=w: model.generate(w, num_beams=2)) for w in WORDS
+                ]
+                return await asyncio.gather(*(aio.generate(word, **options) for word, options in plan), *thread_calls)
 
-    expected = [free.generate(word, **way) for word, way in plan] + [free.generate(w, num_beams=2) for w in WORDS]
-    for result, alone in zip(asyncio.run(run()), expected, strict=True):
-        assert_alike(result, alone)
+    expected = [unlimited.generate(word, **options) for word, options in plan] + [
+        unlimited.generate(w, num_beams=2) for w in WORDS
+    ]
+    for result, expected_result in zip(asyncio.run(run()), expected, strict=True):
+        assert_alike(result, expected_result)
     assert model.memory()["held"] == 0
 
 
-def test_a_request_waits_for_memory_without_turning(files):
-    """A stream of the model's own holds it all: its deadline ends one that waits, and the stream's end lets one run."""
-    free = Model.load(files["encoder-decoder"], "cpu", threads=1)
-    expected = free.generate("hello", **LONG)
-    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=free.memory()["peak"] * 3 // 2)
+def test_request_waits_until_memory_is_released(files):
+    """A stream has the memory: a deadline ends one waiting request, and the end of the stream starts another."""
+    unlimited = Model.load(files["encoder-decoder"], "cpu", threads=1)
+    expected = unlimited.generate("hello", **LONG_OPTIONS)
+    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak"] * 3 // 2)
 
     async def run():
         async with AsyncModel(model) as aio:
-            stream = model.stream("hello", **LONG)
+            stream = model.stream("hello", **LONG_OPTIONS)
             next(stream)
             with pytest.raises(DeadlineError):
-                await aio.generate("hello", deadline=0.02, **LONG)
-            (task,) = await started(aio.generate("hello", **LONG))
-            gone = await started(aio.generate("ab", **LONG))
-            gone[0].cancel()
-            await asyncio.wait(gone)
+                await aio.generate("hello", deadline=0.02, **LONG_OPTIONS)
+            (task,) = await started(aio.generate("hello", **LONG_OPTIONS))
+            cancelled = await started(aio.generate("ab", **LONG_OPTIONS))
+            cancelled[0].cancel()
+            await asyncio.wait(cancelled)
             assert not task.done()
             stream.close()
             return await task
@@ -452,44 +466,51 @@ def test_a_request_waits_for_memory_without_turning(files):
     assert model.memory()["held"] == 0
 
 
-def test_close_ends_what_runs_and_what_waits(toy):
+def test_close_ends_running_and_waiting_requests(toy, monkeypatch):
+    changed, other_threads = toy.generator.budget.changed, {*threading.enumerate()}
+    notify_all = changed.notify_all
+
     async def run():
         aio = AsyncModel(toy, max_batch_size=1, max_pending=3)
-        runs, gate = await gated(aio, 1)
+        (thread,) = {*threading.enumerate()} - other_threads
+        running, gate = await start_gated(aio, 1)
         stream = asyncio.ensure_future(text_of(aio.stream("hello")))
-        waits = await started(*(aio.generate(word) for word in WORDS))
+        waiting = await started(*(aio.generate(word) for word in WORDS))
+        # `close` notifies the decoding thread. Before that the gate stays closed, so that no request finishes.
+        loop, notified = asyncio.get_running_loop(), asyncio.Event()
+        monkeypatch.setattr(changed, "notify_all", lambda: (loop.call_soon_threadsafe(notified.set), notify_all()))
         closing = asyncio.ensure_future(aio.close())
-        while not aio._worker._closing:
-            await asyncio.sleep(0)
+        await notified.wait()
+        monkeypatch.setattr(changed, "notify_all", notify_all)
         gate.open()
         await closing
-        outcomes = await asyncio.gather(runs, stream, *waits, return_exceptions=True)
+        outcomes = await asyncio.gather(running, stream, *waiting, return_exceptions=True)
         for call in (aio.generate("a"), anext(aio.stream("a"))):
             with pytest.raises(UnsupportedCallError, match="the model is closed: make another AsyncModel"):
                 await call
         await aio.close()
-        assert not aio._worker._thread.is_alive()
+        assert not thread.is_alive()
         return outcomes
 
     for error in asyncio.run(run()):
         assert isinstance(error, UnsupportedCallError)
         assert "closed" in str(error)
     assert toy.memory()["held"] == 0
-    assert toy.generate("hello").token_ids  # the Model itself is as it was
+    assert toy.generate("hello").token_ids  # the Model is not closed
 
 
-def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
-    step, broken = toy.engine.step, []
-    monkeypatch.setattr(toy.engine, "step", lambda *args, **kw: 1 / broken.pop() if broken else step(*args, **kw))
+def test_failing_step_ends_only_the_requests_of_its_batch(toy, monkeypatch):
+    step, divisors = toy.engine.step, []
+    monkeypatch.setattr(toy.engine, "step", lambda *args, **kw: 1 / divisors.pop() if divisors else step(*args, **kw))
 
     async def run():
         async with AsyncModel(toy) as aio:
-            first, gate = await gated(aio, 1, 3)
-            (other,) = await started(aio.generate("ab", **LONG))
+            first, gate = await start_gated(aio, 1, 3)
+            (other,) = await started(aio.generate("ab", **LONG_OPTIONS))
             gate.open()
             await gate.reached()
             late = await started(aio.generate("a", cross_attentions=True))
-            broken.append(0)
+            divisors.append(0)
             gate.open()
             outcomes = await asyncio.gather(first, other, return_exceptions=True)
             assert_alike(await late[0], toy.generate("a"))
@@ -500,28 +521,28 @@ def test_a_step_that_raises_ends_what_ran_in_it_and_no_more(toy, monkeypatch):
     assert toy.memory()["held"] == 0
 
 
-def test_a_result_that_cannot_be_made_is_its_requests_error(toy, monkeypatch):
+def test_error_of_a_result_is_raised_to_its_caller_only(toy, monkeypatch):
     async def run():
         async with AsyncModel(toy) as aio:
-            result = toy.generator.make_result
+            make_result = toy.generator.make_result
             monkeypatch.setattr(toy.generator, "make_result", lambda task: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 await text_of(aio.stream("hello", num_beams=2))
-            monkeypatch.setattr(toy.generator, "make_result", result)
+            monkeypatch.setattr(toy.generator, "make_result", make_result)
             assert_alike(await aio.generate("hello"), toy.generate("hello"))
 
     asyncio.run(run())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_thread_that_has_died(toy, monkeypatch):
+def test_requests_end_if_the_decoding_thread_dies(toy, monkeypatch):
     async def run():
         async with AsyncModel(toy, max_batch_size=1) as aio:
-            first, gate = await gated(aio, 1)
-            waits = await started(aio.generate("ab"), aio.generate("q"))
+            first, gate = await start_gated(aio, 1)
+            waiting = await started(aio.generate("ab"), aio.generate("q"))
             monkeypatch.setattr(Scheduler, "step_or_fail", lambda scheduler: 1 / 0)
             gate.open()
-            outcomes = await asyncio.gather(first, *waits, return_exceptions=True)
+            outcomes = await asyncio.gather(first, *waiting, return_exceptions=True)
             with pytest.raises(UnsupportedCallError):
                 await aio.generate("hello")
             return outcomes
@@ -532,15 +553,15 @@ def test_nobody_waits_for_a_thread_that_has_died(toy, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_loop_that_is_gone_leaves_the_thread_alive(toy):
+def test_decoding_thread_survives_a_closed_event_loop(toy):
     loop = asyncio.new_event_loop()
 
     async def begin():
         aio = AsyncModel(toy)
-        return (aio, *await gated(aio, 1))
+        return (aio, *await start_gated(aio, 1))
 
     aio, task, gate = loop.run_until_complete(begin())
-    loop.close()  # nobody has cancelled the task: it ends in a loop that is closed
+    loop.close()  # the task is not cancelled, and finishes after its loop is closed
     gate.open()
 
     async def end():
@@ -553,14 +574,18 @@ def test_a_loop_that_is_gone_leaves_the_thread_alive(toy):
     assert toy.memory()["held"] == 0
 
 
-def test_a_model_that_nobody_has_any_more_ends_its_thread(toy):
-    thread = AsyncModel(toy)._worker._thread
+def test_garbage_collection_ends_the_decoding_thread(toy):
+    other_threads = {*threading.enumerate()}
+    aio = AsyncModel(toy)
+    (thread,) = {*threading.enumerate()} - other_threads
+    assert aio.model is toy
+    del aio
     gc.collect()
     thread.join()
     assert not thread.is_alive()
 
 
-PROGRAM = """
+EXIT_PROGRAM = """
 import asyncio, sys
 from tformer_runtime import AsyncModel, Model
 
@@ -580,21 +605,21 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("way", ["exit", "return"])
-def test_the_interpreter_may_end_at_any_time(files, way):
-    command = [sys.executable, "-c", PROGRAM, str(files["encoder-decoder"]), way]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+@pytest.mark.parametrize("end", ["exit", "return"])
+def test_interpreter_exits_while_requests_run(files, end):
+    command = [sys.executable, "-c", EXIT_PROGRAM, str(files["encoder-decoder"]), end]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
 
 
-def test_what_it_is_made_of(toy, tmp_path):
+def test_invalid_options_and_models_that_are_run_once_are_refused(toy, tmp_path):
     for options in ({"max_batch_size": 0}, {"max_pending": 0}, {"max_batch_size": 1.5}, {"max_pending": True}):
         with pytest.raises(OptionError, match="must be a whole number of at least 1"):
             AsyncModel(toy, **options)
 
     async def run():
-        once = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
-        async with AsyncModel(once) as aio:
+        encoder = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
+        async with AsyncModel(encoder) as aio:
             for call in (aio.generate("a"), anext(aio.stream("a"))):
                 with pytest.raises(UnsupportedCallError, match="is run once for an input: it cannot generate"):
                     await call

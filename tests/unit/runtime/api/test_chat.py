@@ -1,4 +1,4 @@
-"""What has been read stays read: whatever goes on from it is what the whole gives."""
+"""Cached prefixes and chats: results equal generation from the whole prompt, and chat templates equal transformers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from tformer_runtime import InputError, MemoryBudgetError, MissingExtraError, Model, OptionError, UnsupportedCallError
 
 KINDS = {"gqa": Toy(encoder=False, seed=5), "pair": Toy(encoder=False, seed=9, attention="scatter-pair", layers=2)}
-WAYS = {
+OPTION_SETS = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "sampling": {"temperature": 1.2, "seed": 3, "num_return_sequences": 2},
@@ -34,57 +34,57 @@ def model(request, tmp_path_factory):
     return Model.load(KINDS[request.param].write(tmp_path_factory.mktemp("chat") / "toy.onnx"), "cpu", threads=1)
 
 
-def same(one, other):
-    """Two results, and their alternatives."""
-    for a, b in zip((one, *one.alternatives), (other, *other.alternatives), strict=True):
+def assert_same(actual, expected):
+    """Assert that two results and their alternatives are equal up to rounding."""
+    for a, b in zip((actual, *actual.alternatives), (expected, *expected.alternatives), strict=True):
         assert a.token_ids == b.token_ids
         assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
         np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4)
         assert a.score == pytest.approx(b.score, abs=1e-4)
-        assert [len(places) for places in a.top_logprobs] == [len(places) for places in b.top_logprobs]
+        assert [len(top) for top in a.top_logprobs] == [len(top) for top in b.top_logprobs]
 
 
 def ids_of(text):
     return letters().encode(text).ids
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_what_follows_a_prefix_is_what_follows_the_whole(model, way):
-    options = {"max_new_tokens": 12, **WAYS[way]}
+@pytest.mark.parametrize("option_set", list(OPTION_SETS))
+def test_generation_after_a_prefix_matches_the_whole_prompt(model, option_set):
+    options = {"max_new_tokens": 12, **OPTION_SETS[option_set]}
     prefix = model.cache_prefix("hello")
     assert prefix.ids.tolist() == [START_ID, *ids_of("hello")]
     for word in ("world", "a", "helloworld"):
         whole = model.generate("hello" + word, **options)
-        same(model.generate(word, prefix=prefix, **options), whole)
-        same(model.generate(ids_of(word), prefix=prefix, **options), whole)
-        same(model.generate({"tgt": word}, prefix=prefix, **options), whole)
+        assert_same(model.generate(word, prefix=prefix, **options), whole)
+        assert_same(model.generate(ids_of(word), prefix=prefix, **options), whole)
+        assert_same(model.generate({"tgt": word}, prefix=prefix, **options), whole)
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams", "ngrams", "prefix"])
-def test_a_batch_after_a_prefix(model, way):
-    options = {"max_new_tokens": 9, **WAYS[way]}
+@pytest.mark.parametrize("option_set", ["greedy", "beams", "ngrams", "prefix"])
+def test_batch_after_a_prefix_matches_the_whole_prompts(model, option_set):
+    options = {"max_new_tokens": 9, **OPTION_SETS[option_set]}
     words = ["world", "a", "mississippi", "zz", "transformer", "onnx", "b"]
     prefix = model.cache_prefix("hello")
     results = model.generate_batch(words, batch_size=2, prefix=prefix, **options)
     for word, result in zip(words, results, strict=True):
-        same(result, model.generate("hello" + word, **options))
+        assert_same(result, model.generate("hello" + word, **options))
 
 
-def test_a_stream_after_a_prefix(model):
+def test_stream_after_a_prefix_matches_the_whole_prompt(model):
     prefix = model.cache_prefix("hello")
     pieces = list(model.stream("you", max_new_tokens=9, prefix=prefix))
     assert len(pieces) > 1
     assert "".join(pieces) == model.generate("helloyou", max_new_tokens=9).text
 
 
-def test_a_prefix_of_ids_and_one_that_ends_in_the_middle(model):
+def test_prefix_of_ids_may_end_at_any_position(model):
     whole = [7, 5, 9, 9, 4, 3]
     expected = model.generate(whole, max_new_tokens=8)
     for cut in range(1, len(whole)):
-        same(model.generate(whole[cut:], max_new_tokens=8, prefix=model.cache_prefix(whole[:cut])), expected)
+        assert_same(model.generate(whole[cut:], max_new_tokens=8, prefix=model.cache_prefix(whole[:cut])), expected)
 
 
-def test_hidden_states_after_a_prefix(tmp_path):
+def test_hidden_states_after_a_prefix_match_the_whole_prompt(tmp_path):
     toy = Toy(encoder=False, extras=True, seed=3)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
     whole = model.generate("helloab", hidden_states=True, max_new_tokens=6)
@@ -93,36 +93,36 @@ def test_hidden_states_after_a_prefix(tmp_path):
     np.testing.assert_allclose(result.hidden_states["last"], whole.hidden_states["last"], atol=1e-4)
 
 
-def test_threads_share_a_prefix(model):
-    prefix, seen = model.cache_prefix("hello"), {}
+def test_threads_share_one_prefix(model):
+    prefix, actual = model.cache_prefix("hello"), {}
 
     def work(word):
-        seen[word] = model.generate(word, prefix=prefix, max_new_tokens=10).token_ids
+        actual[word] = model.generate(word, prefix=prefix, max_new_tokens=10).token_ids
 
     words = ["you", "me", "them", "it"] * 3
     side_by_side(work, words)
-    assert seen == {word: model.generate("hello" + word, max_new_tokens=10).token_ids for word in words}
+    assert actual == {word: model.generate("hello" + word, max_new_tokens=10).token_ids for word in words}
 
 
-def test_the_memory_of_a_prefix(model):
+def test_memory_of_a_prefix_is_freed_by_release_or_deletion(model):
     prefix = model.cache_prefix("hello")
-    held = model.memory()["held"]
-    assert held > 0
+    prefix_bytes = model.memory()["held"]
+    assert prefix_bytes > 0
     model.generate("you", prefix=prefix, max_new_tokens=4)
-    assert model.memory()["held"] == held
+    assert model.memory()["held"] == prefix_bytes
     prefix.release()
     assert model.memory()["held"] == 0
     for call in (model.generate, lambda *a, **k: next(model.generate_batch([*a], **k))):
         with pytest.raises(UnsupportedCallError, match="the prefix has been released, and nothing can follow it"):
             call("you", prefix=prefix)
-    forgotten = model.cache_prefix("hello")
-    assert model.memory()["held"] == held
-    del forgotten
+    deleted = model.cache_prefix("hello")
+    assert model.memory()["held"] == prefix_bytes
+    del deleted
     gc.collect()
     assert model.memory()["held"] == 0
 
 
-def test_a_prefix_that_is_released_while_it_is_used(model):
+def test_prefix_released_during_a_batch_ends_the_batch(model):
     prefix = model.cache_prefix("hello")
     results = model.generate_batch(["a", "b"], prefix=prefix, batch_size=1, max_new_tokens=3)
     next(results)
@@ -131,7 +131,7 @@ def test_a_prefix_that_is_released_while_it_is_used(model):
         next(results)
 
 
-def test_prefixes_that_cannot_be(model, tmp_path):
+def test_invalid_prefixes_are_refused(model, tmp_path):
     with pytest.raises(InputError, match="65 tokens are more than the 64"):
         model.cache_prefix("a" * 64)
     with pytest.raises(InputError, match="the input is empty"):
@@ -149,26 +149,27 @@ def test_prefixes_that_cannot_be(model, tmp_path):
     assert model.memory()["held"] == 0
 
 
-def surrounded(before, after):
-    """A tokenizer that puts special tokens around a text."""
+def definition_with_special_tokens(before, after):
+    """Return the definition of a tokenizer that adds special tokens before and after a text."""
     tokenizer = letters()
-    around = f"{before} $A {after}".strip()
+    template = f"{before} $A {after}".strip()
     tokenizer.post_processor = processors.TemplateProcessing(
-        around, special_tokens=[(token, LETTERS.index(token)) for token in around.split() if token != "$A"]
+        template, special_tokens=[(token, LETTERS.index(token)) for token in template.split() if token != "$A"]
     )
     return tokenizer.to_str()
 
 
 @pytest.mark.parametrize(("before", "after"), [("<s>", ""), ("", "</s>"), ("<s>", "</s>")])
-def test_special_tokens_come_once(tmp_path, before, after):
+def test_special_tokens_are_added_once(tmp_path, before, after):
     toy = Toy(encoder=False, seed=5, start=())
-    made = with_manifest(toy.write(tmp_path / "a.onnx"), tmp_path / "b.onnx", tokenizers=(surrounded(before, after),))
-    model = Model.load(made, "cpu")
+    definition = definition_with_special_tokens(before, after)
+    path = with_manifest(toy.write(tmp_path / "a.onnx"), tmp_path / "b.onnx", tokenizers=(definition,))
+    model = Model.load(path, "cpu")
     first = [LETTERS.index(before)] if before else []
     last = [LETTERS.index(after)] if after else []
     prefix = model.cache_prefix("hello")
     assert prefix.ids.tolist() == first + ids_of("hello")
-    same(
+    assert_same(
         model.generate("you", prefix=prefix, max_new_tokens=5),
         model.generate(first + ids_of("helloyou") + last, max_new_tokens=5),
     )
@@ -177,33 +178,33 @@ def test_special_tokens_come_once(tmp_path, before, after):
     for word in ("hello", "you"):
         expected += (first if word == "hello" else []) + ids_of(word) + last
         result = chat.send(word, max_new_tokens=5)
-        same(result, model.generate(expected, max_new_tokens=5))
+        assert_same(result, model.generate(expected, max_new_tokens=5))
         expected += result.token_ids
 
 
-# -- conversations without a template --------------------------------------------------------------------------------
+# Conversations without a template
 
 MESSAGES = st.one_of(st.text("abcxyz", min_size=1, max_size=8), st.lists(st.integers(3, 28), min_size=1, max_size=5))
-ACTS = st.lists(st.one_of(MESSAGES, st.integers(0, 2)), min_size=1, max_size=7)
+ACTIONS = st.lists(st.one_of(MESSAGES, st.integers(0, 2)), min_size=1, max_size=7)
 
 
 @settings(max_examples=25)
-@given(acts=ACTS, way=st.sampled_from(list(WAYS)))
-def test_a_turn_is_what_the_whole_conversation_gives(model, acts, way):
-    """Messages, and numbers of turns that are taken back."""
-    chat, turns, options = model.chat(), [[]], {"max_new_tokens": 6, **WAYS[way]}
-    for act in acts:
-        if isinstance(act, int):
-            act = min(act, len(turns) - 1)
-            chat.rewind(act)
-            turns = turns[: len(turns) - act]
+@given(actions=ACTIONS, option_set=st.sampled_from(list(OPTION_SETS)))
+def test_turn_matches_generation_from_the_whole_conversation(model, actions, option_set):
+    """actions: messages, and numbers of turns to rewind."""
+    chat, turns, options = model.chat(), [[]], {"max_new_tokens": 6, **OPTION_SETS[option_set]}
+    for action in actions:
+        if isinstance(action, int):
+            num_turns = min(action, len(turns) - 1)
+            chat.rewind(num_turns)
+            turns = turns[: len(turns) - num_turns]
             continue
-        before = turns[-1] or ([START_ID] if isinstance(act, str) else [])
-        whole = before + (ids_of(act) if isinstance(act, str) else act)
+        before = turns[-1] or ([START_ID] if isinstance(action, str) else [])
+        whole = before + (ids_of(action) if isinstance(action, str) else action)
         if len(whole) + 8 >= 64:
             break
-        result = chat.send(act, **options)
-        same(result, model.generate(whole, **options))
+        result = chat.send(action, **options)
+        assert_same(result, model.generate(whole, **options))
         turns.append([*whole, *result.token_ids])
         assert chat.turns[-1].ids.tolist() == turns[-1]
         assert len(chat.turns) == len(turns) - 1
@@ -211,7 +212,7 @@ def test_a_turn_is_what_the_whole_conversation_gives(model, acts, way):
     assert model.memory()["held"] == 0
 
 
-def test_an_answer_that_ended_or_was_stopped_goes_on_with_its_ids(model):
+def test_turn_continues_with_the_ids_of_ended_and_stopped_answers(model):
     chat = model.chat()
     ended = chat.send("hello", begin_suppress_tokens=[END_ID], logit_bias={END_ID: 50.0})
     assert ended.finish_reason == "end"
@@ -223,10 +224,10 @@ def test_an_answer_that_ended_or_was_stopped_goes_on_with_its_ids(model):
     assert stopped.finish_reason == "stop"
     assert stop not in stopped.text
     whole = [START_ID, *ids_of("hello"), *ended.token_ids, *ids_of("you"), *stopped.token_ids, *ids_of("me")]
-    same(chat.send("me", max_new_tokens=5), model.generate(whole, max_new_tokens=5))
+    assert_same(chat.send("me", max_new_tokens=5), model.generate(whole, max_new_tokens=5))
 
 
-def test_rewinding_is_as_if_the_turns_had_not_been(model):
+def test_rewind_removes_turns(model):
     chat, other = model.chat(), model.chat()
     for each in (chat, other):
         each.send("hello", max_new_tokens=4)
@@ -234,15 +235,15 @@ def test_rewinding_is_as_if_the_turns_had_not_been(model):
     chat.send("worse", max_new_tokens=7)
     chat.rewind(2)
     for word in ("right", "r"):
-        same(chat.send(word, max_new_tokens=7), other.send(word, max_new_tokens=7))
+        assert_same(chat.send(word, max_new_tokens=7), other.send(word, max_new_tokens=7))
     chat.rewind(3)
-    same(chat.send("anew", max_new_tokens=5), model.generate("anew", max_new_tokens=5))
+    assert_same(chat.send("anew", max_new_tokens=5), model.generate("anew", max_new_tokens=5))
     for turns in (2, -1):
         with pytest.raises(OptionError, match=f"there are 1 turns, and {turns} cannot be taken back"):
             chat.rewind(turns)
 
 
-def test_a_conversation_that_is_too_long(model):
+def test_too_long_conversation_is_refused(model):
     chat = model.chat()
     chat.send("a" * 50, max_new_tokens=5, suppress_tokens=[END_ID])
     with pytest.raises(InputError, match="the conversation is 64 tokens long and the model holds 64: rewind it, or"):
@@ -253,8 +254,8 @@ def test_a_conversation_that_is_too_long(model):
     assert len(chat.send("b", suppress_tokens=[END_ID]).token_ids) == 7
 
 
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
-    def spoil(ids, logits):
+def test_failed_turn_leaves_the_conversation_unchanged(model):
+    def fail(ids, logits):
         raise ZeroDivisionError
 
     chat, other = model.chat(), model.chat()
@@ -269,23 +270,23 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
         (OptionError, "you", {"num_return_sequences": 2}),
         (OptionError, "you", {"suppress_tokens": [99]}),
         (OptionError, "you", {"suppress_tokens": range(29)}),
-        (ZeroDivisionError, "you", {"logits_processor": spoil}),
+        (ZeroDivisionError, "you", {"logits_processor": fail}),
     ]
-    for kind, message, options in failures:
-        with pytest.raises(kind):
+    for error, message, options in failures:
+        with pytest.raises(error):
             chat.send(message, **options)
     assert len(chat.turns) == 1
     for word in ("you", "me"):
-        same(chat.send(word, max_new_tokens=4), other.send(word, max_new_tokens=4))
+        assert_same(chat.send(word, max_new_tokens=4), other.send(word, max_new_tokens=4))
 
 
-def test_a_turn_for_which_there_is_no_memory(model):
+def test_turn_that_exceeds_the_memory_limit_is_refused(model):
     limited = Model(model.engine, max_memory=30_000)
     chat = limited.chat()
     first = chat.send("hello", max_new_tokens=4)
     with pytest.raises(MemoryBudgetError, match=r"may need [\d,]+ bytes of cache and max_memory allows 30,000"):
         chat.send("you", num_beams=5, max_new_tokens=40)
-    same(
+    assert_same(
         chat.send("you", max_new_tokens=4),
         model.generate([START_ID, *ids_of("hello"), *first.token_ids, *ids_of("you")], max_new_tokens=4),
     )
@@ -295,12 +296,12 @@ def test_a_turn_for_which_there_is_no_memory(model):
         chat.send("you")
 
 
-def test_a_system_message_needs_a_template(model):
+def test_system_message_requires_a_template(model):
     with pytest.raises(OptionError, match="no chat template for a system message: begin the first message with it"):
         model.chat(system="be brief")
 
 
-# -- with a template -------------------------------------------------------------------------------------------------
+# Conversations with a template
 
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PLAIN = (
@@ -350,54 +351,57 @@ RICH = """\
 TEMPLATES = {"plain": PLAIN, "strict": STRICT, "rich": RICH}
 
 
-def spelling():
-    """Letters, and pairs of letters that a text is read as, though they may be generated one by one."""
-    pairs = ["ab", "an", "er", "in", "he", "xy", "ca", "ba", "bb"]
-    names = [*LETTERS, *pairs, *ROLES]
-    merges = [(pair[0], pair[1]) for pair in pairs]
+def pair_tokenizer():
+    """Return a tokenizer of letters and pairs of letters, and its vocabulary size.
+
+    A model may generate two letters that the tokenizer encodes as a pair, so ids of a text are not unique.
+    """
+    letter_pairs = ["ab", "an", "er", "in", "he", "xy", "ca", "ba", "bb"]
+    names = [*LETTERS, *letter_pairs, *ROLES]
+    merges = [(pair[0], pair[1]) for pair in letter_pairs]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*LETTERS[:3], *ROLES])
     return tokenizer, len(names)
 
 
-def conversing(tmp_path, template, **changes):
-    """A model with a chat template, and transformers' tokenizer with the same."""
-    tokenizer, size = spelling()
+def model_and_tokenizer(tmp_path, template, **changes):
+    """Return a model with a chat template, and transformers' tokenizer with the same template."""
+    tokenizer, size = pair_tokenizer()
     toy = Toy(encoder=False, vocabulary=size, seed=4, max_length=96, start=(), sharpness=1.5)
-    named = {"bos_token": "<s>", "eos_token": "</s>"}
-    manifest = {"tokenizers": (tokenizer.to_str(),), "chat_template": template, "chat_tokens": named, **changes}
-    path = with_manifest(toy.write(tmp_path / "plain.onnx"), tmp_path / "chat.onnx", **manifest)
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
-    theirs.chat_template = template
-    return Model.load(path, "cpu", threads=1), theirs
+    special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    manifest = {"tokenizers": (tokenizer.to_str(),), "chat_template": template, "chat_tokens": special_tokens}
+    path = with_manifest(toy.write(tmp_path / "plain.onnx"), tmp_path / "chat.onnx", **(manifest | changes))
+    transformers_tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens)
+    transformers_tokenizer.chat_template = template
+    return Model.load(path, "cpu", threads=1), transformers_tokenizer
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_a_conversation_is_put_into_the_template_as_transformers_does(tmp_path, name, system):
-    model, theirs = conversing(tmp_path, TEMPLATES[name])
+def test_chat_prompt_matches_transformers_chat_template(tmp_path, name, system):
+    model, tokenizer = model_and_tokenizer(tmp_path, TEMPLATES[name])
     system = system and system.replace(" ", "")
     chat = model.chat(system=system)
     messages = [{"role": "system", "content": system}] if system else []
-    respelt = 0
+    num_ambiguous = 0  # answers whose ids are not the encoding of their text
     for word in ("hello", "cabana", "inner", "bb"):
         messages.append({"role": "user", "content": word})
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         result = chat.send(word, max_new_tokens=8)
         assert chat.turns[-1].ids.tolist() == [*expected, *result.token_ids]
-        same(result, model.generate(expected, max_new_tokens=8))
+        assert_same(result, model.generate(expected, max_new_tokens=8))
         messages.append({"role": "assistant", "content": result.text})
-        respelt += theirs.encode(result.text, add_special_tokens=False) != list(result.token_ids)
-    assert respelt
+        num_ambiguous += tokenizer.encode(result.text, add_special_tokens=False) != list(result.token_ids)
+    assert num_ambiguous
     chat.rewind(2)
     messages = [*messages[:-4], {"role": "user", "content": "anew"}]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    same(chat.send("anew", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert_same(chat.send("anew", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
 
 
-def test_a_stream_that_is_left_is_no_turn(tmp_path):
-    model, _ = conversing(tmp_path, PLAIN)
+def test_closed_stream_adds_no_turn(tmp_path):
+    model, _ = model_and_tokenizer(tmp_path, PLAIN)
     chat, other = model.chat(), model.chat()
     pieces = chat.stream("hello", max_new_tokens=8)
     next(pieces)
@@ -405,20 +409,20 @@ def test_a_stream_that_is_left_is_no_turn(tmp_path):
     assert chat.turns == []
     expected = other.send("hello", max_new_tokens=8)
     assert "".join(chat.stream("hello", max_new_tokens=8)) == expected.text
-    same(chat.turns[0].result, expected)
-    same(chat.send("inner", max_new_tokens=8), other.send("inner", max_new_tokens=8))
+    assert_same(chat.turns[0].result, expected)
+    assert_same(chat.send("inner", max_new_tokens=8), other.send("inner", max_new_tokens=8))
     with pytest.raises(OptionError, match="num_return_sequences must be 1 for a stream"):
         next(chat.stream("hello", num_return_sequences=2, num_beams=2))
 
 
-def test_a_prompt_needs_a_template(tmp_path):
-    model, _ = conversing(tmp_path, None)
+def test_prompt_requires_a_template(tmp_path):
+    model, _ = model_and_tokenizer(tmp_path, None)
     with pytest.raises(UnsupportedCallError, match="the file has no chat template: export the model from a folder"):
         model.prompt("hello")
 
 
-def test_options_of_a_turn_in_a_template(tmp_path):
-    model, theirs = conversing(tmp_path, PLAIN)
+def test_options_apply_to_turns_with_a_template(tmp_path):
+    model, tokenizer = model_and_tokenizer(tmp_path, PLAIN)
     chat, messages = model.chat(), []
     turns = [
         {"forced_prefix": "he", "top_logprobs": 1},
@@ -428,20 +432,20 @@ def test_options_of_a_turn_in_a_template(tmp_path):
     ]
     for options in turns:
         messages.append({"role": "user", "content": "hello"})
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         result = chat.send("hello", max_new_tokens=8, **options)
-        same(result, model.generate(expected, max_new_tokens=8, **options))
+        assert_same(result, model.generate(expected, max_new_tokens=8, **options))
         messages.append({"role": "assistant", "content": result.text})
 
 
-def test_what_a_template_refuses_is_said(tmp_path):
+def test_exception_of_a_template_is_an_input_error(tmp_path):
     template = STRICT.replace("'roles must alternate'", "message['content']").replace("!=", "==")
-    chat = conversing(tmp_path, template)[0].chat()
+    chat = model_and_tokenizer(tmp_path, template)[0].chat()
     with pytest.raises(InputError, match="the chat template refuses: hello"):
         chat.send("hello")
-    for other in ([5, 6], None, {"tgt": "a"}):
+    for message in ([5, 6], None, {"tgt": "a"}):
         with pytest.raises(InputError, match="a chat template takes text"):
-            chat.send(other)
+            chat.send(message)
 
 
 @pytest.mark.parametrize(
@@ -457,20 +461,20 @@ def test_what_a_template_refuses_is_said(tmp_path):
         ("", "the input is empty"),
     ],
 )
-def test_templates_that_cannot_be_used(tmp_path, template, message):
-    model, _ = conversing(tmp_path, template or "{# nothing #}")
+def test_invalid_templates_are_refused(tmp_path, template, message):
+    model, _ = model_and_tokenizer(tmp_path, template or "{# nothing #}")
     with pytest.raises(InputError, match=message):
         model.chat().send("hello")
 
 
-def test_a_template_needs_jinja2(tmp_path, monkeypatch):
-    model, _ = conversing(tmp_path, PLAIN)
+def test_missing_jinja2_error_names_the_extra(tmp_path, monkeypatch):
+    model, _ = model_and_tokenizer(tmp_path, PLAIN)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingExtraError, match=r"chat templates need jinja2: pip install 'tformer\[chat\]'"):
         model.chat()
 
 
-def test_a_template_in_a_file_without_a_tokenizer(tmp_path):
-    model, _ = conversing(tmp_path, PLAIN, tokenizers=(), tokenizer_of={})
+def test_template_requires_a_tokenizer(tmp_path):
+    model, _ = model_and_tokenizer(tmp_path, PLAIN, tokenizers=(), tokenizer_of={})
     with pytest.raises(InputError, match="the file has no tokenizer for tgt: give ids"):
         model.chat().send("hello")

@@ -1,4 +1,4 @@
-"""What the package shows, and what it does not load."""
+"""Public names of tformer_runtime, and the modules that its import loads."""
 
 from __future__ import annotations
 
@@ -23,47 +23,51 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_the_public_names():
+def test_all_lists_the_public_names():
     assert set(tformer_runtime.__all__) == NAMES
     assert {n for n in vars(errors) if n.endswith("Error")} <= NAMES
     assert all(getattr(tformer_runtime, name) is not None for name in NAMES)
 
 
-PROGRAM = """
+IMPORT_PROGRAM = """
 import sys, json
 from tformer_runtime import Model
 import tformer_runtime.cli.main
 imported_early = "onnxruntime" in sys.modules
 model = Model.load(sys.argv[1])
 text = model.generate("hello", num_beams=2, max_new_tokens=5).text
-ours = ("asyncio", "torch", "onnx", "tformer_export", "tformer_models", "transformers", "onnxscript", "onnx_ir")
-print(json.dumps([text != "", imported_early, [name for name in ours if name in sys.modules]]))
+forbidden = ("asyncio", "torch", "onnx", "tformer_export", "tformer_models", "transformers", "onnxscript", "onnx_ir")
+print(json.dumps([text != "", imported_early, [name for name in forbidden if name in sys.modules]]))
 """
 
 
-def test_running_a_model_loads_neither_torch_nor_onnx_nor_the_compiler(tmp_path):
+def test_generation_imports_neither_torch_nor_onnx_nor_the_compiler(tmp_path):
     path = Toy().write(tmp_path / "toy.onnx")
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [True, False, []]
+    process = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROGRAM, str(path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(process.stdout) == [True, False, []]
 
 
-LEAST = """
+FIRST_RESULT_PROGRAM = """
 import sys, json
 from tformer_runtime import Model
 model = Model.load(sys.argv[1])
 result = model.generate("hello", max_new_tokens=5)
-later = ("asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets")
-print(json.dumps([len(result.token_ids), [name for name in later if name in sys.modules]]))
+forbidden = ("asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets")
+print(json.dumps([len(result.token_ids), [name for name in forbidden if name in sys.modules]]))
 """
 
 
-def test_a_first_result_waits_for_nothing_that_it_does_not_need(tmp_path):
+def test_first_result_imports_no_optional_modules(tmp_path):
     path = Toy().write(tmp_path / "toy.onnx")
-    done = subprocess.run([sys.executable, "-c", LEAST, str(path)], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [5, []]
+    process = subprocess.run(
+        [sys.executable, "-c", FIRST_RESULT_PROGRAM, str(path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(process.stdout) == [5, []]
 
 
-def test_no_module_prints():
+def test_no_module_calls_print():
     for source in Path(tformer_runtime.__file__).parent.glob("*.py"):
         calls = (node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call))
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), source.name

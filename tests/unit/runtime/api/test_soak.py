@@ -1,8 +1,9 @@
-"""The soak in a short form: some hundreds of requests of all kinds on toys, each result that of the request alone."""
+"""A short soak test: each of some hundred concurrent requests has the result of the same request alone."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import soak
@@ -18,14 +19,14 @@ def path(request, tmp_path_factory):
     return TOYS[request.param].write(tmp_path_factory.mktemp("soak") / "toy.onnx")
 
 
-@pytest.mark.parametrize("tightness", [None, 2.0])
-def test_all_kinds_of_requests_at_once(path, tightness):
-    """tightness: as much memory as so many of the largest requests need."""
-    free = Model.load(path, "cpu", threads=1)
-    requests = soak.pool(free, 36, seed=1)
+@pytest.mark.parametrize("memory_factor", [None, 2.0])
+def test_concurrent_requests_of_all_kinds_match_single_requests(path, memory_factor):
+    """memory_factor: the memory limit, as a multiple of the memory of the largest request."""
+    unlimited = Model.load(path, "cpu", threads=1)
+    requests = soak.pool(unlimited, 36, seed=1)
     kinds = {request.kind for request in requests}
     assert kinds >= {"greedy", "many beams", "samples", "stop", "choices", "regex"}
-    limit = None if tightness is None else int(tightness * free.memory()["peak"])
+    limit = None if memory_factor is None else int(memory_factor * unlimited.memory()["peak"])
     model, tally = Model.load(path, "cpu", threads=1, max_memory=limit), soak.Tally()
     asyncio.run(soak.soak(model, requests, 2, tally, lambda quiet: tally.total < 200, rows=8))
     assert not tally.wrong
@@ -36,7 +37,7 @@ def test_all_kinds_of_requests_at_once(path, tightness):
     assert model.memory()["held"] == 0
 
 
-def test_a_batch_of_thousands_of_requests(path):
+def test_batch_of_thousands_of_requests_matches_single_requests(path):
     model, tally = Model.load(path, "cpu", threads=1), soak.Tally()
     requests = soak.tiny(model, 20, seed=1)
     soak.batch(model, requests, 3_000, tally, lambda: None)
@@ -45,14 +46,19 @@ def test_a_batch_of_thousands_of_requests(path):
     assert model.memory()["held"] == 0 < model.memory()["peak"] < 2**20
 
 
-def test_what_is_wrong_is_found(path, monkeypatch):
-    """The result of another request, another text, and results that are not there in time."""
+def test_soak_reports_wrong_results_wrong_texts_and_lost_requests(path, monkeypatch):
     model, tally = Model.load(path, "cpu", threads=1), soak.Tally()
-    one, other, *_ = (request for request in soak.pool(model, 30, seed=1) if request.kind == "many beams")
-    soak._check(tally, one, one.expected)
-    soak._check(tally, one, other.expected)
-    soak._check_text(tally, one, one.expected.text + "a", whole=True)
-    assert len(tally.wrong) == 2
+    requests = soak.pool(model, 30, seed=1)
+    request, other, *_ = (request for request in requests if request.kind == "many beams")
+    soak.batch(model, [request], 1, tally, lambda: None)
+    assert not tally.wrong
+    soak.batch(model, [replace(request, expected=other.expected)], 1, tally, lambda: None)
+    assert len(tally.wrong) == 1
+    streamed = next(request for request in requests if request.streams and request.expected.text)
+    wrong_text = replace(streamed, expected=replace(streamed.expected, text=streamed.expected.text + "a"))
+    texts = soak.Tally()
+    asyncio.run(soak.soak(model, [wrong_text], 2, texts, lambda quiet: not any("streamed" in w for w in texts.wrong)))
+    assert any("streamed" in message for message in texts.wrong)
     monkeypatch.setattr(soak, "PATIENCE", 0)
-    asyncio.run(soak.soak(model, [one], 2, tally, lambda quiet: not tally.lost))
+    asyncio.run(soak.soak(model, [request], 2, tally, lambda quiet: not tally.lost))
     assert tally.lost

@@ -1,4 +1,4 @@
-"""One `Model`, many threads, every call: each yields what it yields when nothing else runs."""
+"""One `Model` in many threads: the result of each call equals the result of the same call alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from support.toy_models import END_ID, Toy, assert_alike
 
 from tformer_runtime import InputError, Model, Result
 
-THREADS = 8
+NUM_THREADS = 8
 TOYS = {
     "encoder-decoder": Toy(seed=27, extras=True, layers=2),
     "decoder-only": Toy(seed=5, encoder=False),
     "portable": Toy(seed=27, encoder=False, attention="scatter-pair"),
 }
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"]
-WAYS = [
+OPTION_SETS = [
     {"max_new_tokens": 12},
     {"max_new_tokens": 20, "stop_strings": ["e", "££"], "suppress_tokens": [END_ID]},
     {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
@@ -37,15 +37,15 @@ def path(request, tmp_path_factory):
 
 
 @pytest.fixture
-def switching():
-    """Threads take turns a hundred times as often as usual."""
+def frequent_thread_switches():
+    """Set the switch interval to a hundredth, so that races become likely."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(interval / 100)
     yield
     sys.setswitchinterval(interval)
 
 
-def refused(model: Model) -> str:
+def refusal(model: Model) -> str:
     with pytest.raises(InputError) as caught:
         model.generate("hé")
     return str(caught.value)
@@ -61,58 +61,64 @@ def conversation(model: Model, word: str) -> list[Result]:
 
 
 def calls(model: Model) -> list:
-    """Everything that a model can be asked, as functions."""
-    made = [lambda w=word, o=way: model.generate(w, **o) for word in WORDS for way in WAYS]
-    made += [lambda o=way: list(model.generate_batch(WORDS, batch_size=3, **o)) for way in WAYS]
-    made += [lambda w=word, o=way: "".join(model.stream(w, **o)) for word in WORDS[:4] for way in (*WAYS[:2], WAYS[6])]
-    made += [lambda w=word: model.score(w, "abc") for word in WORDS]
-    made += [lambda: refused(model)] * 3
+    """Return calls of all methods of a model that compute results."""
+    method_calls = [lambda w=word, o=options: model.generate(w, **o) for word in WORDS for options in OPTION_SETS]
+    method_calls += [lambda o=options: list(model.generate_batch(WORDS, batch_size=3, **o)) for options in OPTION_SETS]
+    method_calls += [
+        lambda w=word, o=options: "".join(model.stream(w, **o))
+        for word in WORDS[:4]
+        for options in (*OPTION_SETS[:2], OPTION_SETS[6])
+    ]
+    method_calls += [lambda w=word: model.score(w, "abc") for word in WORDS]
+    method_calls += [lambda: refusal(model)] * 3
     if model.manifest.encode is None:
-        shared = model.cache_prefix("instructions")
-        made += [lambda w=word: model.generate(w, prefix=shared, max_new_tokens=8) for word in WORDS]
-        made += [lambda: list(model.generate_batch(WORDS, prefix=shared, num_beams=2, max_new_tokens=5))] * 2
-        made += [lambda w=word: model.generate("ab", prefix=model.cache_prefix(w), max_new_tokens=5) for word in WORDS]
-        made += [lambda w=word: conversation(model, w) for word in WORDS]
+        prefix = model.cache_prefix("instructions")
+        method_calls += [lambda w=word: model.generate(w, prefix=prefix, max_new_tokens=8) for word in WORDS]
+        method_calls += [lambda: list(model.generate_batch(WORDS, prefix=prefix, num_beams=2, max_new_tokens=5))] * 2
+        method_calls += [
+            lambda w=word: model.generate("ab", prefix=model.cache_prefix(w), max_new_tokens=5) for word in WORDS
+        ]
+        method_calls += [lambda w=word: conversation(model, w) for word in WORDS]
     else:
-        made += [lambda w=word: model.align(w, "abc") for word in WORDS]
-        made += [
+        method_calls += [lambda w=word: model.align(w, "abc") for word in WORDS]
+        method_calls += [
             lambda w=word: model.generate(w, cross_attentions=True, max_new_tokens=5).cross_attentions for word in WORDS
         ]
-    return made
+    return method_calls
 
 
-def assert_same(found, expected) -> None:
+def assert_same(actual, expected) -> None:
     if isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_alike(one, other)
     elif isinstance(expected, Result):
-        assert_alike(found, expected)
+        assert_alike(actual, expected)
     elif isinstance(expected, np.ndarray):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
     else:
-        assert found == expected
+        assert actual == expected
 
 
-@pytest.mark.usefixtures("switching")
+@pytest.mark.usefixtures("frequent_thread_switches")
 @pytest.mark.parametrize("limited", [False, True])
-def test_threads_share_a_model(path, limited):
-    """limited: there is memory for two batches or so at a time."""
-    alone = Model.load(path, "cpu", threads=1)
-    serially = calls(alone)
-    expected = [call() for call in serially]
-    model = Model.load(path, "cpu", threads=1, max_memory=2 * alone.memory()["peak"] if limited else None)
+def test_calls_in_threads_match_single_calls(path, limited):
+    """limited: the memory is enough for about two batches."""
+    single = Model.load(path, "cpu", threads=1)
+    serial_calls = calls(single)
+    expected = [call() for call in serial_calls]
+    model = Model.load(path, "cpu", threads=1, max_memory=2 * single.memory()["peak"] if limited else None)
     plan = [*enumerate(calls(model))] * 2
     random.Random(1).shuffle(plan)
-    barrier = threading.Barrier(THREADS)
+    barrier = threading.Barrier(NUM_THREADS)
 
     def run(part):
         barrier.wait()
         return [(number, call()) for number, call in part]
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        parts = list(threads.map(run, [plan[i::THREADS] for i in range(THREADS)]))
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        parts = list(threads.map(run, [plan[i::NUM_THREADS] for i in range(NUM_THREADS)]))
     results = [result for part in parts for result in part]
     assert len(results) == 2 * len(expected)
-    for number, found in results:
-        assert_same(found, expected[number])
-    assert model.memory()["held"] == alone.memory()["held"]  # the shared prefix, if there is one
+    for number, actual in results:
+        assert_same(actual, expected[number])
+    assert model.memory()["held"] == single.memory()["held"]  # a decoder-only model keeps its cached prefix

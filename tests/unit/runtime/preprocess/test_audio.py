@@ -1,4 +1,6 @@
-"""From files and samples to what a model reads: against transformers' feature extractors, and sounds written here."""
+"""AudioPreprocessor: spectrograms and waveforms equal the output of transformers' feature extractors, and files are
+read as they were written.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MEL = AudioPreprocessor(rate=16000, features=LOG_MEL, mels=80, window=400, hop=1
 
 
 def speech(seconds, rate=16000, seed=0):
-    """Tones that glide, come and go, and noise."""
+    """Return a sum of tones of varying pitch and loudness, and noise."""
     random, time = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
     sound = 0.01 * random.standard_normal(len(time))
     for pitch in (110, 330, 1300, 2900):
@@ -40,50 +42,50 @@ SOUNDS = {
 
 @pytest.mark.parametrize("name", SOUNDS)
 @pytest.mark.parametrize("mels", [80, 128])
-def test_spectrograms_are_those_of_the_feature_extractor(name, mels):
-    theirs = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
-    own = replace(MEL, mels=mels).from_samples(SOUNDS[name])
-    assert own.shape == (mels, 3000)
-    assert own.dtype == np.float32
-    np.testing.assert_allclose(own, theirs.input_features[0], atol=1e-4, rtol=0)
+def test_spectrograms_match_whisper_feature_extractor(name, mels):
+    expected = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
+    actual = replace(MEL, mels=mels).from_samples(SOUNDS[name])
+    assert actual.shape == (mels, 3000)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected.input_features[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("window", [400, 256])
-def test_spectrograms_of_other_sizes_and_of_long_sounds(window):
+def test_spectrograms_of_other_sizes_and_long_sounds_match_feature_extractor(window):
     extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1, hop_length=100, n_fft=window)
     audio = replace(MEL, mels=12, window=window, hop=100, samples=16000)
     for sound in (speech(0.4), speech(1.0), speech(2.7137)):
-        how = "longest" if len(sound) > 16000 else "max_length"
-        theirs = extractor(sound, sampling_rate=16000, return_tensors="np", truncation=False, padding=how)
-        np.testing.assert_allclose(audio.spectrogram(sound), theirs.input_features[0], atol=1e-4, rtol=0)
+        padding = "longest" if len(sound) > 16000 else "max_length"
+        expected = extractor(sound, sampling_rate=16000, return_tensors="np", truncation=False, padding=padding)
+        np.testing.assert_allclose(audio.spectrogram(sound), expected.input_features[0], atol=1e-4, rtol=0)
 
 
-def test_waveforms_are_normalised_as_by_the_feature_extractor():
+def test_waveforms_match_wav2vec2_feature_extractor():
     for normalize in (True, False):
         extractor = Wav2Vec2FeatureExtractor(do_normalize=normalize)
         for sound in SOUNDS.values():
-            theirs = extractor(sound + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
-            own = AudioPreprocessor(normalize=normalize).from_samples(sound + np.float32(0.3))
-            np.testing.assert_allclose(own, theirs, atol=1e-5, rtol=1e-5)
+            expected = extractor(sound + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
+            actual = AudioPreprocessor(normalize=normalize).from_samples(sound + np.float32(0.3))
+            np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "error"),
+    ("name", "subtype", "tolerance"),
     [("a.wav", "PCM_16", 4e-5), ("a.wav", "PCM_24", 2e-7), ("a.wav", "FLOAT", 0), ("a.flac", "PCM_16", 4e-5)],
 )
-def test_files(tmp_path, name, kind, error):
+def test_files_are_read_as_written(tmp_path, name, subtype, tolerance):
     sound = speech(0.5)
-    soundfile.write(tmp_path / name, sound, 16000, subtype=kind)
-    for given in (tmp_path / name, str(tmp_path / name), (tmp_path / name).read_bytes()):
-        np.testing.assert_allclose(WAVE.read(given), sound, atol=error, rtol=0)
+    soundfile.write(tmp_path / name, sound, 16000, subtype=subtype)
+    for source in (tmp_path / name, str(tmp_path / name), (tmp_path / name).read_bytes()):
+        np.testing.assert_allclose(WAVE.read(source), sound, atol=tolerance, rtol=0)
 
 
-def test_channels_are_averaged_and_integers_scaled(tmp_path):
+def test_channels_are_averaged_and_integers_are_scaled(tmp_path):
     left, right = speech(0.5, seed=1), speech(0.5, seed=2)
     both = np.stack([left, right], 1)
     soundfile.write(tmp_path / "both.wav", both, 16000, subtype="FLOAT")
-    for given in (tmp_path / "both.wav", both, (both, 16000)):
-        np.testing.assert_allclose(WAVE.read(given), (left + right) / 2, atol=1e-7)
+    for source in (tmp_path / "both.wav", both, (both, 16000)):
+        np.testing.assert_allclose(WAVE.read(source), (left + right) / 2, atol=1e-7)
     integers = np.round(left * 32767).astype(np.int16)
     np.testing.assert_allclose(WAVE.read(integers), integers / 32768, atol=1e-7)
     np.testing.assert_allclose(WAVE.read(list(map(float, left))), left, atol=1e-7)
@@ -95,26 +97,26 @@ def test_other_rates_are_resampled(tmp_path, rate):
         return (0.5 * np.sin(2 * np.pi * 1000 * np.arange(rate) / rate)).astype(np.float32)
 
     soundfile.write(tmp_path / "tone.wav", tone(rate), rate, subtype="FLOAT")
-    for given in (tmp_path / "tone.wav", (tone(rate), rate)):
-        found = WAVE.read(given)
-        assert len(found) == 16000
-        np.testing.assert_allclose(found[500:-500], tone(16000)[500:-500], atol=1e-3)
+    for source in (tmp_path / "tone.wav", (tone(rate), rate)):
+        actual = WAVE.read(source)
+        assert len(actual) == 16000
+        np.testing.assert_allclose(actual[500:-500], tone(16000)[500:-500], atol=1e-3)
 
 
-def test_without_a_resampler_both_rates_are_named(monkeypatch):
+def test_missing_resampler_error_names_both_rates(monkeypatch):
     monkeypatch.setitem(sys.modules, "soxr", None)
     with pytest.raises(MissingExtraError, match=r"44100 samples a second and the model reads 16000.*tformer\[audio\]"):
         WAVE.read((speech(0.5), 44100))
 
 
-def test_without_soundfile_the_extra_is_named(monkeypatch, tmp_path):
+def test_missing_soundfile_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(MissingExtraError, match=r"needs soundfile: pip install 'tformer\[audio\]'"):
         WAVE.read(tmp_path / "a.wav")
 
 
-def test_a_soundfile_without_its_library_is_named(monkeypatch, tmp_path):
-    """Its module raises OSError while it is imported, as where libsndfile is not found."""
+def test_soundfile_without_libsndfile_raises_missing_extra_error(monkeypatch, tmp_path):
+    """The module soundfile raises OSError on import if libsndfile is not found."""
     (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "soundfile")
@@ -122,21 +124,21 @@ def test_a_soundfile_without_its_library_is_named(monkeypatch, tmp_path):
         WAVE.read(tmp_path / "a.wav")
 
 
-def test_what_is_no_sound_is_refused(tmp_path):
+def test_invalid_sounds_raise_input_error(tmp_path):
     (tmp_path / "text.wav").write_text("no sound at all")
     soundfile.write(tmp_path / "empty.wav", np.zeros(0, np.float32), 16000)
-    whole = tmp_path / "whole.flac"
-    soundfile.write(whole, speech(1.0), 16000)
-    (tmp_path / "cut.flac").write_bytes(whole.read_bytes()[:30])
-    gap = speech(0.5)
-    gap[800] = np.nan
-    refused = {
+    whole_file = tmp_path / "whole.flac"
+    soundfile.write(whole_file, speech(1.0), 16000)
+    (tmp_path / "cut.flac").write_bytes(whole_file.read_bytes()[:30])
+    with_nan = speech(0.5)
+    with_nan[800] = np.nan
+    invalid_sounds = {
         "there is no such file": tmp_path / "none.wav",
         "text.wav is no sound": tmp_path / "text.wav",
         "cut.flac is no sound": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
-        r"no number, \[nan\] at 0.050 s": gap,
+        r"no number, \[nan\] at 0.050 s": with_nan,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
         r"these are \(2, 800\): turn them round": np.zeros((2, 800), np.float32),
         r"samples, .* not ndarray of <U4": np.array("text"),
@@ -150,15 +152,15 @@ def test_what_is_no_sound_is_refused(tmp_path):
         "name of a sound's file is empty": "",
         "is a directory": tmp_path,
     }
-    for sentence, given in refused.items():
-        with pytest.raises(InputError, match=sentence):
-            WAVE.read(given)
+    for message, sound in invalid_sounds.items():
+        with pytest.raises(InputError, match=message):
+            WAVE.read(sound)
     with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
         MEL.from_samples(speech(31.0))
 
 
-def says(flac, frames):
-    """The bytes of a FLAC file whose header says that it has so many frames: 36 bits, from the middle of byte 21."""
+def with_frame_count(flac, frames):
+    """Return the bytes of a FLAC file with a changed number of frames in its header: 36 bits from byte 21."""
     return (
         flac[:21]
         + (flac[21] & 0xF0 | frames >> 32).to_bytes(1, "big")
@@ -167,11 +169,11 @@ def says(flac, frames):
     )
 
 
-def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
-    """What a header says is looked at before anything is read."""
+def test_sounds_too_large_for_memory_are_refused(tmp_path, monkeypatch):
+    """The header is checked before samples are read."""
     soundfile.write(tmp_path / "a.flac", speech(0.5), 16000)
     with pytest.raises(InputError, match="the sound has 68,719,476,735 samples, and at most 1,073,741,824 are read"):
-        WAVE.read(says((tmp_path / "a.flac").read_bytes(), 2**36 - 1))
+        WAVE.read(with_frame_count((tmp_path / "a.flac").read_bytes(), 2**36 - 1))
     soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
     with pytest.raises(InputError, match=r"slow\.wav has a rate of 1 samples a second"):
         WAVE.read(tmp_path / "slow.wav")
@@ -179,21 +181,21 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="resampled to 16000 Hz, has 16,000 samples, and at most 10,000"):
         WAVE.read((speech(1.0, 8000), 8000))
     with pytest.raises(InputError, match="does not say how long it is"):
-        WAVE.read(says((tmp_path / "a.flac").read_bytes(), 0))
+        WAVE.read(with_frame_count((tmp_path / "a.flac").read_bytes(), 0))
 
-    def nothing_left(*_, **__):
+    def raise_memory_error(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr("tformer_runtime.preprocess.audio._resample", nothing_left)
+    monkeypatch.setattr(soundfile.SoundFile, "read", raise_memory_error)
     with pytest.raises(OutOfMemoryError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
-    monkeypatch.setattr("tformer_runtime.preprocess.audio.np.fft.rfft", nothing_left)
+    monkeypatch.setattr("tformer_runtime.preprocess.audio.np.fft.rfft", raise_memory_error)
     with pytest.raises(OutOfMemoryError, match="the sound is too long for the memory there is"):
         MEL.from_samples(speech(0.5))
 
 
 @pytest.mark.parametrize(
-    ("kind", "subtype"),
+    ("file_format", "subtype"),
     [
         ("WAV", "PCM_16"),
         ("RF64", "PCM_16"),
@@ -204,32 +206,33 @@ def test_sounds_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
         ("FLAC", "PCM_16"),
     ],
 )
-def test_a_file_that_ends_too_early_is_not_taken_for_whole(kind, subtype):
-    held = io.BytesIO()
-    soundfile.write(held, speech(2.0), 16000, format=kind, subtype=subtype)
-    assert len(WAVE.read(held.getvalue())) == 32000
+def test_truncated_file_is_refused(file_format, subtype):
+    file = io.BytesIO()
+    soundfile.write(file, speech(2.0), 16000, format=file_format, subtype=subtype)
+    content = file.getvalue()
+    assert len(WAVE.read(content)) == 32000
     with pytest.raises(InputError, match=r"the sound is cut off: it holds 1\.\d\d s of 2\.\d\d s|or is damaged"):
-        WAVE.read(held.getvalue()[: len(held.getvalue()) * 2 // 3])
+        WAVE.read(content[: len(content) * 2 // 3])
 
 
-@pytest.mark.parametrize("says", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
-def test_what_came_from_a_pipe_is_whole(says):
-    """Whoever wrote it did not know how much would come, and wrote the most that can."""
-    held = io.BytesIO()
-    soundfile.write(held, speech(0.5), 16000, format="WAV", subtype="PCM_16")
-    wave = bytearray(held.getvalue())
-    at = wave.index(b"data") + 4
-    wave[4:8] = wave[at : at + 4] = says.to_bytes(4, "little")
+@pytest.mark.parametrize("declared_size", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000])
+def test_wave_file_written_to_a_pipe_is_read_whole(declared_size):
+    """The writer of a pipe does not know the number of samples, and writes the largest size into the header."""
+    file = io.BytesIO()
+    soundfile.write(file, speech(0.5), 16000, format="WAV", subtype="PCM_16")
+    wave = bytearray(file.getvalue())
+    size_offset = wave.index(b"data") + 4
+    wave[4:8] = wave[size_offset : size_offset + 4] = declared_size.to_bytes(4, "little")
     assert len(WAVE.read(bytes(wave))) == 8000
 
 
-def test_a_rate_may_be_a_whole_float():
+def test_rate_may_be_a_float_with_an_integer_value():
     sound = speech(0.5, 8000)
     for rate in (8000.0, np.float64(8000), np.int32(8000)):
         np.testing.assert_array_equal(WAVE.read((sound, rate)), WAVE.read((sound, 8000)))
 
 
-def test_what_a_file_holds_is_read_again():
+def test_manifest_entry_round_trip():
     assert AudioPreprocessor.of(MEL.manifest_entry) == MEL
     for numbers in ({"rate": "fast"}, {"features": "smell"}, {"loud": 1}, {"features": LOG_MEL, "mels": 0}):
         with pytest.raises(ModelFileError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification against all paths there are."""
+"""CTC decoding: beam search, greedy paths and alignments equal an enumeration of all paths."""
 
 from __future__ import annotations
 
@@ -13,76 +13,78 @@ from hypothesis import strategies as st
 from tformer_runtime.preprocess.ctc import CtcSpan, CtcSpelling, align_path, beam_search, collapse_path, greedy_path
 
 
-def drawn(frames, tokens, seed, spread=1.5):
+def random_logprobs(frames, tokens, seed, spread=1.5):
     logits = spread * np.random.default_rng(seed).standard_normal((frames, tokens))
     return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 def every_path(logprobs):
-    """path → its log-probability."""
+    """Return the log-probability of each path."""
     frames, tokens = logprobs.shape
     paths = itertools.product(range(tokens), repeat=frames)
     return {path: sum(logprobs[frame, token] for frame, token in enumerate(path)) for path in paths}
 
 
 def collapsed(path, blank):
-    """Written otherwise than in the runtime: a token counts where the one before is another."""
+    """Return the labelling of a path, by an algorithm other than that of the runtime: keep each token whose predecessor
+    is another token."""
     return tuple(token for before, token in zip((None, *path), path, strict=False) if token not in (before, blank))
 
 
-def labellings(logprobs, blank):
-    found = defaultdict(lambda: -np.inf)
+def labelling_scores(logprobs, blank):
+    """Return the log-probability of each labelling, the sum over its paths."""
+    scores = defaultdict(lambda: -np.inf)
     for path, score in every_path(logprobs).items():
-        found[collapsed(path, blank)] = np.logaddexp(found[collapsed(path, blank)], score)
-    return found
+        scores[collapsed(path, blank)] = np.logaddexp(scores[collapsed(path, blank)], score)
+    return scores
 
 
 @pytest.mark.parametrize("blank", [0, 2])
 @pytest.mark.parametrize("frames", [1, 2, 5, 6])
-def test_a_wide_beam_has_the_probabilities_of_all_labellings(frames, blank):
-    logprobs = drawn(frames, 3, seed=frames)
-    expected = labellings(logprobs, blank)
-    found = beam_search(logprobs, blank, size=10**4)
-    assert {labelling.ids for labelling in found} == set(expected)
-    for labelling in found:
+def test_wide_beam_has_the_probabilities_of_all_labellings(frames, blank):
+    logprobs = random_logprobs(frames, 3, seed=frames)
+    expected = labelling_scores(logprobs, blank)
+    actual = beam_search(logprobs, blank, size=10**4)
+    assert {labelling.ids for labelling in actual} == set(expected)
+    for labelling in actual:
         assert labelling.score == pytest.approx(expected[labelling.ids], abs=1e-9)
-    assert [f.score for f in found] == sorted((f.score for f in found), reverse=True)
+    assert [f.score for f in actual] == sorted((f.score for f in actual), reverse=True)
 
 
-def test_a_beam_finds_what_the_likeliest_path_does_not_say():
-    logprobs = np.log(np.array([[0.6, 0.4], [0.6, 0.4]]))  # the blank, the blank: 0.36; but some token: 0.64
+def test_beam_search_finds_a_labelling_more_probable_than_the_greedy_path():
+    logprobs = np.log(np.array([[0.6, 0.4], [0.6, 0.4]]))  # two blanks have probability 0.36, so token 1 has 0.64
     assert greedy_path(logprobs, 0)[1].ids == ()
     best = beam_search(logprobs, 0, 4)[0]
     assert best.ids == (1,)
     assert best.score == pytest.approx(np.log(0.64))
 
 
-def test_a_narrow_beam_never_says_more_than_is_true():
+def test_scores_of_a_narrow_beam_are_lower_bounds():
     for seed in range(20):
-        logprobs = drawn(6, 4, seed)
-        expected = labellings(logprobs, 0)
-        found = beam_search(logprobs, 0, 3)
-        assert len(found) <= 3
-        assert all(labelling.score <= expected[labelling.ids] + 1e-9 for labelling in found)
+        logprobs = random_logprobs(6, 4, seed)
+        expected = labelling_scores(logprobs, 0)
+        actual = beam_search(logprobs, 0, 3)
+        assert len(actual) <= 3
+        assert all(labelling.score <= expected[labelling.ids] + 1e-9 for labelling in actual)
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(2, 4))
-def test_the_likeliest_path_of_a_labelling(seed, frames, tokens):
-    logprobs = drawn(frames, tokens, seed)
+def test_alignment_is_the_most_probable_path_of_its_labelling(seed, frames, tokens):
+    logprobs = random_logprobs(frames, tokens, seed)
     paths = every_path(logprobs)
-    of_each = defaultdict(list)
+    paths_of_labelling = defaultdict(list)
     for path, score in paths.items():
-        of_each[collapsed(path, 0)].append((score, path))
-    for ids, some in of_each.items():
+        paths_of_labelling[collapsed(path, 0)].append((score, path))
+    for ids, scored_paths in paths_of_labelling.items():
         path = tuple(align_path(logprobs, ids, 0).tolist())
         assert collapse_path(path, 0) == collapsed(path, 0) == ids
-        assert paths[path] == pytest.approx(max(some)[0])
+        assert paths[path] == pytest.approx(max(scored_paths)[0])
     best, labelling = greedy_path(logprobs, 0)
     assert paths[tuple(best.tolist())] == pytest.approx(max(paths.values())) == pytest.approx(labelling.score)
 
 
-def test_spelling():
+def test_spelling_of_a_path_has_text_words_and_characters():
     spelling = CtcSpelling(("<pad>", "|", "A", "B", "'S"), 0, "|", lower=True, tidy=True)
     path = [1, 0, 2, 2, 0, 2, 3, 1, 1, 0, 1, 3, 3, 0, 0, 1, 4]
     assert spelling.text(path) == "aab  b's"

@@ -1,4 +1,4 @@
-"""Models that are run once, from Python: against the same computation in numpy, in any batch."""
+"""Python calls of models that are run once: results in any batch equal the same computation in numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.toy_models import Toy
-from support.toy_tasks import HEAD, LABELS, MOST, WIDTH, WORDS, read, states, vector, words, write
+from support.toy_tasks import HEAD, LABELS, MAX_INPUT_TOKENS, WIDTH, WORDS, ids_and_types, states, vector, words, write
 
 from tformer_runtime import InputError, Model, ModelFileError, OptionError, UnsupportedCallError
 from tformer_runtime.format import manifest as m
@@ -31,15 +31,15 @@ def softmax(z):
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}, {"batch_size": 2, "workers": 3}])
-def test_vectors_in_any_batch(files, options):
+def test_vectors_do_not_depend_on_the_batch(files, options):
     inputs = [*TEXTS, *PAIRS] * 9
-    found = files["vector"].embed(inputs, **options)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [vector(text) for text in inputs], atol=1e-6)
+    actual = files["vector"].embed(inputs, **options)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, [vector(text) for text in inputs], atol=1e-6)
     assert files["vector"].embed([]).shape == (0, WIDTH)
 
 
-def test_classes_and_their_probabilities(files):
+def test_classification_has_probabilities_of_all_labels(files):
     inputs = [*TEXTS, *PAIRS]
     for text, result in zip(inputs, files["scores"].classify(inputs, top_k=2), strict=True):
         expected = softmax(vector(text).astype(np.float64) @ HEAD)
@@ -54,92 +54,94 @@ def test_classes_and_their_probabilities(files):
 
 
 @pytest.mark.parametrize(
-    ("problem", "final"), [(m.MULTI_LABEL, lambda z: 1 / (1 + np.exp(-z))), (m.REGRESSION, lambda z: z)]
+    ("problem", "activation"), [(m.MULTI_LABEL, lambda z: 1 / (1 + np.exp(-z))), (m.REGRESSION, lambda z: z)]
 )
-def test_what_scores_stand_for(tmp_path, problem, final):
+def test_scores_are_activated_by_problem_type(tmp_path, problem, activation):
     model = Model.load(write(tmp_path / "x.onnx", "scores", output_meaning=m.OutputMeaning((), problem)), "cpu")
     (result,) = model.classify(["a good day"])
-    np.testing.assert_allclose(list(result.scores.values()), final(vector("a good day") @ HEAD), rtol=1e-5)
+    np.testing.assert_allclose(list(result.scores.values()), activation(vector("a good day") @ HEAD), rtol=1e-5)
     assert set(result.scores) == {"LABEL_0", "LABEL_1", "LABEL_2"}
 
 
-def test_results_of_each_position_have_no_padding(files):
+def test_position_states_have_no_padding(files):
     for batch_size in (1, 6):
-        for text, found in zip(TEXTS, files["states"].predict(TEXTS, batch_size), strict=True):
-            np.testing.assert_allclose(found, states(text), atol=1e-6)
+        for text, actual in zip(TEXTS, files["states"].predict(TEXTS, batch_size), strict=True):
+            np.testing.assert_allclose(actual, states(text), atol=1e-6)
 
 
-def test_rows_of_one_size_where_padding_would_change_them(tmp_path, monkeypatch):
+def test_batches_of_a_model_without_ragged_rows_have_one_length(tmp_path, monkeypatch):
     model = Model.load(write(tmp_path / "x.onnx", ragged=False), "cpu")
-    sizes, run = [], type(model.engine).encode
+    batch_lengths, encode = [], type(model.engine).encode
 
-    def watched(engine, requests, rows, *more):
-        sizes.append({len(row) for row in requests["ids"]})
-        return run(engine, requests, rows, *more)
+    def record_lengths(engine, requests, rows, *more):
+        batch_lengths.append({len(row) for row in requests["ids"]})
+        return encode(engine, requests, rows, *more)
 
-    monkeypatch.setattr(type(model.engine), "encode", watched)
-    found = model.embed(TEXTS * 2)
-    np.testing.assert_allclose(found, [vector(text) for text in TEXTS * 2], atol=1e-6)
-    assert all(len(own) == 1 for own in sizes)
-    assert len(sizes) == len({len(read(text)[0]) for text in TEXTS})
+    monkeypatch.setattr(type(model.engine), "encode", record_lengths)
+    actual = model.embed(TEXTS * 2)
+    np.testing.assert_allclose(actual, [vector(text) for text in TEXTS * 2], atol=1e-6)
+    assert all(len(lengths) == 1 for lengths in batch_lengths)
+    assert len(batch_lengths) == len({len(ids_and_types(text)[0]) for text in TEXTS})
 
 
-def test_inputs_are_read_as_they_are_needed(files, monkeypatch):
+def test_inputs_are_read_lazily(files, monkeypatch):
     monkeypatch.setattr(single_pass, "WINDOW_BATCHES", 2)
-    taken = []
+    inputs = []
 
     def endless():
         while True:
-            taken.append(TEXTS[len(taken) % 3])
-            yield taken[-1]
+            inputs.append(TEXTS[len(inputs) % 3])
+            yield inputs[-1]
 
-    found = files["vector"].predict(endless(), 2)
-    for number in range(10):
-        np.testing.assert_allclose(next(found), vector(TEXTS[number % 3]), atol=1e-6)
-    assert len(taken) <= 12
+    actual = files["vector"].predict(endless(), 2)
+    for index in range(10):
+        np.testing.assert_allclose(next(actual), vector(TEXTS[index % 3]), atol=1e-6)
+    assert len(inputs) <= 12
 
 
-def test_ids_and_mappings(files):
-    ids, types = read(("good", "bad"))
+def test_ids_and_mappings_are_inputs(files):
+    ids, types = ids_and_types(("good", "bad"))
     model = files["vector"]
-    given = [ids, {"ids": ids}, {"ids": ids, "types": types}]
-    plain = (vector("good bad") - vector("good bad"))[None] + model.embed([ids])[0]
-    found = model.embed(given)
-    np.testing.assert_allclose(found[:2], np.repeat(plain, 2, 0), atol=1e-6)
-    np.testing.assert_allclose(found[2], vector(("good", "bad")), atol=1e-6)
+    inputs = [ids, {"ids": ids}, {"ids": ids, "types": types}]
+    without_types = model.embed([ids])[0]
+    actual = model.embed(inputs)
+    np.testing.assert_allclose(actual[:2], np.repeat(without_types[None], 2, 0), atol=1e-6)
+    np.testing.assert_allclose(actual[2], vector(("good", "bad")), atol=1e-6)
 
 
 @pytest.mark.parametrize("text", ["good " * 30, ("a " * 30, "bad"), ("a the " * 9, "good day " * 9)])
-def test_what_is_too_long_is_cut_as_transformers_cuts_it(files, text):
+def test_truncation_matches_transformers(files, text):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=words())
-    cut = theirs(*([text] if isinstance(text, str) else text), truncation=True, max_length=MOST)["input_ids"]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words())
+    expected = tokenizer(*([text] if isinstance(text, str) else text), truncation=True, max_length=MAX_INPUT_TOKENS)[
+        "input_ids"
+    ]
     model = files["vector"]
-    assert list(model.inputs.single_pass_arrays(text, truncate=True)["ids"]) == cut
+    assert list(model.inputs.single_pass_arrays(text, truncate=True)["ids"]) == expected
     with pytest.raises(
-        InputError, match=rf"input 2: the input is \d+ tokens long and the model takes at most {MOST}: "
+        InputError, match=rf"input 2: the input is \d+ tokens long and the model takes at most {MAX_INPUT_TOKENS}: "
     ):
         model.embed(["a", text])
     assert np.isfinite(model.embed(["a", text], truncate=True)).all()
-    assert len(model.inputs.single_pass_arrays([5] * 20, truncate=True)["ids"]) == MOST
+    assert len(model.inputs.single_pass_arrays([5] * 20, truncate=True)["ids"]) == MAX_INPUT_TOKENS
 
 
-def test_what_is_wrong_comes_in_its_turn(files):
+def test_invalid_input_is_reported_after_earlier_results(files):
     model = files["vector"]
     for workers in (1, 2):
-        found = model.numbered_from(3).predict(["a", [4, 99], "b"], workers=workers)
-        np.testing.assert_allclose(next(found), vector("a"), atol=1e-6)
+        actual = model.numbered_from(3).predict(["a", [4, 99], "b"], workers=workers)
+        np.testing.assert_allclose(next(actual), vector("a"), atol=1e-6)
         with pytest.raises(InputError, match=f"input 5: id 99 .* vocabulary, which ends at {len(WORDS) - 1}"):
-            next(found)
+            next(actual)
 
-    def breaks():
+    def failing_inputs():
         yield "a"
-        raise ValueError("of the caller's")
+        raise ValueError("caller's error")
 
-    found = model.predict(breaks())
-    next(found)
+    actual = model.predict(failing_inputs())
+    next(actual)
     with pytest.raises(ValueError, match="caller's"):
-        next(found)
+        next(actual)
 
 
 @pytest.mark.parametrize(
@@ -164,38 +166,38 @@ def test_what_is_wrong_comes_in_its_turn(files):
         ("scores", lambda x: x.classify(["a"], batch_size=0), OptionError, "batch_size must be a whole number"),
     ],
 )  # fmt: skip
-def test_refusals(files, kind, call, error, message):
+def test_unsupported_calls_and_invalid_arguments_are_refused(files, kind, call, error, message):
     with pytest.raises(error, match=message):
         call(files[kind])
 
 
-def test_a_model_that_generates_says_so(tmp_path):
+def test_generating_model_refuses_single_pass_calls(tmp_path):
     model = Model.load(Toy().write(tmp_path / "toy.onnx"), "cpu")
     for call in (lambda: model.embed(["a"]), lambda: model.classify(["a"]), lambda: model.predict(["a"])):
         with pytest.raises(UnsupportedCallError, match=r"generates: it cannot \w+; call generate\(\)"):
             call()
 
 
-def test_a_task_that_no_one_knows_gives_numbers(tmp_path):
+def test_unknown_task_returns_vectors(tmp_path):
     model = Model.load(write(tmp_path / "x.onnx", task="next-basket"), "cpu")
     np.testing.assert_allclose(model.embed(["a"])[0], vector("a"), atol=1e-6)
 
 
-def test_a_prompt_stands_before_each_text(tmp_path):
+def test_prompt_of_the_file_precedes_each_text(tmp_path):
     model = Model.load(
         write(tmp_path / "x.onnx", output_meaning=m.OutputMeaning(settings={"prompt": "the old "})), "cpu"
     )
     np.testing.assert_allclose(model.embed(["film"])[0], vector("the old film"), atol=1e-6)
 
 
-def test_the_manifest_keeps_what_tasks_need(files):
-    held = replace(
+def test_manifest_round_trip_keeps_task_fields(files):
+    manifest = replace(
         files["scores"].manifest,
         output_meaning=m.OutputMeaning(LABELS, m.MULTI_LABEL, {"horizon": 3}),
         preprocessing={"pixels": m.Preprocessing("image", {"size": [8, 8]})},
     )
-    assert m.Manifest.from_json(held.to_json()) == held
-    data = json.loads(held.to_json())
+    assert m.Manifest.from_json(manifest.to_json()) == manifest
+    data = json.loads(manifest.to_json())
     with pytest.raises(
         ModelFileError, match=f"version 99 and this runtime reads version {m.MANIFEST_VERSION}: upgrade tformer"
     ):

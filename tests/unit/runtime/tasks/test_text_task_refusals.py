@@ -1,5 +1,6 @@
-"""What files that label spans, answer questions and fill masks refuse from Python, and before any run where that is
-possible."""
+"""Token classification, question answering and fill-mask: invalid options and inputs are refused, options before any
+input is read.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ MASK = 11  # "old"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    asked = {
+    tasks = {
         "spans": ("states", "token-classification", m.OutputMeaning(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))),
         "answers": ("places", "question-answering", m.OutputMeaning(settings={"first": 1})),
         "masks": ("states", "fill-mask", m.OutputMeaning(settings={"mask": MASK})),
     }
-    made = {}
-    for name, (gives, task, outcome) in asked.items():
-        path = write(folder / f"{name}.onnx", gives, task=task, output_meaning=outcome)
-        made[name] = Model.load(path, "cpu", threads=1)
-    return made
+    models = {}
+    for name, (output, task, output_meaning) in tasks.items():
+        path = write(folder / f"{name}.onnx", output, task=task, output_meaning=output_meaning)
+        models[name] = Model.load(path, "cpu", threads=1)
+    return models
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("candidate_tokens", "message"),
     [
         ([-1], f"the candidate token -1 is not in the model's vocabulary, which has {WIDTH} ids"),
         ([WIDTH], f"the candidate token {WIDTH} is not in the model's vocabulary"),
@@ -42,22 +43,22 @@ def files(tmp_path_factory):
         ([], "candidate_tokens names no token"),
     ],
 )
-def test_targets_that_are_no_tokens(files, targets, message):
-    with pytest.raises(OptionError, match=message):  # though no text is read
-        files["masks"].fill([], candidate_tokens=targets)
+def test_invalid_candidate_tokens_are_refused(files, candidate_tokens, message):
+    with pytest.raises(OptionError, match=message):  # the list of texts is empty
+        files["masks"].fill([], candidate_tokens=candidate_tokens)
 
 
-def test_targets_of_any_whole_number(files):
-    (given,) = files["masks"].fill(["bad old"], candidate_tokens=["bad", "good"])
-    assert {candidate.id for candidate in given[0]} == {4, 5}
-    for targets in ([np.int64(5), 4], np.array([4, 5])):
-        assert files["masks"].fill(["bad old"], candidate_tokens=targets) == [given]
-    (one,) = files["masks"].fill(["bad old"], candidate_tokens=np.int32(4))
-    assert one[0] == tuple(candidate for candidate in given[0] if candidate.id == 4)
+def test_candidate_tokens_are_texts_or_integers(files):
+    (expected,) = files["masks"].fill(["bad old"], candidate_tokens=["bad", "good"])
+    assert {candidate.id for candidate in expected[0]} == {4, 5}
+    for candidate_tokens in ([np.int64(5), 4], np.array([4, 5])):
+        assert files["masks"].fill(["bad old"], candidate_tokens=candidate_tokens) == [expected]
+    (actual,) = files["masks"].fill(["bad old"], candidate_tokens=np.int32(4))
+    assert actual[0] == tuple(candidate for candidate in expected[0] if candidate.id == 4)
 
 
 @pytest.mark.parametrize("context", ["", "  ", "\n"])
-def test_a_context_without_text(files, context):
+def test_empty_context_is_refused(files, context):
     with pytest.raises(InputError, match=r"^input 2: the context is empty$"):
         files["answers"].answer([("a good", "bad film"), ("a good", context)])
 
@@ -80,29 +81,28 @@ def test_a_context_without_text(files, context):
         ("answers", {"allow_no_answer": "no"}, "no_answer must be True or False, not 'no'"),
     ],
 )
-def test_what_does_not_go_together(files, kind, settings, message):
+def test_invalid_options_are_refused_before_any_input(files, kind, settings, message):
     with pytest.raises(OptionError, match=message):
         files[kind].predict([], **settings)
 
 
-def test_which_labels_are_left_out(files):
-    """Those that are given, instead of O."""
+def test_ignore_labels_replace_the_default_of_o(files):
     text = "good bad day film a the night old"
-    every = files["spans"].entities([text], ignore_labels=())[0]
-    held = {span.label for span in every}
-    assert {"O"} < held
-    one = min(held - {"O"})
-    for ignore, without in (("O", "O"), (None, "O"), (one, one), ([one], one)):
-        (found,) = files["spans"].entities([text], ignore_labels=ignore)
-        assert found == [span for span in every if span.label != without]
+    all_spans = files["spans"].entities([text], ignore_labels=())[0]
+    labels = {span.label for span in all_spans}
+    assert {"O"} < labels
+    label = min(labels - {"O"})
+    for ignore_labels, ignored in (("O", "O"), (None, "O"), (label, label), ([label], label)):
+        (actual,) = files["spans"].entities([text], ignore_labels=ignore_labels)
+        assert actual == [span for span in all_spans if span.label != ignored]
 
 
-def test_the_widest_windows_share(files):
+def test_windows_with_the_largest_stride_cover_the_text(files):
     text = "bad film the old night " * 4
-    (found,) = files["spans"].entities([text], ignore_labels=(), doc_stride=9)
-    assert found[-1].end == len(text.rstrip())
+    (spans,) = files["spans"].entities([text], ignore_labels=(), doc_stride=9)
+    assert spans[-1].end == len(text.rstrip())
 
 
-def test_a_task_that_is_not_of_spans_says_so(files):
+def test_fill_mask_model_refuses_entities(files):
     with pytest.raises(UnsupportedCallError, match=r"fills in masks: it cannot label spans; call fill\(\) or predict"):
         files["masks"].entities(["a"])
