@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,6 +60,8 @@ def file_fingerprint(path: Path) -> str:
 
     The manifest contains a digest of the weights.
     """
+    import hashlib  # 4 ms that only the command line needs
+
     digest = hashlib.sha256(read_metadata(path)[MANIFEST_KEY].encode()).hexdigest()
     return f"{file_info(path, read_manifest(path))['bytes']} bytes, {digest[:16]}"
 

@@ -213,9 +213,7 @@ class Forecaster:
         return forecast
 
 
-def make_batches(
-    requests: Sequence[ForecastRequest], ragged: bool, batch_size: int
-) -> Iterator[list[ForecastRequest]]:
+def make_batches(requests: Sequence[ForecastRequest], ragged: bool, batch_size: int) -> Iterator[list[ForecastRequest]]:
     """Yield batches of histories of similar length. ragged: whether a batch may have several lengths."""
     batch: list[ForecastRequest] = []
     for request in sorted(requests, key=lambda request: len(request.window.values)):
