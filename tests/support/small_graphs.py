@@ -6,13 +6,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def model_of(nodes, inputs, outputs, weights, name="graph"):
-    """inputs, outputs: name → [shape] of float32, or (one of TensorProto's types, [shape]). weights: name → array.
-    name: of the graph."""
+    """Return a model with one graph.
+
+    inputs, outputs: name → [shape] of float32, or (a type of TensorProto, [shape]).
+    weights: name → array.
+    name: the name of the graph.
+    """
     graph = helper.make_graph(
         nodes,
         name,
-        [_port(*port) for port in inputs.items()],
-        [_port(*port) for port in outputs.items()],
+        [make_port(*port) for port in inputs.items()],
+        [make_port(*port) for port in outputs.items()],
         [numpy_helper.from_array(array, name) for name, array in weights.items()],
     )
     opsets = [helper.make_opsetid("", 23)]
@@ -21,6 +25,6 @@ def model_of(nodes, inputs, outputs, weights, name="graph"):
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def _port(name, given):
-    kind, shape = given if isinstance(given, tuple) else (TensorProto.FLOAT, given)
+def make_port(name, type_and_shape):
+    kind, shape = type_and_shape if isinstance(type_and_shape, tuple) else (TensorProto.FLOAT, type_and_shape)
     return helper.make_tensor_value_info(name, kind, shape)

@@ -1,9 +1,10 @@
-"""The least that can be staged: an embedding, something over positions, a projection; and the stages up to a plan."""
+"""A minimal model to stage: embedding, the subject of a test, projection; and its stages up to the plan."""
 
 from __future__ import annotations
 
 import inspect
 import linecache
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ EXAMPLE = {"tgt": torch.tensor([[3, 4, 5], [6, 7, 8]])}
 
 
 class Mixer(nn.Module):
-    """What a test is about, in the forward(x, tgt) of a subclass: (batch, time, width) → the same shape."""
+    """The subject of a test: a subclass has forward(x, tgt), (batch, time, width) → the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Mixer(nn.Module):
         self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
 
     def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values (batch, heads, time, d)."""
+        """Return queries, keys and values (batch, heads, time, d)."""
         return [p(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for p in self.projections]
 
 
@@ -56,24 +57,25 @@ class Small(nn.Module):
 
 
 def joined(heads: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, time, d) → (batch, time, heads · d)"""
+    """Return heads (batch, heads, time, d) merged as (batch, time, heads · d)."""
     return heads.transpose(1, 2).flatten(2)
 
 
 def causal(x: torch.Tensor) -> torch.Tensor:
-    """(time, time), true where a position may look."""
+    """Return a mask (time, time), true where a position may attend."""
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
 
 def line_of(function: Any, text: str) -> str:
-    """`file:line` of the first line of a function that holds a text."""
+    """Return `file:line` of the first line of a function that contains a text, relative to the working folder."""
     lines, first = inspect.getsourcelines(function)
     at = next(i for i, line in enumerate(lines) if text in line)
-    return f"{inspect.getsourcefile(function)}:{first + at}"
+    file = str(inspect.getsourcefile(function)).removeprefix(os.getcwd() + os.sep)
+    return f"{file}:{first + at}"
 
 
 def here(function: Any) -> str:
-    """`file:line: code` of the line that is marked."""
+    """Return `file:line: code` of the line of a function that is marked with HERE."""
     place = line_of(function, "# HERE")
     return f"{place}: {linecache.getline(place.rsplit(':', 1)[0], int(place.rsplit(':', 1)[1])).strip()}"
 
@@ -81,7 +83,7 @@ def here(function: Any) -> str:
 def refusal(
     model: Any, folder: Path, kind: type[Exception] = UnsupportedModelError, example: Any = EXAMPLE, **options: Any
 ) -> str:
-    """What `export` says of a Mixer in Small, or of a module; one line, and nothing is written."""
+    """Export a module, or a Mixer in Small, and return the one-line message of its refusal. No file may be written."""
     module = model if isinstance(model, nn.Module) else Small(model) if issubclass(model, Mixer) else model()
     with pytest.raises(kind) as caught:
         export(module, folder / "model.onnx", example, options.pop("step_input", "tgt"), **options)
@@ -96,7 +98,7 @@ def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAM
 
 
 def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
-    """captured, attentions, level, values, constants, solver, plan: as far as the plan of the decode stage."""
+    """Return the stages of a model up to the plan of its decode stage."""
     captured = captured_of(module)
     attentions = recognise(captured)
     fold_padding_tests(captured, 0)

@@ -1,7 +1,6 @@
-"""Layers: which folder of the runtime and of the compiler may import which, with no circle anywhere.
+"""Layers: the folders that each folder of the runtime and of the compiler may import, without circles.
 
-Every import counts, also those within functions and those for type checkers alone.
-"""
+All imports count, including imports within functions and for type checkers."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),
     "tformer_export": (ROOT / "tformer_export", {name: PIPELINE[:i] for i, name in enumerate(PIPELINE)}),
 }
-MAX_FILES = 20  # beside each other
+MAX_FILES = 20  # modules in one folder
 
 
-def imported(path: Path, package: str, modules: dict[str, Path]) -> set[str]:
-    """The modules of its own package that a file imports, anywhere in it."""
-    found = set()
+def find_imports(path: Path, package: str, modules: dict[str, Path]) -> set[str]:
+    """Return the modules of its own package that a file imports."""
+    imported_modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -47,18 +46,18 @@ def imported(path: Path, package: str, modules: dict[str, Path]) -> set[str]:
                 inner = name.partition(".")[2]
                 while inner not in modules:
                     inner = inner.rpartition(".")[0]
-                found.add(inner)
-    return found
+                imported_modules.add(inner)
+    return imported_modules
 
 
-def imports(package: str) -> dict[str, set[str]]:
-    """Module → the modules that it imports. "" is the package itself, which only offers what others define."""
+def import_graph(package: str) -> dict[str, set[str]]:
+    """Return module → its imported modules. "" is the package itself, which re-exports names of others."""
     folder, _ = LAYERS[package]
     modules = {
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").removesuffix("."): path
         for path in folder.rglob("*.py")
     }
-    return {name: imported(path, package, modules) - {name} for name, path in modules.items() if name}
+    return {name: find_imports(path, package, modules) - {name} for name, path in modules.items() if name}
 
 
 def layer(module: str, package: str) -> str:
@@ -67,41 +66,41 @@ def layer(module: str, package: str) -> str:
 
 
 @pytest.mark.parametrize("package", LAYERS)
-def test_a_layer_imports_only_the_layers_below(package):
+def test_layer_imports_only_layers_below(package):
     allowed = LAYERS[package][1]
-    graph = imports(package)
+    graph = import_graph(package)
     assert {layer(module, package) for module in graph} == set(allowed)
-    wrong = [
+    violations = [
         f"{module} imports {other}"
         for module, others in graph.items()
         for other in others
-        if (ours := layer(module, package)) != (theirs := layer(other, package)) and theirs not in allowed[ours]
+        if (own_layer := layer(module, package)) != (imported_layer := layer(other, package))
+        and imported_layer not in allowed[own_layer]
     ]
-    assert wrong == []
+    assert violations == []
 
 
 @pytest.mark.parametrize("package", LAYERS)
-def test_no_modules_import_each_other_in_a_circle(package):
-    """Modules that import none but those that are taken away are taken away, until none are left."""
-    graph = imports(package)
+def test_modules_have_no_circular_imports(package):
+    """Modules without remaining imports are removed repeatedly, until none is left."""
+    graph = import_graph(package)
     while free := [module for module, others in graph.items() if not others & set(graph)]:
         for module in free:
             del graph[module]
     assert graph == {}
 
 
-def test_what_the_tests_look_for_is_found(tmp_path):
-    """Imports in functions and for type checkers alone count."""
+def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
     (tmp_path / "one.py").write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from p.two import a\n"
         "def f():\n    import p.three.four\n"
     )
     modules = dict.fromkeys(("", "two", "three", "three.four"), tmp_path)
-    assert imported(tmp_path / "one.py", "p", modules) == {"two", "three.four"}
+    assert find_imports(tmp_path / "one.py", "p", modules) == {"two", "three.four"}
 
 
-def test_a_folder_can_be_taken_in_at_a_glance():
+def test_folder_has_at_most_max_files():
     for folder in ("tformer_export", "runtime", "models"):
         for path in (ROOT / folder, *(p for p in (ROOT / folder).rglob("*") if p.is_dir())):
             assert len(list(path.glob("*.py"))) <= MAX_FILES + 1, path  # with __init__.py

@@ -1,4 +1,4 @@
-"""Attention as people write it becomes one node, with its scale and bias, and computes what it computed."""
+"""Recognition of attention: each written form becomes one node with its scale and bias, and matches PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tformer_export.analysis.attention import recognise
 from tformer_export.analysis.interpreter import run
 
 SCALE = 1 / math.sqrt(WIDTH / HEADS)
-LOWEST = torch.finfo(torch.float32).min
+LOWEST_FLOAT = torch.finfo(torch.float32).min
 
 
 class Attention(Mixer):
@@ -46,7 +46,7 @@ SDPA = {
     "scale": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), 0.3),
     "no mask": (lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v), SCALE),
 }
-WRITTEN = {
+BY_HAND = {
     "scale after": (
         lambda m, q, k, v, mask: torch.softmax((products(q, k) / math.sqrt(8)).masked_fill(~mask, -math.inf), -1) @ v,
         SCALE,
@@ -56,7 +56,7 @@ WRITTEN = {
         SCALE,
     ),
     "lowest number": (
-        lambda m, q, k, v, mask: torch.softmax((products(q, k) * SCALE).masked_fill(~mask, LOWEST), -1) @ v,
+        lambda m, q, k, v, mask: torch.softmax((products(q, k) * SCALE).masked_fill(~mask, LOWEST_FLOAT), -1) @ v,
         SCALE,
     ),
     "scale after the mask": (
@@ -81,7 +81,10 @@ WRITTEN = {
     ),
     "two masks": (
         lambda m, q, k, v, mask: (
-            torch.softmax((products(q, k) * SCALE).masked_fill(~mask, LOWEST) + additive(mask, LOWEST) / 4, -1) @ v
+            torch.softmax(
+                (products(q, k) * SCALE).masked_fill(~mask, LOWEST_FLOAT) + additive(mask, LOWEST_FLOAT) / 4, -1
+            )
+            @ v
         ),
         SCALE,
     ),
@@ -125,19 +128,19 @@ WRITTEN = {
 
 
 def bias_by_distance(mask):
-    """ALiBi's idea: -|i - j| for every head, with another slope."""
+    """Return the bias of ALiBi: −|i − j|, with another slope for each head."""
     position = torch.arange(mask.shape[0])
     return -(position[:, None] - position).abs() * torch.tensor([0.5, 0.25])[:, None, None]
 
 
 def check(attend, groups=HEADS):
-    """Rewrite the captured graph and compare what it computes with the module; returns its attention nodes."""
+    """Rewrite the captured graph, compare its result with the module, and return its attention nodes."""
     module = Small(lambda: Attention(attend, groups))
     captured = captured_of(module)
     assert attention_nodes(captured) == []
-    found = recognise(captured)
+    num_recognised = recognise(captured)
     nodes = attention_nodes(captured)
-    assert len(nodes) == found
+    assert len(nodes) == num_recognised
     tgt = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(run(captured, {"tgt": tgt})[captured.output], module(tgt))
@@ -145,31 +148,31 @@ def check(attend, groups=HEADS):
 
 
 @pytest.mark.parametrize(("attend", "scale"), SDPA.values(), ids=SDPA)
-def test_scaled_dot_product_attention(attend, scale):
+def test_scaled_dot_product_attention_is_recognised(attend, scale):
     (node,) = check(attend)
     assert node.args[4] == pytest.approx(scale)
 
 
-@pytest.mark.parametrize(("attend", "scale"), WRITTEN.values(), ids=WRITTEN)
-def test_attention_written_by_hand(attend, scale):
+@pytest.mark.parametrize(("attend", "scale"), BY_HAND.values(), ids=BY_HAND)
+def test_attention_by_hand_is_recognised(attend, scale):
     (node,) = check(attend)
     assert node.args[4] == pytest.approx(scale)
 
 
-def test_grouped_heads():
+def test_grouped_heads_are_recognised():
     nodes = check(lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), groups=1)
     assert len(nodes) == 1
 
 
-def test_an_attention_with_a_mask_for_each_layer_and_one_without():
-    def twice(m, q, k, v, mask):
+def test_two_attentions_are_recognised():
+    def two_attentions(m, q, k, v, mask):
         first = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.softmax((products(first, k) * SCALE).masked_fill(~mask, -1e9), -1) @ v
 
-    assert len(check(twice)) == 2
+    assert len(check(two_attentions)) == 2
 
 
-OTHERWISE = {
+OTHER_FORMS = {
     "soft-capped": lambda m, q, k, v, mask: (
         torch.softmax((torch.tanh(products(q, k) / 5) * 5).masked_fill(~mask, -1e9), -1) @ v
     ),
@@ -179,7 +182,7 @@ OTHERWISE = {
     "softmax over queries": lambda m, q, k, v, mask: (
         torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -2) @ v
     ),
-    "weights used twice": lambda m, q, k, v, mask: twice_used(
+    "weights used twice": lambda m, q, k, v, mask: weights_used_twice(
         torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -1), v
     ),
     "weights changed": lambda m, q, k, v, mask: (
@@ -199,11 +202,11 @@ OTHERWISE = {
 }
 
 
-def twice_used(weights, v):
+def weights_used_twice(weights, v):
     return weights @ v + weights @ (v * 2)
 
 
-@pytest.mark.parametrize("attend", OTHERWISE.values(), ids=OTHERWISE)
-def test_what_does_not_fit_is_left_alone(attend):
-    """Whether it is rewritten or not, it computes the same; these are none of the forms that a fused operator has."""
+@pytest.mark.parametrize("attend", OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_other_forms_are_not_rewritten(attend):
+    """The fused operator has none of these forms."""
     assert check(attend) == []

@@ -1,4 +1,4 @@
-"""A model that does not answer the same for the same question is refused with the operation that begins to differ."""
+"""Models with random, NaN or infinite results, or with dependent rows, are refused with the operation in the error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sampling(Mixer):
         (Sampling, "`aten.multinomial.default`"),
     ],
 )
-def test_what_is_random(mixer, operation, tmp_path):
+def test_random_operation_is_refused(mixer, operation, tmp_path):
     assert refusal(mixer, tmp_path) == (
         f"{operation} at {here(mixer.forward)} gives something else each time it runs, and the output with it, so no "
         "file could be compared with the model. Switch it off outside training (training=self.training), or draw its "
@@ -66,7 +66,7 @@ class RandomInPython(Mixer):
         return x * random.random()
 
 
-def test_randomness_that_torch_does_not_see(tmp_path):
+def test_randomness_of_python_is_refused(tmp_path):
     random.seed(1)
     message = refusal(RandomInPython, tmp_path)
     assert message.startswith("forward gives another output when it is called again with the same inputs: it draws ")
@@ -78,14 +78,14 @@ class NoiseUnread(Mixer):
         return torch.tanh(x)
 
 
-def test_randomness_that_does_not_reach_the_output(tmp_path):
+def test_unread_randomness_is_exported(tmp_path):
     report = export(Small(NoiseUnread), tmp_path / "model.onnx", EXAMPLE, "tgt", max_length=12)
     assert report.max_abs_error < 1e-5
 
 
 # -- values that are not finite ---------------------------------------------------------------------------------------
 
-FINITE = (
+FINITE_ADVICE = (
     "there is nothing to compare with. Keep them finite there: a row of attention whose keys are all masked, an "
     "overflow, a division by zero and a logarithm or root of a negative number are the usual causes"
 )
@@ -104,23 +104,25 @@ class Overflow(Mixer):
 class AllMasked(Mixer):
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)  # the first position sees nothing
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(
+            -1
+        )  # all keys of the first position are masked
         scores = (q @ k.transpose(2, 3)).masked_fill(~mask, -math.inf)
         return joined(torch.softmax(scores, -1) @ v)  # HERE
 
 
 @pytest.mark.parametrize(
-    ("mixer", "what"),
+    ("mixer", "place"),
     [
         (Logarithm, "NaN in `aten.log.default`"),
         (Overflow, "infinite in `aten.exp.default`"),
         (AllMasked, "NaN in the attention"),
     ],
 )
-def test_where_values_stop_being_finite(mixer, what, tmp_path):
+def test_first_non_finite_operation_is_named(mixer, place, tmp_path):
     assert refusal(mixer, tmp_path) == (
-        f"the model's output is not finite for random ids: the values first become {what} at {here(mixer.forward)}, "
-        f"so {FINITE}"
+        f"the model's output is not finite for random ids: the values first become {place} at {here(mixer.forward)}, "
+        f"so {FINITE_ADVICE}"
     )
 
 
@@ -133,7 +135,7 @@ class WeightOfNan(Mixer):
         return x * self.scale
 
 
-def test_a_weight_that_holds_nan(tmp_path):
+def test_nan_weight_is_named(tmp_path):
     assert refusal(WeightOfNan, tmp_path) == (
         "the model's output is not finite, for its weight mix.scale holds NaN: there is nothing to compare with; load "
         "a checkpoint that holds numbers"
@@ -148,7 +150,7 @@ class Centred(Mixer):
         return torch.relu(x - x.mean(0, keepdim=True))  # HERE
 
 
-def test_rows_that_change_each_other(tmp_path):
+def test_dependence_between_rows_is_refused(tmp_path):
     assert refusal(Centred, tmp_path) == (
         f"`aten.sub.Tensor` at {here(Centred.forward)} lets the rows of a batch change each other, so that a request "
         "would be answered differently beside others. Compute each row from itself alone: batch normalisation, for "

@@ -1,5 +1,4 @@
-"""What a file must not get wrong without a word: ids that only seem to be padding, values that only seem to be fixed,
-outputs that only seem to be logits; and what a model keeps for itself."""
+"""Facts about inputs and outputs: padding ids, numbers that vary with the length, logits and state of the module."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from tformer_runtime import Model, OptionError, SourceError
 IDS = torch.tensor([[3, 0, 5, VOCABULARY - 3, 0, 4, 7]])
 
 
-def scored(model, path):
-    """The largest difference between the file's log-probabilities of IDS and the model's."""
+def max_score_difference(model, path):
+    """Return the largest difference between the log-probabilities of IDS in the file and in the model."""
     with torch.no_grad():
         logprobs = torch.log_softmax(model(IDS)[0], -1)
     expected = logprobs[:-1].gather(1, IDS[0, 1:, None])[:, 0]
@@ -25,7 +24,7 @@ def scored(model, path):
 
 
 class Documents(Mixer):
-    """Packed documents: a position sees its own, and the id 0 ends one."""
+    """Packed documents: a position sees its own document only, and the id 0 ends a document."""
 
     def forward(self, x, tgt):
         document = (tgt == 0).cumsum(1)
@@ -35,7 +34,7 @@ class Documents(Mixer):
 
 
 @pytest.mark.parametrize("special", [None, {"eos_token_id": [0]}, {"eos_token_id": [0], "pad_token_id": 0}])
-def test_an_id_that_was_not_declared_to_be_padding_is_data(special, tmp_path):
+def test_undeclared_padding_id_is_data(special, tmp_path):
     assert "`aten.cumsum.default`" in refusal(Small(Documents), tmp_path, special_tokens=special)
 
 
@@ -45,28 +44,31 @@ class ZeroIsNothing(Small):
 
 
 class Factored(Small):
-    """Embeddings of an id's two digits, so that no table shows the vocabulary; one id, not in the example, has more."""
+    """Embeddings of the two digits of an id, so that no table shows the vocabulary.
+
+    One id, which is not in the example, has an additional vector.
+    """
 
     def forward(self, tgt):
-        marked = (tgt == VOCABULARY - 3)[..., None] * self.position[0]
-        return self.out(self.embed(tgt // 5) + self.embed(tgt % 5) + marked + self.position[: tgt.shape[1]])
+        extra_vector = (tgt == VOCABULARY - 3)[..., None] * self.position[0]
+        return self.out(self.embed(tgt // 5) + self.embed(tgt % 5) + extra_vector + self.position[: tgt.shape[1]])
 
 
 @pytest.mark.parametrize("model", [ZeroIsNothing, Factored])
-def test_what_a_model_asks_of_single_ids_is_computed(model, tmp_path):
+def test_conditions_on_single_ids_are_exported(model, tmp_path):
     model = model(Identity).eval()
     export(model, tmp_path / "model.onnx", EXAMPLE, "tgt")
-    assert scored(model, tmp_path / "model.onnx") < 1e-5
+    assert max_score_difference(model, tmp_path / "model.onnx") < 1e-5
 
 
 class ByLength(Mixer):
-    def __init__(self, trained):
+    def __init__(self, trained_length):
         super().__init__()
-        self.trained = trained
+        self.trained_length = trained_length
 
     def forward(self, x, tgt):
         length = torch.arange(1, x.shape[1] + 1).max().float()
-        return x * (length.log() / math.log(self.trained)).clamp(min=1)
+        return x * (length.log() / math.log(self.trained_length)).clamp(min=1)
 
 
 class Identity(Mixer):
@@ -74,15 +76,15 @@ class Identity(Mixer):
         return x
 
 
-@pytest.mark.parametrize("trained", [2, 20])
-def test_a_number_that_changes_with_the_length(trained, tmp_path):
-    """From the first lengths on, or only beyond those that are looked at first."""
-    message = refusal(Small(lambda: ByLength(trained)), tmp_path, max_length=30)
+@pytest.mark.parametrize("trained_length", [2, 20])
+def test_number_that_varies_with_length_is_refused(trained_length, tmp_path):
+    """The number varies from the first lengths on, or only beyond the lengths that the compiler tries first."""
+    message = refusal(Small(lambda: ByLength(trained_length)), tmp_path, max_length=30)
     assert "makes a number that changes with the length of the sequence" in message
     assert "`aten.clamp.default` at " in message
 
 
-def test_a_number_that_changes_late_limits_the_length(tmp_path):
+def test_number_that_varies_beyond_a_length_limits_the_length(tmp_path):
     report = export(Small(lambda: ByLength(20)), tmp_path / "model.onnx", EXAMPLE, "tgt")
     assert report.max_length == 20
 
@@ -98,7 +100,7 @@ class Hidden(Small):
         return {"hidden": x, "scores": self.out(x)}
 
 
-def test_outputs_that_are_no_logits(tmp_path):
+def test_outputs_other_than_logits_are_refused(tmp_path):
     assert "forward returns probabilities, at " in refusal(Probabilities(Identity), tmp_path)
     message = refusal(Hidden(Identity), tmp_path)
     assert f"is not as wide as the vocabulary of 'tgt', {VOCABULARY}" in message
@@ -106,7 +108,7 @@ def test_outputs_that_are_no_logits(tmp_path):
     export(Hidden(Identity), tmp_path / "model.onnx", EXAMPLE, "tgt", output="scores")
 
 
-def test_special_ids_that_the_model_does_not_have(tmp_path):
+def test_special_id_beyond_vocabulary_is_refused(tmp_path):
     with pytest.raises(
         OptionError, match=f"eos_token_id=99 is not in the model's vocabulary, which has {VOCABULARY} ids"
     ):
@@ -114,54 +116,54 @@ def test_special_ids_that_the_model_does_not_have(tmp_path):
 
 
 @functools.lru_cache
-def remembered(length):
+def cached_mask(length):
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
 class Caches(Small):
-    """Masks made once, in a dictionary and by functools; every output kept in a list."""
+    """Masks that are cached in a dictionary and by functools, and a list of all outputs."""
 
     def __init__(self):
         super().__init__(Identity)
-        self.masks, self.seen = {}, []
+        self.masks, self.outputs = {}, []
 
     def forward(self, tgt):
         x, length = self.embed(tgt), tgt.shape[1]
-        mask = self.masks.setdefault(30, torch.ones(30, 30, dtype=torch.bool).tril()) & remembered(30)
+        mask = self.masks.setdefault(30, torch.ones(30, 30, dtype=torch.bool).tril()) & cached_mask(30)
         scores = (x @ x.transpose(1, 2)).masked_fill(~mask[:length, :length], -1e9)
-        self.seen.append(scores)
+        self.outputs.append(scores)
         return self.out(torch.softmax(scores, -1) @ x)
 
 
-def test_what_a_model_keeps_for_itself_stays_its_own(tmp_path):
-    remembered.cache_clear()
+def test_export_leaves_no_traced_tensors_in_caches(tmp_path):
+    cached_mask.cache_clear()
     model = Caches()
     export(model, tmp_path / "model.onnx", EXAMPLE, "tgt")
     assert not model.masks
-    assert not model.seen
-    assert type(remembered(30)) is torch.Tensor
-    assert scored(model, tmp_path / "model.onnx") < 1e-5
+    assert not model.outputs
+    assert type(cached_mask(30)) is torch.Tensor
+    assert max_score_difference(model, tmp_path / "model.onnx") < 1e-5
 
 
 class Counting(Small):
     def __init__(self):
         super().__init__(Identity)
         self.register_buffer("calls", torch.zeros(()))
-        self.asked = 0
+        self.num_calls = 0
 
     def forward(self, tgt):
         self.calls += 1
-        self.asked += 1
+        self.num_calls += 1
         return super().forward(tgt)
 
 
-def test_the_whole_export_leaves_a_model_as_it_was(tmp_path):
+def test_export_restores_buffers_and_attributes(tmp_path):
     model = Counting()
     export(model, tmp_path / "model.onnx", EXAMPLE, "tgt")
-    assert (model.calls.item(), model.asked) == (0, 0)
+    assert (model.calls.item(), model.num_calls) == (0, 0)
 
 
-def test_compiled_modules_are_taken_for_what_they_compile(tmp_path):
+def test_compiled_module_is_exported_and_torchscript_is_refused(tmp_path):
     model = Small(Identity)
     assert export(torch.compile(model), tmp_path / "model.onnx", EXAMPLE, "tgt").tokens_equal
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A test for padding inside the target has one answer for every valid token; what else asks about a token stays."""
+"""Conditions on padding in the target are folded, for they have one answer for all valid tokens; others remain."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from tformer_runtime.engine.engine import Engine
 
 
 class Masked(Mixer):
-    """Causal attention under a mask of the tokens; `valid(tgt)` is what a test is about.
+    """Causal attention with a mask from the tokens, valid(tgt).
 
-    A position sees itself, masked or not: one that sees nothing would weigh all positions alike, the later ones too.
-    """
+    A position always sees itself. A position without keys would weigh all positions equally, including later ones."""
 
     def __init__(self, valid):
         super().__init__()
@@ -51,27 +50,27 @@ ONE_ID = {
 
 
 @pytest.mark.parametrize("form", ONE_ID)
-def test_a_test_against_one_id_is_folded(form):
-    valid, padding, usual = ONE_ID[form]
+def test_condition_on_declared_padding_id_is_folded(form):
+    valid, padding, valid_answer = ONE_ID[form]
     captured = captured_of(Small(lambda: Masked(valid)))
     tests = padding_tests(captured, "tgt")
-    assert [(t.padding, t.usual) for t in tests] == [(padding, usual)]
+    assert [(t.padding, t.usual) for t in tests] == [(padding, valid_answer)]
     fold_padding_tests(captured, padding)
     assert padding_tests(captured, "tgt") == []
-    assert masks_of_the_step(captured) == []
+    assert find_step_masks(captured) == []
 
 
-@pytest.mark.parametrize("declared", [4, None])
-def test_a_test_against_another_id_than_the_declared_one_is_not_folded(declared):
+@pytest.mark.parametrize("padding_id", [4, None])
+def test_condition_on_undeclared_id_is_not_folded(padding_id):
     captured = captured_of(Small(lambda: Masked(lambda m, tgt: tgt != 5)))
-    fold_padding_tests(captured, declared)
+    fold_padding_tests(captured, padding_id)
     assert [test.padding for test in padding_tests(captured, "tgt")] == [5]
 
 
-def test_a_test_that_every_id_passes_is_folded_whatever_is_declared():
+def test_condition_that_every_id_meets_is_folded():
     captured = captured_of(Small(lambda: Masked(lambda m, tgt: tgt >= 0)))
     fold_padding_tests(captured, None)
-    assert masks_of_the_step(captured) == []
+    assert find_step_masks(captured) == []
 
 
 SEVERAL_IDS = {
@@ -83,15 +82,15 @@ SEVERAL_IDS = {
 
 
 @pytest.mark.parametrize("form", SEVERAL_IDS)
-def test_a_test_against_several_ids_is_not_folded(form):
+def test_condition_on_several_ids_is_not_folded(form):
     captured = captured_of(Small(lambda: Masked(SEVERAL_IDS[form])))
     assert padding_tests(captured, "tgt") == []
     fold_padding_tests(captured, 0)
-    assert masks_of_the_step(captured)
+    assert find_step_masks(captured)
 
 
-def masks_of_the_step(captured):
-    """Booleans that depend on the step input's tokens."""
+def find_step_masks(captured):
+    """Return boolean nodes that depend on the tokens of the step input."""
     level = binding_times(captured)
     return [node for node in captured.nodes if level[node] == Level.STEP and is_boolean(meta(node))]
 
@@ -100,8 +99,8 @@ def is_boolean(value):
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
-def differences(module, path, token):
-    """The largest difference of a logit from the source for a sequence with this token in it, fed in two calls."""
+def max_difference(module, path, token):
+    """Return the largest difference of a logit from the source, for a sequence with this token in two calls."""
     engine = Engine(path, device="cpu", threads=1)
     ids = np.array([[7, token, 3, token, 5]])
     state = engine.start(None, 1)
@@ -114,7 +113,7 @@ def differences(module, path, token):
 
 
 class Separated(Mixer):
-    """Asks about one token, which is no padding but the end of a sentence, say."""
+    """A condition on one token that is no padding, such as the end of a sentence."""
 
     def forward(self, x, tgt):
         return x * (tgt == 9).unsqueeze(-1)
@@ -130,8 +129,8 @@ class Separated(Mixer):
     ],
     ids=["feature", "mask", "mask of two", "mask of several"],
 )
-def test_tokens_that_are_not_the_padding_keep_their_meaning(mixer, tmp_path):
-    """The padding is said to be 0: what the model does about any other token must be in the file."""
+def test_conditions_on_other_tokens_are_exported(mixer, tmp_path):
+    """The declared padding id is 0. The file must apply the conditions of the model on all other tokens."""
     module, path = Small(mixer), tmp_path / "model.onnx"
     export(
         module,
@@ -142,10 +141,10 @@ def test_tokens_that_are_not_the_padding_keep_their_meaning(mixer, tmp_path):
         special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
     )
     for token in (4, 9, 11):
-        assert differences(module, path, token) < 1e-4
+        assert max_difference(module, path, token) < 1e-4
 
 
-def test_a_valid_row_is_computed_without_its_padding_mask(tmp_path):
+def test_padding_mask_is_removed_for_valid_rows(tmp_path):
     module, path = Small(lambda: Masked(lambda m, tgt: tgt != 0)), tmp_path / "model.onnx"
     report = export(
         module,
@@ -157,4 +156,4 @@ def test_a_valid_row_is_computed_without_its_padding_mask(tmp_path):
     )
     assert report.found["fused"] == 1
     assert len(Engine(path, device="cpu").manifest.decode.caches) == 2
-    assert differences(module, path, 9) < 1e-4
+    assert max_difference(module, path, 9) < 1e-4

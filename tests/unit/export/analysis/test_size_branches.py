@@ -1,4 +1,4 @@
-"""Branches and sizes that are known from the length: followed, up to the length at which they change."""
+"""Branches and sizes that depend on the length: the compiler follows them up to the length at which they change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tformer_runtime import UnsupportedModelError
 
 
 class Longer(Mixer):
-    """Asks a tensor of positions for the length, as rotary embeddings that are scaled as they grow do."""
+    """A branch on the length, read from a tensor of positions, as in rotary embeddings that scale with the length."""
 
     def forward(self, x, tgt):
         positions = torch.arange(x.shape[1])
@@ -26,14 +26,14 @@ class ByData(Mixer):
         return x * 0.5 if x.sum() > 0 else x * 2.0
 
 
-def test_a_branch_on_the_length_limits_the_length():
+def test_branch_on_length_limits_the_length():
     captured = captured_of(Small(Longer))
     limit_by_branches(captured)
     assert captured.time_limit == 20
     assert not any("assert" in str(node.target) for node in captured.nodes)
 
 
-def test_a_branch_on_data_is_refused():
+def test_branch_on_data_is_refused():
     captured = captured_of(Small(ByData))
     with pytest.raises(UnsupportedModelError, match="values of its data decide which code runs"):
         limit_by_branches(captured)
@@ -47,11 +47,11 @@ def test_a_branch_on_data_is_refused():
         (lambda n: 1 - Max(0, 1 - n), (1, None)),
         (lambda n: Max(n, 1), ("n", None)),
         (lambda n: n + 1, (None, None)),
-        (lambda n: Min(8, n), (None, None)),  # holds for too few lengths to be what is meant
+        (lambda n: Min(8, n), (None, None)),  # equals n for too few lengths
     ],
 )
-def test_sizes_that_are_a_length_in_other_words(expression, expected):
+def test_sizes_are_simplified_to_the_length(expression, expected):
     n = sympy.Symbol("n", positive=True, integer=True)
     size, limit = expected
-    wanted = {"n": n, None: expression(n)}.get(size, size)
-    assert simplify_size(expression(n)) == (wanted, limit)
+    expected_size = {"n": n, None: expression(n)}.get(size, size)
+    assert simplify_size(expression(n)) == (expected_size, limit)

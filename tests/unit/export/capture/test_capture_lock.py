@@ -1,4 +1,4 @@
-"""Two threads export at the same time: torch is patched for the whole process, so one capture follows the other."""
+"""Exports in two threads: torch is patched for the whole process, so captures run one after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT, NEW_TOKENS = [3, 4, 5], 6
 
 
 class Attention(Mixer):
-    """Causal attention over projections of `data`, for which torch.Tensor is patched while it is traced."""
+    """Causal attention with a mask from `data`, for which torch.Tensor is patched during a trace."""
 
     def forward(self, x, tgt):
         query, key, value = self.heads(x)
@@ -32,23 +32,23 @@ class Doubled(Attention):
 
 
 class Traced(Small):
-    """Notes the thread in `log` when a trace of its forward begins and ends, and sleeps in between."""
+    """Record the thread in `log` at the start and at the end of each trace of forward."""
 
     def __init__(self, mixer, log):
         super().__init__(mixer)
-        self.note = log.append  # a list of the module itself would be restored after the trace
+        self.append_to_log = log.append  # a list as an attribute of the module would be restored after the trace
 
     def forward(self, tgt):
-        if type(tgt) is torch.Tensor:  # not a fake tensor of a trace
+        if type(tgt) is torch.Tensor:  # a trace has fake tensors
             return super().forward(tgt)
-        self.note(threading.get_ident())
+        self.append_to_log(threading.get_ident())
         time.sleep(0.05)
         logits = super().forward(tgt)
-        self.note(threading.get_ident())
+        self.append_to_log(threading.get_ident())
         return logits
 
 
-def greedy(module):
+def greedy_ids(module):
     ids = list(PROMPT)
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
@@ -56,7 +56,7 @@ def greedy(module):
     return tuple(ids[len(PROMPT) :])
 
 
-def test_two_threads_export_two_models_at_the_same_time(tmp_path):
+def test_two_threads_export_two_models(tmp_path):
     log = []
     start = threading.Barrier(2)
     models = {"one": Traced(Attention, log).eval(), "two": Traced(Doubled, log).eval()}
@@ -69,17 +69,17 @@ def test_two_threads_export_two_models_at_the_same_time(tmp_path):
         reports = dict(zip(models, pool.map(run, models), strict=True))
 
     assert len(set(log)) == 2
-    assert log[::2] == log[1::2]  # no trace begins within another thread's
+    assert log[::2] == log[1::2]  # no trace begins during the trace of another thread
     for name, report in reports.items():
         assert report.tokens_equal
         model = Model.load(tmp_path / f"{name}.onnx", device="cpu")
         result = model.generate(PROMPT, max_new_tokens=NEW_TOKENS, num_beams=1)
-        assert tuple(result.token_ids) == greedy(models[name])
+        assert tuple(result.token_ids) == greedy_ids(models[name])
     assert "data" not in vars(torch.Tensor)
     assert torch.nn.modules.transformer._detect_is_causal_mask.__module__ == "torch.nn.modules.transformer"
 
 
-def test_a_capture_waits_for_the_lock():
+def test_capture_waits_for_the_lock():
     with ThreadPoolExecutor(1) as pool:
         with TORCH_PATCH_LOCK:
             capturing = pool.submit(captured_of, Small(Attention))

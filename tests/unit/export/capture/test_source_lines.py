@@ -1,4 +1,4 @@
-"""Refusals name the line of the user's code that computes the refused operation."""
+"""Refusals name the line of the user's code with the refused operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def running_sum(x):
 
 
 class WithHelpers(nn.Module):
-    """A recurrence in a method or a function that forward calls."""
+    """A recurrence in a method or in a function that forward calls."""
 
     def __init__(self, in_method):
         super().__init__()

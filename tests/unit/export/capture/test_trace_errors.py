@@ -1,4 +1,4 @@
-"""What the user's code does that no traced graph can do is refused with the line that does it, not in torch's words."""
+"""Code that no traced graph can represent is refused with the line of the user's code, without internals of torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from tformer_export import export
 from tformer_runtime import SourceError, UnsupportedModelError
 
-SIZES = (
+SIZE_ADVICE = (
     "The file has to run at any size: take sizes from x.shape, slice tables to the length, and make no Python number "
     "or list of a size"
 )
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
-BATCH, TIME = "the batch size of 'tgt'", "the length of 'tgt'"
+BATCH_SIZE_NAME, LENGTH_NAME = "the batch size of 'tgt'", "the length of 'tgt'"
 
 
 class BothViewed(Mixer):
@@ -72,22 +72,22 @@ class RowsUnbound(Mixer):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "what"),
+    ("mixer", "size_name"),
     [
-        (BothViewed, f"{BATCH} and {TIME}"),
-        (BatchViewed, BATCH),
-        (LengthAsNumber, TIME),
-        (ListOverTime, TIME),
-        (TableUnsliced, TIME),
-        (LengthAsserted, TIME),
-        (LengthDecides, TIME),
-        (RowsUnbound, BATCH),
+        (BothViewed, f"{BATCH_SIZE_NAME} and {LENGTH_NAME}"),
+        (BatchViewed, BATCH_SIZE_NAME),
+        (LengthAsNumber, LENGTH_NAME),
+        (ListOverTime, LENGTH_NAME),
+        (TableUnsliced, LENGTH_NAME),
+        (LengthAsserted, LENGTH_NAME),
+        (LengthDecides, LENGTH_NAME),
+        (RowsUnbound, BATCH_SIZE_NAME),
     ],
 )
-def test_a_size_that_the_code_fixes(mixer, what, tmp_path):
+def test_fixed_size_is_refused(mixer, size_name, tmp_path):
     example = {"tgt": torch.ones(3, 5, dtype=torch.int64)}
     message = refusal(mixer, tmp_path, example=example)
-    assert message == f"forward fixes a size to the example's: {what}, at {here(mixer.forward)}. {SIZES}"
+    assert message == f"forward fixes a size to the example's: {size_name}, at {here(mixer.forward)}. {SIZE_ADVICE}"
 
 
 class TableOfTwelve(Mixer):
@@ -99,7 +99,7 @@ class TableOfTwelve(Mixer):
         return x + self.table  # HERE
 
 
-def test_a_table_that_only_the_examples_length_fits(tmp_path):
+def test_table_of_the_example_length_is_refused(tmp_path):
     example = {"tgt": torch.ones(1, 12, dtype=torch.int64)}
     assert refusal(TableOfTwelve, tmp_path, example=example) == (
         f"forward runs on the example but not at other sizes (tgt (3, 5)), at {here(TableOfTwelve.forward)}: "
@@ -113,7 +113,7 @@ class LoopOverTime(Mixer):
         return torch.stack([torch.relu(x[:, i]) for i in range(x.shape[1])], 1)  # HERE
 
 
-def test_a_loop_over_positions_that_keeps_them_apart(tmp_path):
+def test_loop_over_positions_is_refused(tmp_path):
     assert refusal(LoopOverTime, tmp_path) == (
         f"forward computes the positions of 'tgt' one by one in Python, at {here(LoopOverTime.forward)}, which fixes "
         "their number to the example's. Compute all positions at once with operations on tensors"
@@ -126,7 +126,7 @@ class ThreeChunks(Mixer):
         return torch.cat([first, second, third])
 
 
-def test_a_greatest_batch(tmp_path):
+def test_limited_batch_is_refused(tmp_path):
     assert refusal(ThreeChunks, tmp_path) == (
         f"forward runs for at most 3 rows at once, by {here(ThreeChunks.forward)}. The file has to run for any number "
         "of rows: take it from x.shape[0]"
@@ -140,7 +140,7 @@ class NoMoreThanNine(Mixer):
         return x
 
 
-def test_a_greatest_length(tmp_path):
+def test_max_length_beyond_limit_of_forward_is_refused(tmp_path):
     message = refusal(NoMoreThanNine, tmp_path, max_length=10)
     limit = f"at most 9 is possible, by {here(NoMoreThanNine.forward)}"
     assert message == f"the model cannot run at a length of 10: {limit}"
@@ -152,7 +152,7 @@ class OddLengthsOnly(Mixer):
         return x
 
 
-def test_lengths_that_only_the_source_refuses(tmp_path):
+def test_lengths_that_forward_rejects_are_refused(tmp_path):
     message = refusal(OddLengthsOnly, tmp_path, max_length=12)
     assert message == (
         f"forward runs on the example but not at other sizes (tgt (1, 6)), at {here(OddLengthsOnly.forward)}: "
@@ -173,9 +173,9 @@ class Branch(Mixer):
 
 class While(Mixer):
     def forward(self, x, tgt):
-        left = 3
-        while left and x.abs().max() > 1:  # HERE
-            x, left = x / 2, left - 1
+        num_iterations = 3
+        while num_iterations and x.abs().max() > 1:  # HERE
+            x, num_iterations = x / 2, num_iterations - 1
         return x
 
 
@@ -192,8 +192,8 @@ class Assertion(Mixer):
 
 
 @pytest.mark.parametrize("mixer", [Branch, While, BranchOnItem, Assertion])
-def test_a_branch_on_data(mixer, tmp_path, capfd):
-    """In a sentence, and nothing besides: torch's own account of the graph is not shown."""
+def test_branch_on_data_is_refused(mixer, tmp_path, capfd):
+    """The error is one sentence. Messages of torch about the graph are not shown."""
     assert refusal(mixer, tmp_path) == (
         f"forward lets the values of its data decide which code runs, at {here(mixer.forward)}. A file takes the same "
         "course for all inputs: choose with torch.where or a mask, or remove the check"
@@ -206,7 +206,7 @@ class NumberForPython(Mixer):
         return x + torch.ones(int(tgt.max())).sum()  # HERE
 
 
-def test_a_number_for_python(tmp_path):
+def test_number_read_into_python_is_refused(tmp_path):
     assert refusal(NumberForPython, tmp_path) == (
         f"forward reads a number out of its data into Python, at {here(NumberForPython.forward)}. A file has no "
         "Python: keep the number a tensor, and let no size depend on it"
@@ -218,7 +218,7 @@ class ListOfData(Mixer):
         return x + torch.tensor(x[:, :, 0].tolist())[:, :, None]  # HERE
 
 
-def test_data_as_a_list(tmp_path):
+def test_data_as_list_is_refused(tmp_path):
     line = here(ListOfData.forward)
     assert refusal(ListOfData, tmp_path) == (
         f"forward reads its data into Python, at {line}. A file has no Python: keep it in tensors"
@@ -230,7 +230,7 @@ class Numpy(Mixer):
         return x + torch.from_numpy(np.tanh(x.numpy()))  # HERE
 
 
-def test_numpy(tmp_path):
+def test_numpy_in_forward_is_refused(tmp_path):
     assert refusal(Numpy, tmp_path) == (
         f"forward hands a tensor to numpy, at {here(Numpy.forward)}. Only torch's operations can be exported: write it "
         "with them"
@@ -243,7 +243,7 @@ class Printed(Mixer):
         return x
 
 
-def test_what_else_cannot_be_traced(tmp_path):
+def test_other_untraceable_code_is_refused(tmp_path):
     assert refusal(Printed, tmp_path) == (
         f"forward runs, but torch.export cannot trace it, at {here(Printed.forward)}: TypeError: unsupported format "
         "string passed to SymFloat.__format__. Write that line with torch's operations on tensors"
@@ -270,12 +270,12 @@ class Misshaped(Mixer):
         (Misshaped, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 3x3)"),
     ],
 )
-def test_a_forward_that_fails_by_itself(mixer, error, tmp_path):
+def test_error_of_forward_raises_source_error(mixer, error, tmp_path):
     message = refusal(mixer, tmp_path, SourceError)
     assert message == f"forward fails by itself on the example, at {here(mixer.forward)}: {error}"
 
 
-def test_ids_beyond_the_vocabulary(tmp_path):
+def test_example_ids_beyond_vocabulary_are_refused(tmp_path):
     example = {"tgt": torch.tensor([[3, VOCABULARY]])}
     assert refusal(Printed, tmp_path, SourceError, example=example) == (
         f"the example's ids go from 3 to {VOCABULARY}, but the table that they are looked up in has {VOCABULARY} rows, "
@@ -286,19 +286,19 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 # -- where the numbers are --------------------------------------------------------------------------------------------
 
 
-def test_weights_without_numbers(tmp_path):
+def test_weights_on_meta_device_are_refused(tmp_path):
     assert refusal(Small(Mixer).to("meta"), tmp_path, SourceError) == (
         "position is on the meta device, so it holds no numbers: load the model's weights on the CPU first"
     )
 
 
-def test_an_example_without_numbers(tmp_path):
+def test_example_on_meta_device_is_refused(tmp_path):
     message = refusal(Small(Mixer), tmp_path, SourceError, example={"tgt": EXAMPLE["tgt"].to("meta")})
     assert message.startswith("tgt is on the meta device")
 
 
-def test_half_precision_of_the_models_own(tmp_path):
-    """autocast in forward computes in half precision, for which a file has no kernels; a mere rounding is kept."""
+def test_autocast_in_forward_is_refused_and_rounding_is_exported(tmp_path):
+    """A file has no kernels for half precision, in which autocast computes. Rounding to half precision is exported."""
 
     class Cast(nn.Module):
         def __init__(self, autocast):
@@ -316,14 +316,14 @@ def test_half_precision_of_the_models_own(tmp_path):
     assert export(Cast(False).eval(), tmp_path / "model.onnx", {"x": torch.randn(2, 3, 8)}).size
 
 
-def test_half_precision_is_exported_in_single(tmp_path):
+def test_half_precision_model_is_exported_in_float32(tmp_path):
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 9)).half()
     report = export(model, tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8).half()})
     assert report.max_abs_error < 1e-5
-    assert next(model.parameters()).dtype == torch.float16  # the caller's own is as it was
+    assert next(model.parameters()).dtype == torch.float16  # the module of the caller is unchanged
 
 
-# -- what is kept between calls ---------------------------------------------------------------------------------------
+# -- state between calls ----------------------------------------------------------------------------------------------
 
 
 class OwnCache(Mixer):
@@ -357,7 +357,7 @@ class WeightThatShrinks(Mixer):
 
 
 @pytest.mark.parametrize(("mixer", "name"), [(OwnCache, "cache"), (Counted, "calls"), (WeightThatShrinks, "scale")])
-def test_a_buffer_that_forward_changes(mixer, name, tmp_path):
+def test_buffer_changed_by_forward_is_refused(mixer, name, tmp_path):
     model = Small(mixer)
     before = copy.deepcopy(model.state_dict())
     assert refusal(model, tmp_path) == (
@@ -376,7 +376,7 @@ class Remembers(Mixer):
         return x * self.calls
 
 
-def test_an_attribute_that_forward_changes(tmp_path):
+def test_attribute_changed_by_forward_is_refused(tmp_path):
     model = Small(Remembers)
     assert refusal(model, tmp_path) == (
         "forward gives another output when it is called again with the same inputs: it changes mix.calls. A file keeps "
@@ -387,14 +387,14 @@ def test_an_attribute_that_forward_changes(tmp_path):
 
 
 class KeptForLooking(Mixer):
-    """People keep attention weights to draw them: nothing depends on it."""
+    """A module that keeps attention weights for plots: no result depends on them."""
 
     def forward(self, x, tgt):
-        self.seen = torch.tanh(x)
+        self.activations = torch.tanh(x)
         tgt[:, :1] = 1
-        return self.seen
+        return self.activations
 
 
-def test_what_forward_keeps_but_does_not_read(tmp_path):
+def test_unread_attribute_of_forward_is_exported(tmp_path):
     model = Small(KeptForLooking)
     assert export(model, tmp_path / "model.onnx", EXAMPLE, "tgt", max_length=12).max_abs_error < 1e-5

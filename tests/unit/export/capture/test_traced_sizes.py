@@ -1,4 +1,4 @@
-"""Numbers that are computed of sizes in tensors are sizes: what is cut by them fits any length."""
+"""Sizes that pass through tensors stay sizes, so that slices fit any length."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tformer_export.common.fx_nodes import aten
 from tformer_export.sources.torch_module import from_module
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
-MOST = 12
+MAX_SPAN = 12
 
 
 class Spans(nn.Module):
-    """Adds rows from the middle of a table, as many on each side as there are positions, and bounds what it adds."""
+    """Add rows from the middle of a table, one on each side for each position, and limit the added rows."""
 
     def __init__(self):
         super().__init__()
-        self.embed, self.table = nn.Embedding(20, 4), nn.Parameter(torch.randn(2 * MOST, 4))
+        self.embed, self.table = nn.Embedding(20, 4), nn.Parameter(torch.randn(2 * MAX_SPAN, 4))
 
     def forward(self, ids):
-        span = torch.tensor(min(ids.shape[1], MOST))
-        rows = self.table[MOST - span : MOST + span, :]
-        places = torch.clamp(torch.arange(ids.shape[1]) * 3 - 2, 0, span * 2 - 1)
-        return self.embed(ids) + rows[places] + span.item()
+        span = torch.tensor(min(ids.shape[1], MAX_SPAN))
+        rows = self.table[MAX_SPAN - span : MAX_SPAN + span, :]
+        row_indices = torch.clamp(torch.arange(ids.shape[1]) * 3 - 2, 0, span * 2 - 1)
+        return self.embed(ids) + rows[row_indices] + span.item()
 
 
 class Data(Spans):
-    """Cuts by its data, which is no size."""
+    """A slice whose size depends on data."""
 
     def forward(self, ids):
         return self.embed(ids) + self.table[: ids.max(), :].sum()
@@ -43,16 +43,16 @@ def module():
 
 
 @pytest.mark.parametrize("length", [2, 5, 11, 17])
-def test_a_size_through_a_tensor(module, length):
+def test_size_through_a_tensor_is_traced(module, length):
     captured = capture(module, {"ids": IDS}, None)
     assert not any(node.target is aten.item.default for node in captured.nodes)
     ids = torch.arange(2 * length).reshape(2, length) % 20
     with torch.no_grad():
-        found, expected = run(captured, {"ids": ids})[captured.output], module(ids)
-    torch.testing.assert_close(found, expected)
-    assert "forward" not in vars(module)  # as it was before
+        actual, expected = run(captured, {"ids": ids})[captured.output], module(ids)
+    torch.testing.assert_close(actual, expected)
+    assert "forward" not in vars(module)  # the patch of forward is removed
 
 
-def test_data_are_no_sizes():
+def test_data_are_not_sizes():
     captured = capture(from_module(Data().eval(), {"ids": IDS}, None).module, {"ids": IDS}, None)
     assert any(node.target is aten.item.default for node in captured.nodes)

@@ -1,7 +1,6 @@
-"""What is computed in half precision, and what is not, on graphs of a few nodes; and what cannot be asked for.
+"""The half-precision pass: which nodes compute in half, which in float32, and refused options.
 
-The CPU runs what `passes/emulate_half_on_cpu.py` makes of a model.
-"""
+The reference is PyTorch. The CPU runs models that `passes/emulate_half_on_cpu.py` has rewritten."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ from tformer_export.passes.half_precision import HALVES, run
 from tformer_runtime.base.errors import OptionError, ParityError, UnsupportedModelError
 
 halves = pytest.mark.parametrize("half", HALVES)
-ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
-DTYPE = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+ROUNDOFFS = {"fp16": 2.0**-11, "bf16": 2.0**-8}
+DTYPES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
-def halved(nodes, inputs, held, half="fp16", shape=("n", 4)):
-    """A model with the output y, in half. inputs: name → (numpy type, shape); held: name → array."""
+def make_half_model(nodes, inputs, initializers, half="fp16", shape=("n", 4)):
+    """Return a model in half with the output y. inputs: name → (numpy type, shape); initializers: name → array."""
     kinds = {np.float32: TensorProto.FLOAT, np.int64: TensorProto.INT64, np.bool_: TensorProto.BOOL}
     graph = helper.make_graph(
-        [helper.make_node(op, given, [made], **more) for op, given, made, more in nodes],
+        [helper.make_node(op, operands, [result], **attributes) for op, operands, result, attributes in nodes],
         "test",
         [helper.make_tensor_value_info(name, kinds[kind], size) for name, (kind, size) in inputs.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(array, name) for name, array in held.items()],
+        [numpy_helper.from_array(array, name) for name, array in initializers.items()],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
@@ -41,13 +40,13 @@ def halved(nodes, inputs, held, half="fp16", shape=("n", 4)):
     return model
 
 
-def dtype(model, op):
-    """Of the output of the one node of a kind."""
+def output_dtype(model, op):
+    """Return the type of the output of the only node with this operator."""
     (node,) = [node for node in model.graph if node.op_type == op]
     return node.outputs[0].dtype
 
 
-def computed(model, **feeds):
+def run_on_cpu(model, **feeds):
     emulate_half_on_cpu.run(model)
     return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(["y"], feeds)[0]
 
@@ -55,24 +54,24 @@ def computed(model, **feeds):
 @halves
 def test_products_are_in_half_and_outputs_in_float32(half):
     weight = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
-    model = halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight}, half)
-    assert dtype(model, "MatMul") == DTYPE[half]
+    model = make_half_model([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight}, half)
+    assert output_dtype(model, "MatMul") == DTYPES[half]
     x = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
-    found = computed(model, x=x)
-    assert found.dtype == np.float32
-    kind = DTYPE[half].numpy()
+    actual = run_on_cpu(model, x=x)
+    assert actual.dtype == np.float32
+    kind = DTYPES[half].numpy()
     exact = x.astype(kind).astype(np.float32) @ weight.astype(kind).astype(np.float32)
-    np.testing.assert_allclose(found, exact, rtol=ROUNDOFF[half] * 1.01, atol=0)
-    assert (found != exact).any()  # each product is rounded
+    np.testing.assert_allclose(actual, exact, rtol=ROUNDOFFS[half] * 1.01, atol=0)
+    assert (actual != exact).any()  # each product is rounded
 
 
 @halves
-def test_what_the_cpu_computes_of_half_is_what_pytorch_does(half):
-    """Each operator's result is rounded, once."""
+def test_cpu_emulation_matches_pytorch(half):
+    """The result of each operator is rounded once."""
     kind = HALVES[half].torch_dtype
     random = np.random.default_rng(3)
     x, weight, bias = (random.standard_normal(size).astype(np.float32) for size in ((5, 4), (4, 4), (4,)))
-    model = halved(
+    model = make_half_model(
         [("MatMul", ["x", "w"], "h", {}), ("Add", ["h", "b"], "s", {}), ("Relu", ["s"], "y", {})],
         {"x": (np.float32, ("n", 4))},
         {"w": weight, "b": bias},
@@ -81,13 +80,13 @@ def test_what_the_cpu_computes_of_half_is_what_pytorch_does(half):
     x, weight, bias = (torch.from_numpy(array).to(kind) for array in (x, weight, bias))
     product = (x.double() @ weight.double()).to(kind)
     expected = torch.relu((product.double() + bias.double()).to(kind))
-    np.testing.assert_array_equal(computed(model, x=x.float().numpy()), expected.float().numpy())
+    np.testing.assert_array_equal(run_on_cpu(model, x=x.float().numpy()), expected.float().numpy())
     assert {node.op_type for node in model.graph} == {"Cast", "MatMul", "Add", "Relu"}
 
 
 @pytest.mark.parametrize(("half", "expected"), [("fp16", ir.DataType.FLOAT16), ("bf16", ir.DataType.FLOAT)])
-def test_what_has_no_kernel_is_computed_in_float32_until_the_next_product(half, expected):
-    model = halved(
+def test_operators_without_half_kernel_use_float32_until_next_product(half, expected):
+    model = make_half_model(
         [
             ("MatMul", ["x", "w"], "h", {}),
             ("Clip", ["h", "low", "high"], "c", {}),
@@ -101,36 +100,39 @@ def test_what_has_no_kernel_is_computed_in_float32_until_the_next_product(half, 
         },
         half,
     )  # fmt: skip
-    assert dtype(model, "Clip") == dtype(model, "Neg") == expected
-    assert {node.outputs[0].dtype for node in model.graph if node.op_type == "MatMul"} == {DTYPE[half]}
-    np.testing.assert_array_equal(computed(model, x=np.array([[0.5, 3, -2, 0]], np.float32)), [[-0.5, -1, 1, 0]])
+    assert output_dtype(model, "Clip") == output_dtype(model, "Neg") == expected
+    assert {node.outputs[0].dtype for node in model.graph if node.op_type == "MatMul"} == {DTYPES[half]}
+    np.testing.assert_array_equal(run_on_cpu(model, x=np.array([[0.5, 3, -2, 0]], np.float32)), [[-0.5, -1, 1, 0]])
 
 
-def test_a_product_without_a_kernel_is_computed_in_float32():
+def test_product_without_half_kernel_uses_float32():
     nodes = [("Einsum", ["x", "w"], "y", {"equation": "ab,bc->ac"})]
-    held = {"w": np.full((4, 4), 0.1, np.float32)}
+    initializers = {"w": np.full((4, 4), 0.1, np.float32)}
     for half, expected in (("fp16", ir.DataType.FLOAT16), ("bf16", ir.DataType.FLOAT)):
-        assert dtype(halved(nodes, {"x": (np.float32, ("n", 4))}, held, half), "Einsum") == expected
+        assert (
+            output_dtype(make_half_model(nodes, {"x": (np.float32, ("n", 4))}, initializers, half), "Einsum")
+            == expected
+        )
 
 
 @halves
-def test_weights_that_are_exact_in_half_are_put_off_as_much_as_others(half):
-    """By a rounding: up to the roundoff of each number, evenly."""
+def test_rounding_error_is_added_to_exact_weights_too(half):
+    """The errors are uniform, up to the roundoff of each number."""
     precision, random = HALVES[half], torch.Generator().manual_seed(0)
-    assert precision.roundoff == ROUNDOFF[half] == torch.finfo(precision.torch_dtype).eps / 2
+    assert precision.roundoff == ROUNDOFFS[half] == torch.finfo(precision.torch_dtype).eps / 2
     generic = torch.exp2(6 * torch.rand(200, 200, generator=random) - 3)
     for weight in (generic, generic.to(precision.torch_dtype).float()):
         error = ((precision.add_rounding_error(weight, random) - weight) / weight).abs()
-        assert error.max() <= ROUNDOFF[half] * 1.02
+        assert error.max() <= ROUNDOFFS[half] * 1.02
         # Mantissas m from 1 to 2 are spread as 1 / m here, so the mean is roundoff / 2 · E[1 / m] = roundoff / 4 ln 2.
-        assert error.mean() == pytest.approx(ROUNDOFF[half] / (4 * np.log(2)), rel=0.03)
+        assert error.mean() == pytest.approx(ROUNDOFFS[half] / (4 * np.log(2)), rel=0.03)
 
 
 @halves
-def test_squares_that_half_cannot_hold_are_summed_in_float32(half):
-    """√(mean(x²)) where x is 300 and x² is beyond 65504: written out, as norms often are."""
+def test_squares_beyond_half_range_are_summed_in_float32(half):
+    """A norm by hand, √(mean(x²)): x is 300 and x² exceeds 65504."""
     axes, two, weight = np.array([-1]), np.array(2.0, np.float32), np.eye(4, dtype=np.float32)
-    model = halved(
+    model = make_half_model(
         [
             ("MatMul", ["x", "w"], "h", {}),
             ("Pow", ["h", "two"], "square", {}),
@@ -142,17 +144,17 @@ def test_squares_that_half_cannot_hold_are_summed_in_float32(half):
         {"w": weight, "two": two, "axes": axes},
         half,
     )
-    assert dtype(model, "MatMul") == DTYPE[half]
-    assert dtype(model, "Div") == ir.DataType.FLOAT
+    assert output_dtype(model, "MatMul") == DTYPES[half]
+    assert output_dtype(model, "Div") == ir.DataType.FLOAT
     x = np.array([[300.0, -300.0, 300.0, 300.0]], np.float32)
-    np.testing.assert_allclose(computed(model, x=x), [[1, -1, 1, 1]], rtol=1e-3)
+    np.testing.assert_allclose(run_on_cpu(model, x=x), [[1, -1, 1, 1]], rtol=1e-3)
 
 
 @halves
-def test_a_mask_of_the_lowest_float32_stays_what_it_is(half):
-    """Rounded it would be −inf, and a row that it hides whole would be NaN."""
+def test_mask_of_lowest_float32_stays_finite(half):
+    """Rounded it would become −inf, and a fully masked row would become NaN."""
     low = np.array(np.finfo(np.float32).min)
-    model = halved(
+    model = make_half_model(
         [
             ("MatMul", ["x", "w"], "scores", {}),
             ("Where", ["keep", "zero", "low"], "bias", {}),
@@ -164,16 +166,16 @@ def test_a_mask_of_the_lowest_float32_stays_what_it_is(half):
         {"w": np.eye(4, dtype=np.float32), "zero": np.zeros((), np.float32), "low": low},
         half,
     )
-    assert dtype(model, "Softmax") == ir.DataType.FLOAT
+    assert output_dtype(model, "Softmax") == ir.DataType.FLOAT
     x, keep = np.zeros((2, 4), np.float32), np.array([[True, True, False, False], [False] * 4])
-    np.testing.assert_allclose(computed(model, x=x, keep=keep), [[0.5, 0.5, 0, 0], [0.25] * 4], atol=1e-3)
+    np.testing.assert_allclose(run_on_cpu(model, x=x, keep=keep), [[0.5, 0.5, 0, 0], [0.25] * 4], atol=1e-3)
 
 
 @halves
 def test_positions_stay_exact(half):
-    """4097 is no float16, nor a bfloat16."""
+    """Neither float16 nor bfloat16 represents 4097."""
     frequency = np.array([[1.0, 0.5, 0.25, 0.125]], np.float32)
-    model = halved(
+    model = make_half_model(
         [
             ("Cast", ["p"], "f", {"to": TensorProto.FLOAT}),
             ("MatMul", ["f", "w"], "angle", {}),
@@ -184,17 +186,17 @@ def test_positions_stay_exact(half):
         half,
     )
     p = np.array([[4097], [60001]])
-    np.testing.assert_allclose(computed(model, p=p), np.sin(p * frequency.astype(np.float64)), atol=5e-3)
+    np.testing.assert_allclose(run_on_cpu(model, p=p), np.sin(p * frequency.astype(np.float64)), atol=5e-3)
 
 
-def test_a_weight_beyond_half_is_refused():
+def test_weight_beyond_half_range_is_refused():
     weight = np.full((4, 4), 1e5, np.float32)
     with pytest.raises(UnsupportedModelError, match=r"weight w holds numbers beyond 65504.*choose bf16 or fp32"):
-        halved([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight})
+        make_half_model([("MatMul", ["x", "w"], "y", {})], {"x": (np.float32, ("n", 4))}, {"w": weight})
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"precision": "fp16"}, "fp16 is for the target cuda"),
         ({"precision": "bf16"}, "bf16 is for the target cuda"),
@@ -203,13 +205,13 @@ def test_a_weight_beyond_half_is_refused():
         ({"precision": "fp16", "target": "cuda", "quantization": "int8"}, "leave out fp16 or int8"),
     ],
 )
-def test_what_cannot_be_had(tmp_path, options, said):
-    with pytest.raises(OptionError, match=said):
+def test_invalid_precision_raises_option_error(tmp_path, options, message):
+    with pytest.raises(OptionError, match=message):
         export(nn.Linear(4, 4), tmp_path / "m.onnx", {"x": torch.zeros(2, 4)}, **options)
 
 
 class Cancelling(nn.Module):
-    """What is left of two large products is what counts, and rounding either moves it by more."""
+    """The result is the small difference of two large products, which rounding of either changes more."""
 
     def __init__(self):
         super().__init__()
@@ -223,7 +225,7 @@ class Cancelling(nn.Module):
         return self.one(x) - self.other(x)
 
 
-def test_a_model_that_rounding_would_make_another_is_refused(tmp_path):
+def test_model_that_is_sensitive_to_rounding_is_refused(tmp_path):
     with pytest.raises(
         ParityError, match=r"rounding the weights to bf16, and nothing else, moves .*choose fp16 or fp32"
     ):
@@ -231,8 +233,8 @@ def test_a_model_that_rounding_would_make_another_is_refused(tmp_path):
     assert not (tmp_path / "m.onnx").exists()
 
 
-class Loud(nn.Module):
-    """Values of some 10⁵, which a norm takes back to 1."""
+class LargeValues(nn.Module):
+    """Values of about 10⁵, which a norm scales back to 1."""
 
     def __init__(self):
         super().__init__()
@@ -245,29 +247,29 @@ class Loud(nn.Module):
         return self.out(self.norm(self.one(x)))
 
 
-def test_what_is_beyond_float16_is_refused_there_and_computed_in_bfloat16(tmp_path):
+def test_values_beyond_float16_are_refused_in_fp16_and_exported_in_bf16(tmp_path):
     call = {"example": {"x": torch.randn(2, 3, 64)}, "target": "cuda"}
     with pytest.raises(
         ParityError, match=r"^computed in fp16, .*: choose bf16, which has the range of float32, or fp32$"
     ):
-        export(Loud(), tmp_path / "m.onnx", **call)
+        export(LargeValues(), tmp_path / "m.onnx", **call)
     assert not (tmp_path / "m.onnx").exists()
-    parity = export(Loud(), tmp_path / "m.onnx", precision="bf16", **call).parity
+    parity = export(LargeValues(), tmp_path / "m.onnx", precision="bf16", **call).parity
     assert 1e-4 < parity.relative_error <= parity.tolerance < 0.1
 
 
-def test_a_model_that_was_trained_in_bfloat16_keeps_its_weights(tmp_path):
-    """They are exact in it, so that rounding them does nothing; what is computed with them is rounded all the same."""
-    module = Loud().bfloat16()
+def test_bfloat16_model_keeps_its_weights(tmp_path):
+    """The weights are exact in bfloat16, so rounding preserves them. The results of operators are still rounded."""
+    module = LargeValues().bfloat16()
     call = {"example": {"x": torch.randn(2, 3, 64).bfloat16()}, "target": "cuda", "precision": "bf16"}
     parity = export(module, tmp_path / "m.onnx", **call).parity
     assert parity.exact_error < 1e-5 < 1e-4 < parity.relative_error <= parity.tolerance < 0.1
-    held = [numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer]
+    arrays = [numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer]
     for weight in (module.one.weight, module.out.weight):
-        own = weight.detach().float().numpy()
+        expected = weight.detach().float().numpy()
         assert any(
             array.dtype == ml_dtypes.bfloat16
-            and array.shape == own.T.shape
-            and (array.astype(np.float32) == own.T).all()
-            for array in held
+            and array.shape == expected.T.shape
+            and (array.astype(np.float32) == expected.T).all()
+            for array in arrays
         )

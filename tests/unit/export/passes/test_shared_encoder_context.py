@@ -1,4 +1,4 @@
-"""Attention over the context, when neighbouring rows have one row of it together: the same as with a copy each."""
+"""Attention over a context that neighbouring rows share, against a copy of the context for each row."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from support.small_graphs import model_of
 
 from tformer_export.passes import shared_encoder_context
 
-HEADS, SIZE = 2, 8
-WIDTH = HEADS * SIZE
+HEADS, HEAD_SIZE = 2, 8
+WIDTH = HEADS * HEAD_SIZE
 
 
-def decoder(*more, layers=2, bias="narrow"):
-    """Attention layers over context.k, context.v and context.bias, and nodes that are given."""
-    heads = ["rows", HEADS, "source", SIZE]
+def decoder(*extra_nodes, layers=2, bias="narrow"):
+    """Return attention layers over context.k, context.v and context.bias, with additional nodes."""
+    heads = ["rows", HEADS, "source", HEAD_SIZE]
     inputs = {"x": ["rows", "new", WIDTH], "context.k": heads, "context.v": heads}
     nodes, weights, value = [], {}, "x"
     if bias is not None:
         inputs["context.bias"] = ["rows", 1, 1 if bias == "narrow" else "new", "source"]
         nodes += [
             helper.make_node("Shape", ["x"], ["new"], start=1, end=2),
-            helper.make_node("Shape", ["context.bias"], ["own"], start=0, end=1),
-            helper.make_node("Concat", ["own", "one", "new", "one"], ["size"], axis=0),
+            helper.make_node("Shape", ["context.bias"], ["rows"], start=0, end=1),
+            helper.make_node("Concat", ["rows", "one", "new", "one"], ["size"], axis=0),
             helper.make_node("Expand", ["context.bias", "size"], ["bias"]),
         ]
         weights["one"] = np.array([1])
@@ -38,22 +38,22 @@ def decoder(*more, layers=2, bias="narrow"):
             helper.make_node("MultiHeadAttention", operands, [f"a{i}"], domain="com.microsoft", num_heads=HEADS),
         ]
         value = f"a{i}"
-    nodes += [helper.make_node("Relu", [value], ["y"]), *more]
-    outputs = {"y": ["rows", "new", WIDTH], **{name: None for node in more for name in node.output}}
+    nodes += [helper.make_node("Relu", [value], ["y"]), *extra_nodes]
+    outputs = {"y": ["rows", "new", WIDTH], **{name: None for node in extra_nodes for name in node.output}}
     return model_of(nodes, inputs, outputs, weights, "decode")
 
 
-def rewritten(proto):
+def run_pass(proto):
     after = ir.from_proto(proto)
     return shared_encoder_context.run(after), ir.to_proto(after)
 
 
 def outputs(proto, rows, new, context):
-    """Of random inputs, the context's rows repeated as often as there are rows for each."""
+    """Return the outputs for random inputs. Each row of the context is repeated up to `context` rows."""
     random = np.random.default_rng(3)
     session = onnxruntime.InferenceSession(proto.SerializeToString())
     feeds = {"x": random.standard_normal((rows, new, WIDTH))}
-    for name, shape in (("k", (HEADS, 5, SIZE)), ("v", (HEADS, 5, SIZE)), ("bias", (1, 1, 5))):
+    for name, shape in (("k", (HEADS, 5, HEAD_SIZE)), ("v", (HEADS, 5, HEAD_SIZE)), ("bias", (1, 1, 5))):
         feeds[f"context.{name}"] = random.standard_normal((2, *shape))[:, ...]
     feeds = {name: array.astype(np.float32) for name, array in feeds.items()}
     for name in list(feeds):
@@ -65,57 +65,57 @@ def outputs(proto, rows, new, context):
 
 @pytest.mark.parametrize("bias", ["narrow", None])
 @pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("each", [1, 2, 4])
-def test_rows_that_share_a_context_get_what_they_get_alone(bias, new, each):
+@pytest.mark.parametrize("rows_per_context", [1, 2, 4])
+def test_shared_context_matches_context_of_each_row(bias, new, rows_per_context):
     proto = decoder(bias=bias)
-    expected = outputs(proto, 2 * each, new, 2 * each)
-    changed, after = rewritten(proto)
+    expected = outputs(proto, 2 * rows_per_context, new, 2 * rows_per_context)
+    changed, after = run_pass(proto)
     assert changed == 2
     onnx.checker.check_model(after)
-    for context in {2, 2 * each}:  # shared, and a copy for each row
+    for context in {2, 2 * rows_per_context}:  # shared, and one copy for each row
         # Sums of 5 and of 8 products of numbers of about 1, in kernels that may add in another order.
-        np.testing.assert_allclose(outputs(after, 2 * each, new, context), expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(outputs(after, 2 * rows_per_context, new, context), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "other",
+    "reader",
     [
         helper.make_node("Neg", ["context.k"], ["z"]),
-        helper.make_node("Shape", ["context.v"], ["z"]),  # of which somebody may take the rows
+        helper.make_node("Shape", ["context.v"], ["z"]),  # its reader may use the number of rows
         helper.make_node("Shape", ["context.v"], ["z"], start=0, end=1),
     ],
     ids=["values", "shape", "rows"],
 )
-def test_a_context_that_is_read_otherwise_keeps_a_row_for_each(other):
-    proto = decoder(other)
-    assert rewritten(proto)[0] == 0
+def test_context_with_other_readers_is_not_shared(reader):
+    proto = decoder(reader)
+    assert run_pass(proto)[0] == 0
 
 
-def test_sizes_other_than_the_rows_may_be_read():
-    assert rewritten(decoder(helper.make_node("Shape", ["context.v"], ["z"], start=2, end=3)))[0] == 2
+def test_context_is_shared_if_other_sizes_are_read():
+    assert run_pass(decoder(helper.make_node("Shape", ["context.v"], ["z"], start=2, end=3)))[0] == 2
 
 
-def test_a_bias_that_differs_from_position_to_position_keeps_a_row_for_each():
-    assert rewritten(decoder(bias="wide"))[0] == 0
+def test_context_with_bias_per_position_is_not_shared():
+    assert run_pass(decoder(bias="wide"))[0] == 0
 
 
-def test_an_attention_that_is_an_output_itself():
+def test_attention_that_is_a_graph_output_is_rewritten():
     proto = decoder()
     last = proto.graph.node[-2].output[0]
     proto.graph.output.append(helper.make_tensor_value_info(last, TensorProto.FLOAT, ["rows", "new", WIDTH]))
-    changed, after = rewritten(proto)
+    changed, after = run_pass(proto)
     assert changed == 2
     assert [o.name for o in after.graph.output] == ["y", last]
     onnx.checker.check_model(after)
     np.testing.assert_allclose(outputs(after, 4, 3, 2), outputs(proto, 4, 3, 4), rtol=0, atol=1e-5)
 
 
-def test_a_graph_without_context():
+def test_graph_without_context_is_unchanged():
     proto = decoder()
     for value in proto.graph.input:
         value.name = value.name.replace("context.", "past.")
     for node in proto.graph.node:
         node.input[:] = [name.replace("context.", "past.") for name in node.input]
-    changed, after = rewritten(proto)
+    changed, after = run_pass(proto)
     assert changed == 0
     assert [n.op_type for n in after.graph.node] == [n.op_type for n in proto.graph.node]

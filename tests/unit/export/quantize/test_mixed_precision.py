@@ -24,7 +24,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
 
 SOURCE_VOCABULARY, TARGET_VOCABULARY, WIDTH = 40, 37, 32
-SENSITIVE_LAYER = "decoder.0.feedforward.contract"  # this layer has a weight that 4 bits cannot represent together with its neighbours
+SENSITIVE_LAYER = "decoder.0.feedforward.contract"  # has a weight that 4 bits cannot represent with its neighbours
 
 
 class Case:
@@ -33,14 +33,23 @@ class Case:
     def __init__(self, folder):
         torch.manual_seed(0)
         self.module = Seq2SeqTransformer(
-            SOURCE_VOCABULARY, TARGET_VOCABULARY, width=WIDTH, heads=2, encoder_layers=1, decoder_layers=1, feedforward=48, max_length=24
+            SOURCE_VOCABULARY,
+            TARGET_VOCABULARY,
+            width=WIDTH,
+            heads=2,
+            encoder_layers=1,
+            decoder_layers=1,
+            feedforward=48,
+            max_length=24,
         ).eval()
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(1.5 * parameter)
             layer = self.module.get_submodule(SENSITIVE_LAYER)
             layer.weight[:, 7] = 9 * layer.weight.abs().max()
-            self.module.decoder[0].feedforward.expand.bias[7] = -100.0  # the Relu behind it makes the operand of the large weights zero
+            self.module.decoder[0].feedforward.expand.bias[
+                7
+            ] = -100.0  # the Relu behind it makes the operand of the large weights zero
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         special = SpecialTokens((1,), (2,), 0)
         self.source = from_module(self.module, {"src": ids, "tgt": ids}, "tgt", special_tokens=special)
@@ -159,11 +168,15 @@ def test_simulation_matches_quantised_file(case, tmp_path):
             p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT_BITS
         }
         quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
-        file_logits = dict(predictions(case.write_engine(model, f"{matrix_bits[0]}{matrix_bits[1]}.onnx"), case.samples[:12]))
+        file_logits = dict(
+            predictions(case.write_engine(model, f"{matrix_bits[0]}{matrix_bits[1]}.onnx"), case.samples[:12])
+        )
         simulated_logits = simulated(bits)
         file_errors = [np.abs(file_logits[at] - float_logits[at]).max() for at in float_logits]
         simulation_errors = [np.abs(file_logits[at] - simulated_logits[at]).max() for at in float_logits]
-        assert np.median(simulation_errors) < 1e-4 < 0.02 * np.median(file_errors)  # an activation on an edge may round the other way
+        assert (
+            np.median(simulation_errors) < 1e-4 < 0.02 * np.median(file_errors)
+        )  # an activation on an edge may round the other way
         assert max(simulation_errors) < 0.5 * max(file_errors)
     for at, logits in simulated({}, tables=False).items():
         np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)

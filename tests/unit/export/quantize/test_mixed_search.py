@@ -66,7 +66,11 @@ def test_search_includes_matrices_without_four_bits(inner):
     weights = matrices((inner, 128), (64, 64), (1, 2048))
     costs_model = InventedCosts(weights, {"m0": 0.001, "m1": 0.002, "m2": 0.001})
     mixture = MixedSearch(costs_model, costs_model, costs_model).run(DegradationBudget(tokens=0.5))
-    assert mixture.frontier[mixture.within(DegradationBudget(tokens=0.5))[0]].plan == {"m0": 8, "m1": 4, "m2": FLOAT_BITS}
+    assert mixture.frontier[mixture.within(DegradationBudget(tokens=0.5))[0]].plan == {
+        "m0": 8,
+        "m1": 4,
+        "m2": FLOAT_BITS,
+    }
 
 
 def test_model_without_matrices_is_refused(tmp_path):

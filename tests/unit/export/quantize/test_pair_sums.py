@@ -24,7 +24,7 @@ matrices = arrays.arrays(np.float32, sizes, elements=floats | st.sampled_from([-
 
 
 def saturates(b):
-    """Return whether uint8 activations exist for which the sum of a pair of products exceeds 16 bits, for int8 b (K, N)."""
+    """Return whether uint8 activations make the sum of two products exceed 16 bits, for int8 b (K, N)."""
     wide = b.astype(int)
     wide = np.pad(wide, [(0, len(b) % 2), (0, 0)])
     up, down = (255 * (part[0::2] + part[1::2]) for part in (wide.clip(min=0), wide.clip(max=0)))
@@ -86,8 +86,8 @@ def test_column_scale_is_minimal():
 
 
 def test_normal_weights_lose_less_than_one_bit():
-    """The largest of 768 normal numbers is about 3.3 σ, and of 384 sums of two 3.0 √2 σ. A step is therefore 4.3 σ / 128
-    instead of 3.3 σ / 127."""
+    """The largest of 768 normal numbers is about 3.3 σ, and of 384 sums of two 3.0 √2 σ. A step is therefore
+    4.3 σ / 128 instead of 3.3 σ / 127."""
     weight = np.random.default_rng(0).standard_normal((768, 400)).astype(np.float32)
     q, scale = round_nearest.per_column(weight)
     error = np.sqrt(np.square(weight - q * scale).mean(0))

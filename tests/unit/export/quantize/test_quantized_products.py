@@ -67,7 +67,9 @@ def test_tied_table_is_stored_once(transposed):
     quantised = ir.to_proto(model)
     int8_tensors = [t for t in quantised.graph.initializer if t.data_type == TensorProto.INT8]
     assert [list(t.dims) for t in int8_tensors] == [[VOCABULARY, WIDTH]]
-    assert not any(len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in quantised.graph.initializer if t not in int8_tensors)
+    assert not any(
+        len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in quantised.graph.initializer if t not in int8_tensors
+    )
     ids = np.array([[3, 59, 0], [7, 7, 8]])
     (actual,) = onnxruntime.InferenceSession(quantised.SerializeToString()).run(None, {"ids": ids})
     (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"ids": ids})
@@ -116,11 +118,11 @@ def test_int4_weight_error_is_at_most_half_a_step_plus_rounding_of_the_step(weig
     assert q.max() <= 7
     assert m.min() >= 1
     assert m.max() <= 15
-    whole = expand(q, m, block)
-    assert (np.abs(whole.astype(int)) <= 127).all()
-    assert (whole == q.astype(int) * np.repeat(m.astype(int), block, 0)[: len(q)]).all()
+    expanded = expand(q, m, block)
+    assert (np.abs(expanded.astype(int)) <= 127).all()
+    assert (expanded == q.astype(int) * np.repeat(m.astype(int), block, 0)[: len(q)]).all()
     # m errs by at most 0.5, which q multiplies by up to 8; q errs by half of m
-    error = np.abs(weight.astype(np.float64) - whole.astype(np.float64) * scale)
+    error = np.abs(weight.astype(np.float64) - expanded.astype(np.float64) * scale)
     steps = np.repeat(m.astype(np.float64), block, 0)[: len(q)]
     assert (error <= scale * (np.maximum(0.5 * steps, 8 * 0.5) + 1e-3)).all()
 
@@ -187,7 +189,9 @@ def dequantize(bits, inner):
 def test_both_forms_match_dequantised_model_up_to_rounding_of_activations(bits, inner):
     model = ir.from_proto(projection(inner))
     quantisation = quantize(model, bits, "latency", "ids")
-    assert {name: (p.bits, p.few) for name, p in quantisation.products.items()} == dict.fromkeys(("up", "out"), (bits, True))
+    assert {name: (p.bits, p.few) for name, p in quantisation.products.items()} == dict.fromkeys(
+        ("up", "out"), (bits, True)
+    )
     quantised = ir.to_proto(model)
     ids = np.array([[3], [59], [0], [7], [8]])
     expected = run(dequantize(bits, inner), ids)
@@ -267,8 +271,8 @@ def test_throughput_has_one_form_and_rows_are_independent():
     quantised = ir.to_proto(model)
     assert {"If", "MatMulNBits", "Relu"}.isdisjoint({n.op_type for n in quantised.graph.node} - {"Relu"})
     ids = np.array([[3], [59], [0], [7], [8]])
-    together = run(quantised, ids)
-    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], together[i]) for i in range(5))
+    batch = run(quantised, ids)
+    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], batch[i]) for i in range(5))
 
 
 def test_activations_after_relu_use_255_steps():
@@ -334,12 +338,17 @@ def test_tied_table_keeps_8_bits_and_is_stored_once_in_two_forms(transposed):
     quantisation = quantize(model, 4, "latency", "ids")
     assert [(p.bits, p.few) for p in quantisation.products.values()] == [(8, True)]
     quantised = ir.to_proto(model)
-    integer_tensors = [t for t in quantised.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims]
+    integer_tensors = [
+        t for t in quantised.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims
+    ]
     assert [list(t.dims) for t in integer_tensors if np.prod(t.dims) > VOCABULARY] == [[VOCABULARY, WIDTH]]
     ids = np.array([[3, 59, 0], [7, 7, 8]])
     expected = run(proto, ids)
     batch, single_ids = run(quantised, ids), np.concatenate([run(quantised, ids[:, i : i + 1]) for i in range(3)])
-    for actual, reference in ((batch, expected), (single_ids, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1))):
+    for actual, reference in (
+        (batch, expected),
+        (single_ids, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1)),
+    ):
         assert np.abs(actual - reference).max() < 0.02 * np.ptp(expected)
 
 

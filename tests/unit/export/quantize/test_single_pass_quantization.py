@@ -1,4 +1,4 @@
-"""Quantised models that are run once: near to PyTorch's outputs, each row for itself, within a budget or refused."""
+"""Quantised models that run once: outputs near to PyTorch's, independent rows, and a budget."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tformer_export.verify.parity import ParityGate
 from tformer_runtime import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 
-VOCABULARY, WIDTH, HEADS, LOUD = 60, 32, 2, 3
+VOCABULARY, WIDTH, HEADS, LOUD_ID = 60, 32, 2, 3
 LETTERS = "-abcdefghijklmnopqrstuvwxyz"
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
 
 class States(nn.Module):
-    """torch's own encoder, with a mask that hides padding: a state for each token."""
+    """The encoder of torch with a mask that hides padding: a state for each token."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class States(nn.Module):
 
 
 class Sentence(nn.Module):
-    """Attention by hand over packed queries, keys and values, and a vector of length 1 for a sentence; 0 is padding."""
+    """Attention by hand over packed queries, keys and values. Returns a vector of length 1; 0 is padding."""
 
     def __init__(self):
         super().__init__()
@@ -86,22 +86,22 @@ def classifier():
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    """Each module is compiled once, however often it is exported."""
-    held, real = {}, build.analyse
+    """Compile each module once, for all of its exports."""
+    cache, analyse = {}, build.analyse
 
-    def understood(source, *rest):
+    def analyse_once(source, *rest):
         key = source.name, len(source.tokenizers)
-        if key not in held:
-            held[key] = real(source, *rest)
-        return held[key]
+        if key not in cache:
+            cache[key] = analyse(source, *rest)
+        return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "analyse", understood)
+        patch.setattr(build, "analyse", analyse_once)
         yield
 
 
 class Case:
-    """A seeded module and how it is exported."""
+    """A seeded module and the options of its export."""
 
     def __init__(self, make, **options):
         torch.manual_seed(1)
@@ -113,12 +113,12 @@ class Case:
 
     @torch.no_grad()
     def expected(self, ids):
-        """PyTorch's output for one row, nothing padded."""
+        """Return the output of PyTorch for one row without padding."""
         row = torch.tensor(np.asarray(ids))[None]
         if isinstance(self.module, States):
             return self.module(row, torch.zeros_like(row, dtype=torch.bool))[0].numpy()
-        found = self.module(row)
-        return (found if isinstance(found, torch.Tensor) else found.logits)[0].numpy()
+        actual = self.module(row)
+        return (actual if isinstance(actual, torch.Tensor) else actual.logits)[0].numpy()
 
 
 CASES = {
@@ -132,12 +132,13 @@ CASES = {
 each = pytest.mark.parametrize("name", CASES)
 # A row in steps of 1/127 of its largest number, some 2.5 times its deviation, errs by 2.5 / 127 / √12 = 0.6 % of it,
 # and so do the weights: 0.8 % a product, some eight in a row, so 2.3 %; with 4 bits in blocks 8 % a product and 24 %.
-NEAR = {"int8": 0.08, "int4": 0.6}
+MAX_RELATIVE_ERRORS = {"int8": 0.08, "int4": 0.6}
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """name, quantisation → the case, an engine of its file, and the report; exported at the first use."""
+    """Return a function from name and quantisation to the case, an engine of its file and the report. It exports on
+    first use."""
     folder = tmp_path_factory.mktemp("once")
 
     @functools.cache
@@ -155,63 +156,63 @@ def run(engine, rows):
     return value.numpy().copy()
 
 
-def drawn(seed, *lengths):
+def random_rows(seed, *lengths):
     random = np.random.default_rng(seed)
-    return [random.integers(LOUD + 1, VOCABULARY, n) for n in lengths]
+    return [random.integers(LOUD_ID + 1, VOCABULARY, n) for n in lengths]
 
 
 @each
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_outputs_stay_near_pytorch_s(cases, name, quantize):
+def test_outputs_are_near_pytorch(cases, name, quantize):
     case, engine, report = cases(name, quantize)
-    rows = drawn(0, 9, 9, 4, 4, 4, 17)
+    rows = random_rows(0, 9, 9, 4, 4, 4, 17)
     expected = np.concatenate([case.expected(row).ravel() for row in rows])
-    found = np.concatenate([run(engine, [row])[0].ravel() for row in rows])
-    assert 0 < np.sqrt(np.mean((found - expected) ** 2) / np.var(expected)) < NEAR[quantize]
+    actual = np.concatenate([run(engine, [row])[0].ravel() for row in rows])
+    assert 0 < np.sqrt(np.mean((actual - expected) ** 2) / np.var(expected)) < MAX_RELATIVE_ERRORS[quantize]
     degradation = report.degradation.quality
-    assert degradation.cosine > 1 - NEAR[quantize] ** 2 / 2  # the angle is the error across, or less
-    assert 0 < degradation.relative_error < NEAR[quantize]
+    assert degradation.cosine > 1 - MAX_RELATIVE_ERRORS[quantize] ** 2 / 2  # the angle is the error across, or less
+    assert 0 < degradation.relative_error < MAX_RELATIVE_ERRORS[quantize]
     assert engine.manifest.quantization == quantize
-    held = {p.bits for p in report.products.values()}
-    assert held == {int(quantize[3:])}
+    product_bits = {p.bits for p in report.products.values()}
+    assert product_bits == {int(quantize[3:])}
     if quantize == "int4":
         assert degradation.cosine < cases(name)[2].degradation.quality.cosine
 
 
 @each
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_row_alone_equals_the_row_in_a_batch(cases, name, quantize):
+def test_single_row_equals_row_of_a_batch(cases, name, quantize):
     _, engine, report = cases(name, quantize)
-    rows = drawn(2, 9, 9, 9, 9)
-    together = run(engine, rows)
-    # Bit for bit; but for a mean over positions, which onnxruntime sums otherwise for one row.
+    rows = random_rows(2, 9, 9, 9, 9)
+    batch = run(engine, rows)
+    # Results are equal bit for bit, except for a mean over positions: onnxruntime sums one row in another order.
     same = np.array_equal if name != "sentence" else functools.partial(np.allclose, rtol=0, atol=1e-6)
     for row, ids in enumerate(rows):
-        assert same(run(engine, [ids])[0], together[row])
-    rows[1][::2] = LOUD
-    again = run(engine, rows)
-    assert np.array_equal(again[[0, 2, 3]], together[[0, 2, 3]])
-    assert not np.allclose(again[1], together[1], atol=1e-3)
-    ragged = drawn(3, 9, 3, 14, 6)
-    together = run(engine, ragged)
-    for row, ids in enumerate(ragged):  # sums over padding are made in another order: one step at most
+        assert same(run(engine, [ids])[0], batch[row])
+    rows[1][::2] = LOUD_ID
+    changed = run(engine, rows)
+    assert np.array_equal(changed[[0, 2, 3]], batch[[0, 2, 3]])
+    assert not np.allclose(changed[1], batch[1], atol=1e-3)
+    ragged = random_rows(3, 9, 3, 14, 6)
+    batch = run(engine, ragged)
+    for row, ids in enumerate(ragged):  # sums over padding have another order, which moves a result by at most one step
         alone = run(engine, [ids])[0]
-        own = together[row][: len(alone)] if alone.ndim > 1 else together[row]
-        np.testing.assert_allclose(own, alone, rtol=0, atol=np.ptp(alone) / 127)
+        valid = batch[row][: len(alone)] if alone.ndim > 1 else batch[row]
+        np.testing.assert_allclose(valid, alone, rtol=0, atol=np.ptp(alone) / 127)
     assert report.degradation.row_difference < 1 / 127
 
 
-def test_the_kernels_of_an_encoder(cases):
-    """Fast ones, each for itself measured; the unquantised file's are compared with PyTorch by the gate."""
+def test_encoder_uses_fused_kernels(cases):
+    """The parity gate compares the kernels of the unquantised file with PyTorch."""
     kinds = {node.op_type for node in onnx.load(cases("states")[1].session.path).graph.node}
     assert {"GroupQueryAttention", "MatMulIntegerToFloat"} <= kinds
     assert kinds.isdisjoint({"MultiHeadAttention", "MatMulInteger", "Reciprocal"})
 
 
-def test_quality_is_what_torch_says(cases):
+def test_quality_matches_torch(cases):
     _, eight, _ = cases("states")
     _, four, _ = cases("states", "int4")
-    samples = [single_pass_sample({"src": ids}) for ids in drawn(4, *range(3, 12), *range(3, 12))]
+    samples = [single_pass_sample({"src": ids}) for ids in random_rows(4, *range(3, 12), *range(3, 12))]
     quality = ReferenceOutputs(eight, samples).quality(four)
     ids = [sample.request["src"] for sample in samples]
     before, after = (torch.tensor(np.concatenate([run(e, [row])[0] for row in ids])) for e in (eight, four))
@@ -229,13 +230,13 @@ def test_quality_is_what_torch_says(cases):
     assert quality.changed == 1 - quality.cosine
 
 
-def test_cosines_of_what_has_no_length():
+def test_cosine_similarity_of_zero_vectors():
     zero, one = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
-    found = [float(cosine_similarity(*pair)[0]) for pair in ((zero, zero), (zero, one), (one, -one))]
-    assert found == pytest.approx([1, 0, -1])
+    actual = [float(cosine_similarity(*pair)[0]) for pair in ((zero, zero), (zero, one), (one, -one))]
+    assert actual == pytest.approx([1, 0, -1])
 
 
-def test_what_classes_are_told_by(cases, tmp_path):
+def test_class_scores_are_recognised(cases, tmp_path):
     report = cases("classes")[2]
     quality = report.degradation.quality
     assert quality.of_classes
@@ -244,7 +245,7 @@ def test_what_classes_are_told_by(cases, tmp_path):
     assert any("keep their class" in text for _, text in report.degradation.rows())
     assert not any("keep their class" in text for _, text in cases("sentence")[2].degradation.rows())
 
-    class Words(nn.Sequential):  # as wide as the vocabulary
+    class Words(nn.Sequential):  # scores as wide as the vocabulary are classes
         def forward(self, src):
             return super().forward(src)
 
@@ -252,10 +253,10 @@ def test_what_classes_are_told_by(cases, tmp_path):
         def forward(self, src):
             return super().forward(src).mean(1).softmax(1)
 
-    for made, width in ((Words, VOCABULARY), (Likely, 40)):
-        module = made(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, width))
-        found = export(module, tmp_path / "x.onnx", {"src": IDS}, quantization="int8", force=True)
-        assert found.degradation.quality.of_classes
+    for architecture, width in ((Words, VOCABULARY), (Likely, 40)):
+        module = architecture(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, width))
+        class_report = export(module, tmp_path / "x.onnx", {"src": IDS}, quantization="int8", force=True)
+        assert class_report.degradation.quality.of_classes
 
 
 BUDGETS = {
@@ -265,16 +266,16 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_budget_is_kept_or_the_file_refused(name, tmp_path):
-    case, (least, message) = CASES[name](), BUDGETS[name]
+def test_exceeded_budget_is_refused(name, tmp_path):
+    case, (small_budget, message) = CASES[name](), BUDGETS[name]
     with pytest.raises(ParityError, match=message):
-        case.export(tmp_path / "out.onnx", "int4", max_degradation=least)
+        case.export(tmp_path / "out.onnx", "int4", max_degradation=small_budget)
     assert list(tmp_path.iterdir()) == []
     report = case.export(tmp_path / "out.onnx", "int8", max_degradation=0.1)
     assert report.degradation.quality.changed <= 0.1
 
 
-def test_what_makes_no_sense_is_refused(tmp_path):
+def test_options_that_do_not_apply_raise_option_error(tmp_path):
     case = CASES["sentence"]()
     for options, message in (
         ({"max_degradation": "1.02x"}, "a model that is run once has no perplexity to be multiplied by 1.02"),
@@ -292,27 +293,27 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mixture_fitted_to_texts(tmp_path):
+def test_mixture_is_calibrated_on_texts(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="-"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     random = np.random.default_rng(5)
     lines = ["".join(random.choice(list(LETTERS[1:]), random.integers(4, 13))) for _ in range(160)]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     case = CASES["sentence"]()
-    given = {"tokenizer": tokenizer.to_str(), "calibration": tmp_path / "lines.txt"}
-    fitted = case.export(tmp_path / "four.onnx", "int4", **given).degradation.quality
-    report = case.export(tmp_path / "out.onnx", "mixed", max_degradation=fitted.changed / 3, **given)
+    text_options = {"tokenizer": tokenizer.to_str(), "calibration": tmp_path / "lines.txt"}
+    fitted = case.export(tmp_path / "four.onnx", "int4", **text_options).degradation.quality
+    report = case.export(tmp_path / "out.onnx", "mixed", max_degradation=fitted.changed / 3, **text_options)
     mixture, quality = report.mixture, report.degradation.quality
     assert quality.changed <= fitted.changed / 3
     assert quality.positions == mixture.positions == 40
     assert {layer.bits for layer in mixture.layers} >= {4, 8}
     assert all(layer.divergence[4] > 0 for layer in mixture.layers)
-    sizes = [tried.size for tried in mixture.frontier]
+    sizes = [point.size for point in mixture.frontier]
     assert sizes == sorted(sizes, reverse=True)
     assert mixture.rows()[0][1].startswith("on 40 vectors, ")
     assert "cosine 0.9" in mixture.rows()[1][1]
     json.dumps(report.to_dict())
-    # Of the lines that were not fitted to, PyTorch's own vectors are nearer with calibration than without.
+    # On lines outside the calibration data, vectors are nearer to PyTorch's with calibration than without.
     plain = case.export(tmp_path / "plain.onnx", "int4", tokenizer=tokenizer.to_str())
     assert plain.degradation is not None
     losses = []
@@ -323,7 +324,7 @@ def test_a_mixture_fitted_to_texts(tmp_path):
     assert 0 < losses[0] < losses[1]
 
 
-def test_a_forecast_of_numbers(tmp_path):
+def test_forecast_is_quantised_within_budget(tmp_path):
     torch.manual_seed(0)
     module, random = Forecast().eval(), np.random.default_rng(0)
     series = random.standard_normal((24, 16, 2)).astype(np.float32)
@@ -336,33 +337,33 @@ def test_a_forecast_of_numbers(tmp_path):
     engine = Engine(tmp_path / "out.onnx", device="cpu", threads=1)
     with torch.no_grad():
         expected = module(torch.tensor(series)).numpy()
-    found = run(engine, list(series))
-    assert 0 < np.sqrt(np.mean((found - expected) ** 2) / np.var(expected)) < NEAR["int8"]
-    assert np.array_equal(run(engine, [series[3]])[0], found[3])
+    actual = run(engine, list(series))
+    assert 0 < np.sqrt(np.mean((actual - expected) ** 2) / np.var(expected)) < MAX_RELATIVE_ERRORS["int8"]
+    assert np.array_equal(run(engine, [series[3]])[0], actual[3])
 
 
-def test_rows_that_change_each_other_are_refused(cases, tmp_path):
+def test_dependence_between_rows_is_refused(cases, tmp_path):
     case, engine, _ = cases("states")
     ids = {"src": IDS}
-    gate = ParityGate(from_module(case.module, ids, None, masks=case.options["masks"]), engine_inputs(engine))
+    gate = ParityGate(from_module(case.module, ids, None, masks=case.options["masks"]), make_input_facts(engine))
 
     class OneScale(Engine):
-        """What one scale for all rows does: a result is rounded by the largest number of any row."""
+        """An encoder with one scale for all rows, which rounds a result by the largest number of any row."""
 
         def encode(self, requests, rows, *more):
             ((name, value),) = super().encode(requests, rows, *more).items()
-            held = value.numpy()
-            step = np.abs(held).max() / 16
-            return {name: type("Value", (), {"numpy": lambda self: np.round(held / step) * step})()}
+            states = value.numpy()
+            step = np.abs(states).max() / 16
+            return {name: type("Value", (), {"numpy": lambda self: np.round(states / step) * step})()}
 
-    yardstick = ReferenceOutputs(engine, [single_pass_sample({"src": row}) for row in drawn(6, *[8] * 8)])
-    assert measure_outputs(gate, engine, engine, yardstick).quality.cosine == pytest.approx(1)
+    reference = ReferenceOutputs(engine, [single_pass_sample({"src": row}) for row in random_rows(6, *[8] * 8)])
+    assert measure_outputs(gate, engine, engine, reference).quality.cosine == pytest.approx(1)
     with pytest.raises(ParityError, match=r"a row's result changes with its neighbours by .* no file was written"):
-        measure_outputs(gate, engine, OneScale(engine.session), yardstick)
+        measure_outputs(gate, engine, OneScale(engine.session), reference)
 
 
-def engine_inputs(engine):
-    """What the gate knows of the inputs, from the file."""
+def make_input_facts(engine):
+    """Return the input facts that the gate needs, from the file."""
     from tformer_export.analysis.input_facts import InputFacts
 
     return {

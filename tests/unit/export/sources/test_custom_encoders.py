@@ -1,4 +1,4 @@
-"""One's own encoders that are run once: pooling, a head, masks that hold or do not, and what is refused."""
+"""Custom encoders that run once, against PyTorch: pooling, heads, masks and refused options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tformer_runtime import Model, OptionError, ParityError, SourceError
 
 ANIMALS = "the quick brown fox jumps over lazy dog a e o"
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *ANIMALS.split()]
-WIDTH, HEADS, MOST = 16, 2, 48
+WIDTH, HEADS, MAX_LENGTH = 16, 2, 48
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
 TEXTS = ["the quick brown fox", "a", "over the lazy dog the fox jumps over the lazy dog", "dog dog"]
 
@@ -29,7 +29,7 @@ class Packed(nn.Module):
 
     def __init__(self, labels=0):
         super().__init__()
-        self.embed, self.places = nn.Embedding(len(WORDS), WIDTH), nn.Embedding(MOST, WIDTH)
+        self.embed, self.places = nn.Embedding(len(WORDS), WIDTH), nn.Embedding(MAX_LENGTH, WIDTH)
         self.packed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.expand, self.contract = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
@@ -47,7 +47,7 @@ MASKS = {"mask": padding("ids", keep="additive", shape=("batch", 1, 1, "time"))}
 
 
 class Checked(Packed):
-    """The same for ids alone, whose padding it knows, as a checkpoint is of."""
+    """The same encoder for ids alone, with its own padding mask, as a checkpoint needs it."""
 
     def forward(self, ids):
         mask = torch.where(ids == 0, -1e9, 0.0)[:, None, None]
@@ -55,7 +55,7 @@ class Checked(Packed):
 
 
 class Leaks(nn.Module):
-    """Looks at padding once, and forgets it when it takes the mean."""
+    """An encoder that masks its embeddings but includes padding in the mean."""
 
     def __init__(self):
         super().__init__()
@@ -66,15 +66,15 @@ class Leaks(nn.Module):
 
 
 def tokenizer():
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
+    word_tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    return made
+    return word_tokenizer
 
 
-def read(text):
+def encode_text(text):
     return torch.tensor([tokenizer().encode(*((text,) if isinstance(text, str) else text)).ids])
 
 
@@ -85,7 +85,7 @@ def seeded(kind, *arguments):
     return module
 
 
-def test_pooled_vectors(tmp_path):
+def test_pooled_vectors_match_pytorch(tmp_path):
     module = seeded(Packed)
     report = export(
         module, tmp_path / "x.onnx", {"ids": IDS}, masks=MASKS, tokenizer=tokenizer().to_str(),
@@ -96,17 +96,17 @@ def test_pooled_vectors(tmp_path):
     assert "from raw inputs" in dict(report.rows())
     assert "cosine" in dict(report.rows())
     with torch.no_grad():
-        states = [module(read(text), torch.zeros(1, 1, 1, 1))[0].max(0).values for text in TEXTS]
+        states = [module(encode_text(text), torch.zeros(1, 1, 1, 1))[0].max(0).values for text in TEXTS]
     expected = F.normalize(torch.stack(states), dim=1).numpy()
-    found = model.embed(TEXTS)
-    assert (found * expected).sum(1).min() > 0.999
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    actual = model.embed(TEXTS)
+    assert (actual * expected).sum(1).min() > 0.999
+    np.testing.assert_allclose(np.linalg.norm(actual, axis=1), 1, atol=1e-5)
 
 
-def test_a_head_from_a_checkpoint(tmp_path):
+def test_classifier_checkpoint_matches_pytorch(tmp_path):
     module = seeded(Checked, 3)
     save_checkpoint(
-        module, tmp_path / "model.pt", factory="test_own_encoders:Checked", arguments={"labels": 3}, step_input=None,
+        module, tmp_path / "model.pt", factory=f"{__name__}:Checked", arguments={"labels": 3}, step_input=None,
         tokenizer=tokenizer().to_str(), special_tokens={"pad_token_id": 0},
     )  # fmt: skip
     labels = ["no", "perhaps", "yes"]
@@ -118,7 +118,7 @@ def test_a_head_from_a_checkpoint(tmp_path):
     pairs = [("the fox", "a dog"), ("a", "the lazy dog")]
     for text, result in zip([*TEXTS, *pairs], model.classify([*TEXTS, *pairs]), strict=True):
         with torch.no_grad():
-            expected = module(read(text))[0].sigmoid().tolist()
+            expected = module(encode_text(text))[0].sigmoid().tolist()
         assert list(result.scores) == labels
         assert list(result.scores.values()) == pytest.approx(expected, abs=1e-5)
         assert result.score == max(result.scores.values())
@@ -126,7 +126,7 @@ def test_a_head_from_a_checkpoint(tmp_path):
     assert report.parity.raw.pairs == 4
 
 
-def test_rows_that_padding_would_change_are_run_by_size(tmp_path):
+def test_model_that_is_changed_by_padding_runs_rows_by_length(tmp_path):
     module = seeded(Leaks)
     report = export(
         module, tmp_path / "x.onnx", {"ids": IDS}, tokenizer=tokenizer().to_str(), special_tokens={"pad_token_id": 0}
@@ -136,26 +136,26 @@ def test_rows_that_padding_would_change_are_run_by_size(tmp_path):
     assert not model.manifest.encode.ragged
     assert report.parity.raw.relative < 1e-5
     with torch.no_grad():
-        expected = [module(read(text))[0].numpy() for text in TEXTS]
+        expected = [module(encode_text(text))[0].numpy() for text in TEXTS]
     np.testing.assert_allclose(model.embed(TEXTS), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_a_pool_reads_a_row_s_own_positions(name):
+def test_pooling_reads_valid_positions_only(name):
     torch.manual_seed(0)
     source = with_pooling(from_module(seeded(Packed), {"ids": IDS}, None, masks=MASKS), [name])
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
     keep = torch.tensor([[True] * 4, [True, True, False, False]])
     with torch.no_grad():
-        both = source.module(ids, keep)
-        alone = torch.cat([source.module(ids[:1], keep[:1]), source.module(ids[1:, :2], keep[1:, :2])])
+        batch = source.module(ids, keep)
+        single_rows = torch.cat([source.module(ids[:1], keep[:1]), source.module(ids[1:, :2], keep[1:, :2])])
         states = seeded(Packed)(ids[1:, :2], torch.zeros(1, 1, 1, 1))[0]
-    torch.testing.assert_close(both, alone)
-    plain = {
+    torch.testing.assert_close(batch, single_rows)
+    expected = {
         "mean": states.mean(0), "first": states[0], "last": states[1], "max": states.amax(0),
         "mean_sqrt_len_tokens": states.sum(0) / 2**0.5, "weightedmean": (states[0] + 2 * states[1]) / 3,
     }  # fmt: skip
-    torch.testing.assert_close(both[1], plain[name])
+    torch.testing.assert_close(batch[1], expected[name])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_pool_reads_a_row_s_own_positions(name):
         (0, {"tokenizer": len}, OptionError, "a tokenizer is text in tokenizers' JSON format"),
     ],
 )
-def test_refusals(tmp_path, labels, options, error, message):
+def test_invalid_tasks_are_refused(tmp_path, labels, options, error, message):
     options = dict(options)
     tokenizer = options.pop("tokenizer", None)
 
@@ -189,10 +189,10 @@ def test_refusals(tmp_path, labels, options, error, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mask_that_is_the_wrong_way_round_is_refused(tmp_path):
-    class Wrong(Packed):
+def test_inverted_mask_raises_parity_error(tmp_path):
+    class InvertedMask(Packed):
         def forward(self, ids, hidden):
             return super().forward(ids, torch.where(hidden, 0.0, -1e9)[:, None, None])
 
     with pytest.raises(ParityError, match=r"differs from its source|the wrong way round|not finite"):
-        export(seeded(Wrong), tmp_path / "x.onnx", {"ids": IDS}, masks={"hidden": padding("ids", keep=False)})
+        export(seeded(InvertedMask), tmp_path / "x.onnx", {"ids": IDS}, masks={"hidden": padding("ids", keep=False)})

@@ -1,4 +1,4 @@
-"""A program of torch.export, without the Python class that it was made of."""
+"""A program of torch.export as the source of an export, without its Python class, against PyTorch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tformer_runtime import SourceError
 from tformer_runtime.engine.engine import Engine
 
 VOCABULARY, WIDTH = 19, 16
-FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+DYNAMIC_AXES = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 
 class Translator(nn.Module):
-    """`wide` is a plain value of the call, frozen in a program."""
+    """An encoder-decoder. `wide` is a plain value of the call, which a program fixes."""
 
     def __init__(self):
         super().__init__()
@@ -48,21 +48,21 @@ class Masked(nn.Module):
         return self.out(torch.softmax((x @ x.mT).masked_fill(~mask, -1e9), -1) @ x)
 
 
-def ids(length):
+def make_ids(length):
     return torch.arange(2 * length).reshape(2, length) % (VOCABULARY - 1) + 1
 
 
-def program(src=FREE, tgt=FREE, lengths=(5, 7), train=False, **options):
+def program(src=DYNAMIC_AXES, tgt=DYNAMIC_AXES, lengths=(5, 7), train=False, **options):
     module = Translator().train(train)
-    given = {"tgt": ids(lengths[1]), **options}
+    keyword_inputs = {"tgt": make_ids(lengths[1]), **options}
     shapes = {"src": src, "tgt": tgt, **dict.fromkeys(options)}
-    return torch.export.export(module, (ids(lengths[0]),), given, dynamic_shapes=shapes)
+    return torch.export.export(module, (make_ids(lengths[0]),), keyword_inputs, dynamic_shapes=shapes)
 
 
-def test_a_file_of_a_program_decodes_like_the_class_it_was_made_of(tmp_path):
+def test_file_of_a_program_matches_its_module(tmp_path):
     batch = Dim("batch")
-    made = program({0: batch, 1: Dim("source", max=24)}, {0: batch, 1: Dim("target", max=16)}, wide=True)
-    torch.export.save(made, tmp_path / "model.pt2")
+    exported_program = program({0: batch, 1: Dim("source", max=24)}, {0: batch, 1: Dim("target", max=16)}, wide=True)
+    torch.export.save(exported_program, tmp_path / "model.pt2")
     source = load_source(tmp_path / "model.pt2", step_input="tgt")
     assert source.name == "model.pt2"
     export(source, tmp_path / "model.onnx")
@@ -71,27 +71,29 @@ def test_a_file_of_a_program_decodes_like_the_class_it_was_made_of(tmp_path):
     assert [i.max_length for i in engine.manifest.encode.inputs] == [24]
     module, rows, tokens = Translator().eval(), [[3, 4, 5, 6, 7], [8, 9]], [1, 11, 12]
     state = engine.start({"src": [np.array(row) for row in rows]}, 2)
-    found = np.stack([engine.step(state, np.array([[t], [t]])).copy() for t in tokens], 1)
-    for row, logits in zip(rows, found, strict=True):
+    actual = np.stack([engine.step(state, np.array([[t], [t]])).copy() for t in tokens], 1)
+    for row, logits in zip(rows, actual, strict=True):
         with torch.no_grad():
             expected = module(torch.tensor([row]), torch.tensor([tokens]), wide=True)["logits"][0]
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_masks_of_a_program_are_described():
-    free = {"ids": FREE, "mask": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
-    example = (ids(6), torch.ones(6, 6, dtype=torch.bool).tril())
-    made = torch.export.export(Masked(), example, dynamic_shapes=free)
+def test_masks_of_a_program_need_descriptions():
+    free = {"ids": DYNAMIC_AXES, "mask": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
+    example = (make_ids(6), torch.ones(6, 6, dtype=torch.bool).tril())
+    masked_program = torch.export.export(Masked(), example, dynamic_shapes=free)
     with pytest.raises(SourceError, match=r"'mask' looks like a mask.* masks={'mask': "):
-        from_program(made, "ids")
-    source = from_program(made, "ids", masks={"mask": causal("ids")})
-    torch.testing.assert_close(source.module(ids(9)), Masked()(ids(9), torch.ones(9, 9, dtype=torch.bool).tril()))
+        from_program(masked_program, "ids")
+    source = from_program(masked_program, "ids", masks={"mask": causal("ids")})
+    torch.testing.assert_close(
+        source.module(make_ids(9)), Masked()(make_ids(9), torch.ones(9, 9, dtype=torch.bool).tril())
+    )
     with pytest.raises(SourceError, match="speaks of 'src'"):
-        from_program(made, "ids", masks={"mask": padding("src")})
+        from_program(masked_program, "ids", masks={"mask": padding("src")})
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("make_program", "message"),
     [
         (
             lambda: program(None, None),
@@ -108,37 +110,37 @@ def test_masks_of_a_program_are_described():
         (lambda: program(train=True), r"exported in training mode, with dropout: call model.eval\(\)"),
     ],
 )
-def test_programs_that_cannot_be_stepped(made, message):
+def test_programs_with_fixed_sizes_are_refused(make_program, message):
     with pytest.raises(SourceError, match=message):
-        from_program(made(), "tgt")
+        from_program(make_program(), "tgt")
 
 
-def test_a_step_that_the_program_does_not_have():
+def test_missing_step_input_is_refused():
     with pytest.raises(SourceError, match="no input 'target' to step over: it has src, tgt"):
         from_program(program(), "target")
 
 
 class Trap:
-    """What must not be unpickled."""
+    """An object that must not be unpickled."""
 
     def __reduce__(self):
         return print, ("this ran",)
 
 
-def test_a_program_with_pickled_objects(tmp_path, capfd):
+def test_pickled_objects_are_not_loaded(tmp_path, capfd):
     path = tmp_path / "model.pt2"
-    made = program()
-    made.example_inputs = ((ids(5),), {"tgt": Trap()})
-    torch.export.save(made, path)
+    pickling_program = program()
+    pickling_program.example_inputs = ((make_ids(5),), {"tgt": Trap()})
+    torch.export.save(pickling_program, path)
     with pytest.raises(SourceError, match="is not a whole program"):
         load_source(path, step_input="tgt")
     assert "this ran" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_a_program_cut_short(share, tmp_path):
+@pytest.mark.parametrize("share_of_bytes", [0, 0.5, 0.99])
+def test_truncated_program_is_refused(share_of_bytes, tmp_path):
     torch.export.save(program(), tmp_path / "whole.pt2")
     content = (tmp_path / "whole.pt2").read_bytes()
-    (tmp_path / "cut.pt2").write_bytes(content[: int(len(content) * share)])
+    (tmp_path / "cut.pt2").write_bytes(content[: int(len(content) * share_of_bytes)])
     with pytest.raises(SourceError, match=r"cut.pt2 is not a whole program of torch.export.save: "):
         load_source(tmp_path / "cut.pt2", step_input="tgt")

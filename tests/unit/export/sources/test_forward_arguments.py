@@ -1,7 +1,6 @@
-"""forward as people write it: masks, lengths and positions as arguments are described, and built from lengths alone.
+"""Arguments of forward: masks, lengths and positions are described, and built from lengths alone.
 
-What a model computes for a padded row through its masks must be what it computes for the row alone.
-"""
+A padded row with masks must equal the row alone in PyTorch."""
 
 from __future__ import annotations
 
@@ -19,23 +18,23 @@ from tformer_export.sources.torch_module import from_module
 from tformer_runtime import OptionError, SourceError
 from tformer_runtime.engine.engine import Engine
 
-VOCABULARY, WIDTH, LONGEST = 19, 16, 24
+VOCABULARY, WIDTH, MAX_LENGTH = 19, 16, 24
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 EXAMPLE = {"src": IDS, "tgt": IDS}
 
 
 class Core(nn.Module):
-    """An encoder-decoder of one layer each, with nothing but what it is given to tell padding by."""
+    """An encoder-decoder of one layer each, which knows padding from its masks only."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(MAX_LENGTH, WIDTH)
         self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(3))
         self.out = nn.Linear(WIDTH, VOCABULARY)
 
     def attend(self, layer, x, memory, keep):
-        """keep: bool, or 0 and −inf to add; of any shape that fits (batch, heads, queries, keys)."""
+        """Return attention over the memory. keep: bool, or 0 and −inf, broadcast to (batch, heads, queries, keys)."""
         heads = [p(y).unflatten(2, (2, -1)).transpose(1, 2) for p, y in zip(layer, (x, memory, memory), strict=True)]
         q, k, v = heads
         scores = q @ k.transpose(2, 3) / math.sqrt(8)
@@ -82,7 +81,7 @@ class Additive(Core):
 
 
 class Combined(Core):
-    """Padding and causality of the target in one mask, and a mask of the memory for each query."""
+    """One mask for padding and causality of the target, and a mask of the memory for each query."""
 
     def forward(self, src, tgt, src_mask, tgt_mask, memory_mask):
         memory = self.read(src, src_mask[:, None])
@@ -145,35 +144,35 @@ FORMS = {
 TIME_FIRST = {"src": (1, 0), "tgt": (1, 0)}
 
 
-def example_of(form):
+def make_example(form):
     return {n: v.T for n, v in EXAMPLE.items()} if form is TimeFirst else EXAMPLE
 
 
-def options_of(form):
+def make_options(form):
     return {"masks": FORMS[form], **({"axes": TIME_FIRST} if form is TimeFirst else {})}
 
 
 @torch.no_grad()
-def alone(module, source, target):
-    """What the core computes for one row that holds no padding, (time, vocabulary)."""
+def single_row_logits(module, source, target):
+    """Return the logits (time, vocabulary) of the core for one row without padding."""
     return module.run(torch.tensor([source]), torch.tensor([target]), torch.ones(1, 1, 1, 1, dtype=torch.bool))[0]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_a_padded_row_is_computed_as_if_alone(form):
+def test_padded_row_matches_single_row(form):
     module = form().eval()
-    source = from_module(module, example_of(form), "tgt", **options_of(form))
+    source = from_module(module, make_example(form), "tgt", **make_options(form))
     assert {mask.of for mask in source.masks.values()} == {"src"}
     rows, targets = ([3, 4, 5, 6, 7], [8, 9]), ([1, 11, 12], [1, 13, 14])
     padded = torch.tensor(
         [rows[0], [*rows[1], 17, 18, 17]]
-    )  # ids like others: only the mask tells them from valid ones
+    )  # padding ids are also valid ids: only the mask separates them
     (keep,) = source.masks
-    given = {"src": padded, "tgt": torch.tensor(targets), keep: torch.tensor([[True] * 5, [True] * 2 + [False] * 3])}
+    inputs = {"src": padded, "tgt": torch.tensor(targets), keep: torch.tensor([[True] * 5, [True] * 2 + [False] * 3])}
     with torch.no_grad():
-        found = source.module(*(given[name] for name in source.example))
-    for row, target, logits in zip(rows, targets, found, strict=True):
-        torch.testing.assert_close(logits, alone(module, row, target), rtol=0, atol=1e-5)
+        actual = source.module(*(inputs[name] for name in source.example))
+    for row, target, logits in zip(rows, targets, actual, strict=True):
+        torch.testing.assert_close(logits, single_row_logits(module, row, target), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,21 +185,21 @@ def test_a_padded_row_is_computed_as_if_alone(form):
     ],
     ids=lambda f: f.__name__,
 )
-def test_the_file_computes_it_too(form, tmp_path):
+def test_file_matches_single_rows(form, tmp_path):
     module, path = form().eval(), tmp_path / "model.onnx"
-    export(module, path, example_of(form), "tgt", **options_of(form), max_length=LONGEST)
+    export(module, path, make_example(form), "tgt", **make_options(form), max_length=MAX_LENGTH)
     engine = Engine(path, device="cpu", threads=1)
     rows, targets = ([3, 4, 5, 6, 7], [8, 9]), ([1, 11, 12], [1, 13, 14])
     state = engine.start({"src": [np.array(row) for row in rows]}, 2)
     tokens = np.array(targets)
     first = engine.step(state, tokens[:, :2], logit_positions="all").copy()
-    found = np.concatenate([first, engine.step(state, tokens[:, 2:], logit_positions="all")], 1)
-    for row, target, logits in zip(rows, targets, found, strict=True):
-        np.testing.assert_allclose(logits, alone(module, row, target), rtol=0, atol=1e-4)
+    actual = np.concatenate([first, engine.step(state, tokens[:, 2:], logit_positions="all")], 1)
+    for row, target, logits in zip(rows, targets, actual, strict=True):
+        np.testing.assert_allclose(logits, single_row_logits(module, row, target), rtol=0, atol=1e-4)
 
 
 class Stages(Core):
-    """No forward: a method for each stage, and a mask that both take."""
+    """A module without forward: a method for each stage, and a mask that both take."""
 
     forward = nn.Module.forward
 
@@ -212,7 +211,7 @@ class Stages(Core):
         return self.write(tgt, memory["states"], src_mask[:, None, None], past)
 
 
-def test_encode_and_decode_without_forward(tmp_path):
+def test_encode_and_decode_replace_forward(tmp_path):
     module, path = Stages().eval(), tmp_path / "model.onnx"
     masks = {"src_mask": padding("src"), "tgt_mask": causal("tgt")}
     export(
@@ -221,19 +220,19 @@ def test_encode_and_decode_without_forward(tmp_path):
         EXAMPLE,
         "tgt",
         masks=masks,
-        max_length=LONGEST,
+        max_length=MAX_LENGTH,
         special_tokens={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     )
     row, tokens = [3, 4, 5, 6, 7], [1]
     for _ in range(6):
-        tokens.append(int(alone(module, row, tokens)[-1].argmax()))
+        tokens.append(int(single_row_logits(module, row, tokens)[-1].argmax()))
     engine = Engine(path, device="cpu", threads=1)
     state = engine.start({"src": [np.array(row)]}, 1)
-    found = [int(engine.step(state, np.array([[token]]))[0].argmax()) for token in tokens[:-1]]
-    assert found == tokens[1:]
+    actual = [int(engine.step(state, np.array([[token]]))[0].argmax()) for token in tokens[:-1]]
+    assert actual == tokens[1:]
 
 
-def test_encode_and_decode_whose_memory_is_not_clear():
+def test_ambiguous_memory_of_decode_is_refused():
     with pytest.raises(SourceError, match=r"decode\(memory, tgt, src_mask, tgt_mask\).* memory, src_mask: name all"):
         from_module(Stages(), EXAMPLE, "tgt")
     with pytest.raises(SourceError, match="has no forward, and no encode"):
@@ -242,17 +241,17 @@ def test_encode_and_decode_whose_memory_is_not_clear():
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
 
-Named = collections.namedtuple("Named", ["attentions", "scores"])
+OutputTuple = collections.namedtuple("Named", ["attentions", "scores"])
 
 
 @dataclasses.dataclass
-class Held:
+class OutputDataclass:
     attentions: torch.Tensor
     logits: torch.Tensor
 
 
 class Language(nn.Module):
-    """`form` makes the output out of something else and the logits."""
+    """A language model whose output `form` builds from another tensor and the logits."""
 
     def __init__(self, form):
         super().__init__()
@@ -276,13 +275,13 @@ class Language(nn.Module):
         (lambda other, logits: {"other": other, "logits": logits}, None),
         (lambda other, logits: {"loss": None, "predictions": logits}, None),
         (lambda other, logits: {"other": other, "scores": logits}, "scores"),
-        (lambda other, logits: Held(other, logits), None),
-        (lambda other, logits: Held(logits, other), "attentions"),
-        (lambda other, logits: Named(other, logits), "scores"),
-        (lambda other, logits: Named(other, logits), 1),
+        (lambda other, logits: OutputDataclass(other, logits), None),
+        (lambda other, logits: OutputDataclass(logits, other), "attentions"),
+        (lambda other, logits: OutputTuple(other, logits), "scores"),
+        (lambda other, logits: OutputTuple(other, logits), 1),
     ],
 )
-def test_the_logits_among_the_outputs(form, output):
+def test_logits_are_found_among_outputs(form, output):
     module = Language(form).eval()
     source = from_module(
         module, {"ids": IDS}, "ids", fixed_arguments={"use_cache": False, "temperature": 2.0}, output=output
@@ -298,7 +297,7 @@ def test_the_logits_among_the_outputs(form, output):
         (lambda other, logits: (other, logits), 2, "no tensor 2 among its outputs: it returns 2 of them"),
     ],
 )
-def test_outputs_without_the_logits(form, output, message):
+def test_outputs_without_logits_are_refused(form, output, message):
     source = from_module(Language(form), {"ids": IDS}, "ids", fixed_arguments={"use_cache": False}, output=output)
     with pytest.raises(SourceError, match=message):
         source.module(IDS)
@@ -310,7 +309,7 @@ TRIANGLE = torch.ones(3, 3).tril()
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "instead"),
+    ("name", "value", "description"),
     [
         ("src_mask", torch.ones(2, 3, dtype=torch.bool), "padding"),
         ("src_mask", torch.ones(2, 1, 3), "padding"),
@@ -323,13 +322,13 @@ TRIANGLE = torch.ones(3, 3).tril()
         ("positions", torch.arange(3), "positions"),
     ],
 )
-def test_a_mask_in_the_example_is_to_be_described(name, value, instead):
-    class Taking(Core):
+def test_undescribed_mask_in_example_is_refused(name, value, description):
+    class WithMasks(Core):
         def forward(self, src, tgt, src_mask=None, tgt_mask=None, hidden=None, src_lengths=None, positions=None):
             raise AssertionError("not called")
 
-    with pytest.raises(SourceError, match=rf"'{name}' looks like .*masks={{'{name}': {instead}\(…\)}}"):
-        from_module(Taking(), {**EXAMPLE, name: value}, "tgt")
+    with pytest.raises(SourceError, match=rf"'{name}' looks like .*masks={{'{name}': {description}\(…\)}}"):
+        from_module(WithMasks(), {**EXAMPLE, name: value}, "tgt")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,7 @@ def test_a_mask_in_the_example_is_to_be_described(name, value, instead):
         ({**EXAMPLE, "src_mask": torch.tensor(1.0)}, {"masks": {"tgt_mask": causal("tgt")}}, "is a single number"),
     ],
 )
-def test_arguments_that_do_not_fit(example, options, message):
+def test_invalid_arguments_are_refused(example, options, message):
     with pytest.raises(SourceError, match=message):
         from_module(Booleans(), example, "tgt", **options)
 
@@ -359,12 +358,12 @@ def test_arguments_that_do_not_fit(example, options, message):
         (lambda: positions("tgt", shape=("batch", 1)), "has 'time' once"),
     ],
 )
-def test_descriptions_that_describe_nothing(describe, message):
+def test_invalid_descriptions_raise_option_error(describe, message):
     with pytest.raises(OptionError, match=message):
         describe()
 
 
-def test_what_is_read_with_an_example_only(tmp_path):
+def test_options_that_need_an_example_are_refused_without_one(tmp_path):
     source = from_module(Language(lambda other, logits: logits), {"ids": IDS}, "ids")
     with pytest.raises(OptionError, match="fixed_arguments, step_input is read together with an example"):
         export(source, tmp_path / "model.onnx", step_input="ids", fixed_arguments={"use_cache": False})

@@ -1,4 +1,4 @@
-"""A Hugging Face folder's generation config: its file generates, without being told anything, as generate() does."""
+"""The generation config of a Hugging Face folder, against generate() of transformers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import GenerationConfig
 
 from tformer_export import export
 from tformer_export.sources import load_source
-from tformer_export.sources.hugging_face import _defaults
+from tformer_export.sources.hugging_face.folder import read_generation_defaults
 from tformer_runtime import Model, OptionError
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import warp
 
-PAD, START, END, FIRST = 0, 1, 2, 7
+PAD_ID, START_ID, END_ID, FORCED_BOS_ID = 0, 1, 2, 7
 VOCABULARY = 40
-IDS = dict(vocab_size=VOCABULARY, pad_token_id=PAD, bos_token_id=START, eos_token_id=END)
+IDS = dict(vocab_size=VOCABULARY, pad_token_id=PAD_ID, bos_token_id=START_ID, eos_token_id=END_ID)
 RULES = dict(
     repetition_penalty=1.3,
     no_repeat_ngram_size=3,
@@ -31,7 +31,7 @@ RULES = dict(
 )
 BEAMS = dict(
     num_beams=3, num_return_sequences=2, length_penalty=0.4, early_stopping="never", max_length=14, min_length=8,
-    forced_bos_token_id=FIRST,
+    forced_bos_token_id=FORCED_BOS_ID,
 )  # fmt: skip
 GREEDY = dict(max_new_tokens=12, min_new_tokens=6)
 
@@ -39,8 +39,8 @@ GREEDY = dict(max_new_tokens=12, min_new_tokens=6)
 def marian():
     config = transformers.MarianConfig(
         **IDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=48, init_std=0.6, decoder_start_token_id=START,
-        forced_eos_token_id=None,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=48, init_std=0.6,
+        decoder_start_token_id=START_ID, forced_eos_token_id=None,
     )  # fmt: skip
     return transformers.MarianMTModel(config)
 
@@ -54,36 +54,41 @@ def llama():
 
 
 @pytest.mark.parametrize(("build", "options"), [(marian, BEAMS), (llama, GREEDY)])
-def test_a_file_generates_as_its_folder_does(tmp_path, build, options, caplog):
+def test_file_generates_like_its_folder(tmp_path, build, options, caplog):
     torch.manual_seed(3)
     module = build().eval()
     ids = {name: value for name, value in IDS.items() if name != "vocab_size"}
-    module.generation_config = GenerationConfig(**ids, decoder_start_token_id=START, **RULES, **options)
+    module.generation_config = GenerationConfig(**ids, decoder_start_token_id=START_ID, **RULES, **options)
     module.save_pretrained(tmp_path / "folder")
     with caplog.at_level(logging.WARNING, "tformer_export"):
         export(load_source(tmp_path / "folder"), tmp_path / "model.onnx", max_length=40)
     assert "not carry over" not in caplog.text
     model, module = Model.load(tmp_path / "model.onnx", "cpu"), type(module).from_pretrained(tmp_path / "folder")
-    random, seen = np.random.default_rng(1), set()
+    random, distinct_results = np.random.default_rng(1), set()
     for length in (5, 1, 9, 3):
         row = random.integers(3, VOCABULARY, length)
         with torch.no_grad():
-            given = torch.from_numpy(row)[None]
-            out = module.generate(given, attention_mask=torch.ones_like(given)).tolist()
+            input_ids = torch.from_numpy(row)[None]
+            sequences = module.generate(input_ids, attention_mask=torch.ones_like(input_ids)).tolist()
         prompt = 1 if build is marian else length
-        expected = [ids[prompt : ids.index(END, prompt) + 1 if END in ids[prompt:] else None] for ids in out]
+        expected = [
+            ids[prompt : ids.index(END_ID, prompt) + 1 if END_ID in ids[prompt:] else None] for ids in sequences
+        ]
         result = model.generate(row)
         assert [list(r.token_ids) for r in (result, *result.alternatives)] == expected
         if build is marian:
-            assert {ids[0] for ids in expected} == {FIRST}
-        seen |= {tuple(ids) for ids in expected}
-    assert len(seen) >= 4
-    same = [model.generate(row).token_ids == plain(model, row) for row in (np.arange(3, 9), np.array([30]))]
-    assert not all(same)  # it is the config that makes the difference
+            assert {ids[0] for ids in expected} == {FORCED_BOS_ID}
+        distinct_results |= {tuple(ids) for ids in expected}
+    assert len(distinct_results) >= 4
+    equal = [
+        model.generate(row).token_ids == greedy_without_defaults(model, row)
+        for row in (np.arange(3, 9), np.array([30]))
+    ]
+    assert not all(equal)  # the config changes the results
 
 
-def plain(model, row):
-    """Greedy decoding as if the file had no defaults."""
+def greedy_without_defaults(model, row):
+    """Decode greedily as if the file had no defaults."""
     settings = Settings.of(GenerationOptions(max_new_tokens=12), {})
     task = model.generator.make_task(make_request(model.manifest, model.inputs, row, 0, settings), settings)
     scheduler = model.generator.new_scheduler(settings, 1)
@@ -96,24 +101,24 @@ def plain(model, row):
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7}, {"top_k": 9, "top_p": 0.8}, {"top_k": 0, "min_p": 0.1}, {"top_p": 0.5}]
 )
-def test_what_is_sampled_from_is_what_generate_samples_from(options):
-    """Where the config leaves something open, generate() has defaults of its own."""
+def test_sampling_distribution_matches_generate(options):
+    """generate() has its own defaults for options that the config leaves open."""
     module = llama()
-    module.generation_config = GenerationConfig(do_sample=True, eos_token_id=END, **options)
+    module.generation_config = GenerationConfig(do_sample=True, eos_token_id=END_ID, **options)
     config, _ = module._prepare_generation_config(None)
     module._prepare_special_tokens(config, False, "cpu")
     logits = np.random.default_rng(2).standard_normal(VOCABULARY * 3).astype(np.float32)
     processors = module._get_logits_processor(config, input_ids_seq_length=3)
     expected = processors(torch.zeros(1, 3, dtype=torch.int64), torch.tensor(logits)[None]).softmax(-1)[0].numpy()
-    settings = Settings.of(GenerationOptions(), _defaults(module.generation_config, 0, 64))
+    settings = Settings.of(GenerationOptions(), read_generation_defaults(module.generation_config, 0, 64))
     assert settings.sampling
-    given = (settings.temperature or 1.0, settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0)
-    tokens, probabilities = warp(logits, *given)
+    sampling_options = (settings.temperature or 1.0, settings.top_k or 0, settings.top_p or 1.0, settings.min_p or 0.0)
+    tokens, probabilities = warp(logits, *sampling_options)
     np.testing.assert_array_equal(tokens, np.flatnonzero(expected))
     np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
 
 
-# (starts, what the config sets, what becomes of it, what is lost)
+# (number of start tokens, generation config, carried defaults, lost options)
 CARRIED = [
     (1, {"max_length": 20}, {"max_new_tokens": 19}, ""),
     (1, {"max_length": 20, "max_new_tokens": 5}, {"max_new_tokens": 5}, ""),
@@ -139,10 +144,10 @@ CARRIED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("starts", "config", "carried", "lost"), CARRIED)
-def test_what_is_carried_over_and_what_is_named_as_lost(starts, config, carried, lost, caplog):
+@pytest.mark.parametrize(("num_start_tokens", "config", "carried", "lost"), CARRIED)
+def test_config_is_carried_over_and_lost_options_are_named(num_start_tokens, config, carried, lost, caplog):
     with caplog.at_level(logging.WARNING, "tformer_export"):
-        assert _defaults(GenerationConfig(**config), starts, 64) == carried
+        assert read_generation_defaults(GenerationConfig(**config), num_start_tokens, 64) == carried
     Settings.of(GenerationOptions(), carried)
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("tformer_export")]
     expected = [f"the model's generation config sets {lost}, which the file does not carry over".replace("\\", "")]
@@ -161,6 +166,6 @@ def test_what_is_carried_over_and_what_is_named_as_lost(starts, config, carried,
         ({"num_return_sequences": 2}, "num_return_sequences=2 needs a num_beams of at least 2, or sampling"),
     ],
 )
-def test_defaults_that_no_request_could_have_are_refused_before_any_work(tmp_path, defaults, message):
+def test_invalid_generation_defaults_are_refused(tmp_path, defaults, message):
     with pytest.raises(OptionError, match=message):
         export(llama(), tmp_path / "model.onnx", generation_defaults=defaults)

@@ -1,4 +1,4 @@
-"""What is said of images at export: which descriptions and processors are taken, and what is said of the others."""
+"""Descriptions of images at export, and image processors of transformers: accepted ones match the processor."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ from torch import nn
 
 from tformer_export import Task, export, image
 from tformer_export.sources.base import Source
-from tformer_export.sources.hf_images import load_processor, with_preprocessing, with_processor
+from tformer_export.sources.hugging_face.images import load_processor, with_preprocessing, with_processor
 from tformer_runtime import MissingExtraError, OptionError, SourceError
 from tformer_runtime.preprocess.images import image_inputs
 
 
 class Mean(nn.Module):
-    """Of each channel; of any size. `other` is read too, if it is given."""
+    """The mean of each channel, for images of any size. `other` is an optional second input."""
 
     def forward(self, pixels, other=None):
         return pixels.mean((2, 3)) if other is None else pixels.mean((2, 3)) + other
 
 
-def source(*shape, **others):
+def make_source(*shape, **others):
     return Source(
         Mean(), {"pixels": torch.randn(2, *shape), **others}, step_input=None, name="mean", task="feature-extraction"
     )
 
 
-def made(prepare, *shape, classes=False):
-    """What is put into the file, and the task."""
-    found = with_preprocessing(source(*shape), prepare, classes)
-    return image_inputs(found.preprocessing)["pixels"], found.task
+def prepare_image(prepare, *shape, classes=False):
+    """Return the preprocessing in the file, and the task."""
+    prepared = with_preprocessing(make_source(*shape), prepare, classes)
+    return image_inputs(prepared.preprocessing)["pixels"], prepared.task
 
 
-def test_sizes_are_said_in_any_way():
+def test_image_sizes_are_accepted_in_all_forms():
     for size in (16, (16, 16), {"height": 16, "width": 16}):
-        found, task = made(image(size), 3, 16, 16)
-        assert (dict(found.size), found.crop, found.scale) == ({"height": 16, "width": 16}, (), 1 / 255)
+        preprocessing, task = prepare_image(image(size), 3, 16, 16)
+        assert (dict(preprocessing.size), preprocessing.crop, preprocessing.scale) == (
+            {"height": 16, "width": 16},
+            (),
+            1 / 255,
+        )
         assert task == "image-feature-extraction"
-    found, task = made(image({"shortest_edge": 20}, crop=(16, 12), mean=0.5, std=0.25), 3, 16, 12, classes=True)
-    assert (found.crop, found.mean, found.std) == ((16, 12), (0.5,) * 3, (0.25,) * 3)
+    preprocessing, task = prepare_image(
+        image({"shortest_edge": 20}, crop=(16, 12), mean=0.5, std=0.25), 3, 16, 12, classes=True
+    )
+    assert (preprocessing.crop, preprocessing.mean, preprocessing.std) == ((16, 12), (0.5,) * 3, (0.25,) * 3)
     assert task == "image-classification"
-    gray, _ = made({"pixels": image(16, mean=[0.1], std=[2], scale=None, resample="box")}, 1, 16, 16)
+    gray, _ = prepare_image({"pixels": image(16, mean=[0.1], std=[2], scale=None, resample="box")}, 1, 16, 16)
     assert (gray.channels, gray.mean, gray.std, gray.scale, gray.resample) == (1, (0.1,), (2.0,), None, "box")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"mean": ["a"], "std": [0.5]}, r"one number for all channels, or one for each, not \['a'\], \[0.5\]"),
         ({"size": (1, 2, 3)}, r"a size is one number, or a height and a width, not \(1, 2, 3\)"),
@@ -65,9 +71,9 @@ def test_sizes_are_said_in_any_way():
         ({"scale": float("inf")}, "scale, mean and std are finite numbers"),
     ],
 )  # fmt: skip
-def test_descriptions_that_cannot_be(given, message):
+def test_invalid_descriptions_raise_option_error(options, message):
     with pytest.raises(OptionError, match=message):
-        image(**given)
+        image(**options)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +90,18 @@ def test_descriptions_that_cannot_be(given, message):
         ((3, 8, 8), 8, r"pixels is prepared by image\(…\) or an image processor, not int"),
     ],
 )  # fmt: skip
-def test_descriptions_that_do_not_fit(shape, prepare, message):
+def test_descriptions_that_do_not_match_the_model_raise_option_error(shape, prepare, message):
     with pytest.raises(OptionError, match=message):
-        made(prepare, *shape)
+        prepare_image(prepare, *shape)
 
 
-def test_which_input_is_said_where_there_are_several(tmp_path):
-    two = source(3, 8, 8, other=torch.zeros(2, 1))
+def test_image_input_must_be_named_among_several(tmp_path):
+    two_inputs = make_source(3, 8, 8, other=torch.zeros(2, 1))
     with pytest.raises(
         OptionError, match=r"say which input is a picture, preprocessor={name: …}: there are pixels, other"
     ):
-        with_preprocessing(two, image(8), False)
-    assert list(with_preprocessing(two, {"pixels": image(8)}, False).preprocessing) == ["pixels"]
+        with_preprocessing(two_inputs, image(8), False)
+    assert list(with_preprocessing(two_inputs, {"pixels": image(8)}, False).preprocessing) == ["pixels"]
     example = {"pixels": torch.randn(2, 3, 8, 8)}
     with pytest.raises(OptionError, match="images are made 9 × 9"):
         export(
@@ -108,15 +114,15 @@ def test_which_input_is_said_where_there_are_several(tmp_path):
     assert not (tmp_path / "x.onnx").exists()
 
 
-def test_processors_by_what_they_do():
+def test_image_processor_is_carried_over():
     processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 24}, crop_pct=0.75)
-    small = with_processor(source(3, 24, 24), processor)
-    found = image_inputs(small.preprocessing)["pixels"]
-    assert (dict(found.size), found.crop) == ({"shortest_edge": 32}, (24, 24))
-    other = with_processor(source(3, 9, 9), processor)  # the model takes any size, and gets that of its pictures
-    assert other.example["pixels"].shape == (2, 3, 24, 24)
+    cropped = with_processor(make_source(3, 24, 24), processor)
+    preprocessing = image_inputs(cropped.preprocessing)["pixels"]
+    assert (dict(preprocessing.size), preprocessing.crop) == ({"shortest_edge": 32}, (24, 24))
+    any_size = with_processor(make_source(3, 9, 9), processor)  # the model takes any size, so the processor decides it
+    assert any_size.example["pixels"].shape == (2, 3, 24, 24)
     processor = transformers.ViTImageProcessorPil(size={"height": 7, "width": 9}, image_mean=[0.4], image_std=[0.2])
-    gray = with_processor(source(1, 7, 9), processor)
+    gray = with_processor(make_source(1, 7, 9), processor)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30), np.uint8))
     expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
     np.testing.assert_array_equal(image_inputs(gray.preprocessing)["pixels"].pixels(picture), expected)
@@ -128,30 +134,30 @@ class Flipped(transformers.ViTImageProcessorPil):
         return super()._preprocess([pixels[::-1] for pixels in images], **options)
 
 
-def test_processors_that_do_something_else():
+def test_unsupported_image_processor_is_refused():
     with pytest.raises(SourceError, match="the image processor Flipped does something else than resize, crop"):
-        with_processor(source(3, 8, 8), Flipped(size={"height": 8, "width": 8}))
-    three = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
+        with_processor(make_source(3, 8, 8), Flipped(size={"height": 8, "width": 8}))
+    three_channels = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
     with pytest.raises(SourceError, match="ViTImageProcessorPil makes no pixels of an image of 1 channels: mean must"):
-        with_processor(source(1, 8, 8), three)
-    three.size = {"longest_edge": 8}
+        with_processor(make_source(1, 8, 8), three_channels)
+    three_channels.size = {"longest_edge": 8}
     with pytest.raises(SourceError, match="ViTImageProcessorPil"):
-        with_processor(source(3, 8, 8), three)
+        with_processor(make_source(3, 8, 8), three_channels)
 
 
-def test_without_pillow(monkeypatch, tmp_path):
+def test_missing_pillow_raises_missing_extra_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     (tmp_path / "preprocessor_config.json").write_text("{}")
     for call in (
-        lambda: made(image(8), 3, 8, 8),
-        lambda: with_processor(source(3, 8, 8), None),
+        lambda: prepare_image(image(8), 3, 8, 8),
+        lambda: with_processor(make_source(3, 8, 8), None),
         lambda: load_processor(tmp_path),
     ):
         with pytest.raises(MissingExtraError, match=r"which needs Pillow: pip install 'tformer\[image\]'"):
             call()
 
 
-def test_folders_without_a_processor_or_with_a_damaged_one(tmp_path):
+def test_missing_processor_is_none_and_damaged_one_is_refused(tmp_path):
     assert load_processor(tmp_path) is None
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(SourceError, match=rf"^{tmp_path}'s image processor cannot be loaded: "):

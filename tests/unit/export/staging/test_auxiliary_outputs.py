@@ -1,4 +1,4 @@
-"""What can be asked of a model beside logits, in which layout it is given, and what is refused in one sentence."""
+"""Extra outputs: selected heads, hidden states, their layouts, and refused selections."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from support.small_models import VOCABULARY, Mixer, Small, captured_of, causal, 
 from torch import nn
 
 from tformer_export.analysis.attention import recognise
-from tformer_export.analysis.attention_weights import _select_heads, add_cross_attentions
+from tformer_export.analysis.attention_weights import add_cross_attentions, select_heads
 from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import _trace, analyse
+from tformer_export.compile import analyse, trace_source
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.auxiliary_outputs import find_auxiliary_outputs
 from tformer_export.verify.parity import ParityGate
@@ -23,7 +23,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
-BOTH = {"src": IDS, "tgt": IDS}
+EXAMPLE_INPUTS = {"src": IDS, "tgt": IDS}
 
 
 def seq2seq(decoder_layers=3):
@@ -35,8 +35,8 @@ def seq2seq(decoder_layers=3):
 
 @pytest.fixture(scope="module")
 def aligned():
-    """A graph to which alignments of layer 0 and of one head of layer 2 are added."""
-    captured = captured_of(seq2seq(), example=BOTH)
+    """A graph with added alignments of layer 0 and of one head of layer 2."""
+    captured = captured_of(seq2seq(), example=EXAMPLE_INPUTS)
     recognise(captured)
     add_cross_attentions(captured, [0, (2, 1)])
     return captured
@@ -49,7 +49,7 @@ def refusal(call, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("selection", "expected"),
     [
         (True, {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}),
         ("last", {2: [0, 1, 2, 3]}),
@@ -58,11 +58,11 @@ def refusal(call, *arguments):
         ([1, (1, 2)], {1: [0, 1, 2, 3]}),
     ],
 )
-def test_which_heads_are_averaged(wanted, expected):
-    assert _select_heads(wanted, [4, 4, 4]) == expected
+def test_selected_heads_are_resolved(selection, expected):
+    assert select_heads(selection, [4, 4, 4]) == expected
 
 
-def test_the_mean_of_the_heads_is_a_distribution_over_the_source(aligned):
+def test_mean_of_heads_is_a_distribution_over_the_source(aligned):
     values = run(aligned, {"src": torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]]), "tgt": IDS})
     added = [n for n in aligned.nodes if n.target is torch.ops.tformer.attention_weights.default]
     assert [node.args[4] for node in added] == [[0, 1, 2, 3], [1]]
@@ -74,7 +74,7 @@ def test_the_mean_of_the_heads_is_a_distribution_over_the_source(aligned):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("selection", "message"),
     [
         (3, "alignments: there is no layer 3, the cross-attentions are 0 to 2"),
         ([(1, 4)], "alignments: layer 1 has no head 4, its heads are 0 to 3"),
@@ -82,8 +82,8 @@ def test_the_mean_of_the_heads_is_a_distribution_over_the_source(aligned):
         ([], 'alignments are True, "last", layers, or pairs of layer and head, not []'),
     ],
 )
-def test_heads_that_there_are_not(wanted, message):
-    assert refusal(_select_heads, wanted, [4, 4, 4]) == message
+def test_missing_heads_are_refused(selection, message):
+    assert refusal(select_heads, selection, [4, 4, 4]) == message
 
 
 class SelfAttention(Mixer):
@@ -92,14 +92,14 @@ class SelfAttention(Mixer):
         return joined(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal(x)))
 
 
-def test_a_model_that_reads_nothing_beside_its_own_tokens():
+def test_model_without_cross_attention_is_refused():
     assert refusal(add_cross_attentions, captured_of(Small(SelfAttention)), True) == (
         "the model reads nothing beside tgt: it has no cross-attention, so there are no alignments to give"
     )
 
 
 class OneHeadByHand(nn.Module):
-    """Cross-attention without an axis of heads, which is staged operation by operation."""
+    """Cross-attention without a head axis, which is staged operation by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,15 +110,15 @@ class OneHeadByHand(nn.Module):
         return self.out(x + torch.softmax(x @ y.transpose(1, 2), -1) @ y)
 
 
-def test_cross_attention_that_is_not_recognised():
-    captured = captured_of(OneHeadByHand(), example=BOTH)
+def test_unrecognised_cross_attention_is_refused():
+    captured = captured_of(OneHeadByHand(), example=EXAMPLE_INPUTS)
     assert recognise(captured) == 0
     text = refusal(add_cross_attentions, captured, True)
     assert text.startswith("alignments are the weights of cross-attention, and of the 0 attentions recognised")
 
 
 class Modules(nn.Module):
-    """One submodule for each thing that an output may be."""
+    """One submodule for each kind of output."""
 
     class Of(nn.Module):
         def __init__(self, change):
@@ -147,13 +147,13 @@ class Modules(nn.Module):
 
 
 def layouts(*names):
-    source = from_module(Modules().eval(), BOTH, "tgt")
-    captured = _trace(source, names)
+    source = from_module(Modules().eval(), EXAMPLE_INPUTS, "tgt")
+    captured = trace_source(source, names)
     encode, decode = find_auxiliary_outputs(captured, binding_times(captured))
     return [[(extra.name, extra.axes, extra.shape) for extra in stage] for stage in (encode, decode)]
 
 
-def test_layouts():
+def test_layouts_of_hidden_states():
     encode, decode = layouts("turned", "source", "several", "pooled")
     assert encode == [
         ("hidden_states.source", (0,), ("batch", "src_length", 8)),
@@ -176,12 +176,12 @@ def test_layouts():
         ("decoder.layers.1", "the model has no submodule 'decoder.layers.1': there are source, target, turned"),
     ],
 )
-def test_submodules_that_cannot_be_given(name, message):
+def test_invalid_submodules_are_refused(name, message):
     assert message in refusal(layouts, name)
 
 
 class WithoutForward(Modules):
-    """Its stages are called one by one, so what is traced is a module around it."""
+    """A module with encode and decode, which is traced through a wrapper."""
 
     forward = nn.Module.forward
 
@@ -192,41 +192,43 @@ class WithoutForward(Modules):
         return self.out(self.several(self.target(tgt))["first"] + memory.mean(1, keepdim=True))
 
 
-def test_names_are_those_of_the_users_own_module():
-    source = from_module(WithoutForward().eval(), BOTH, "tgt")
-    captured = _trace(source, ["several"])
+def test_hidden_states_have_names_of_the_users_module():
+    source = from_module(WithoutForward().eval(), EXAMPLE_INPUTS, "tgt")
+    captured = trace_source(source, ["several"])
     assert list(captured.extras) == ["hidden_states.several"]
 
 
-def test_the_module_is_left_as_it_was():
+def test_trace_removes_its_hooks():
     module = Modules().eval()
-    source = from_module(module, BOTH, "tgt")
-    _trace(source, ["source"])
+    source = from_module(module, EXAMPLE_INPUTS, "tgt")
+    trace_source(source, ["source"])
     assert not any(part._forward_hooks for part in module.modules())
 
 
 class Shifted(Engine):
-    """Right in its logits, and wrong in one of the values beside them."""
+    """An engine with correct logits and one wrong extra output."""
 
-    wrong = ""
+    shifted_output = ""
 
     def encode(self, *arguments):
-        given = super().encode(*arguments)
-        if self.wrong in given:
-            given[self.wrong] = self.session.device_tensor(given[self.wrong].numpy() + np.float32(0.1))
-        return given
+        outputs = super().encode(*arguments)
+        if self.shifted_output in outputs:
+            outputs[self.shifted_output] = self.session.device_tensor(
+                outputs[self.shifted_output].numpy() + np.float32(0.1)
+            )
+        return outputs
 
     def step(self, state, tokens, counts=None, logit_positions="last"):
         logits = super().step(state, tokens, counts, logit_positions)
-        state.extras = {name: value + 0.1 * (name == self.wrong) for name, value in state.extras.items()}
+        state.extras = {name: value + 0.1 * (name == self.shifted_output) for name, value in state.extras.items()}
         return logits
 
 
-def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
+def test_wrong_extra_output_is_refused(tmp_path):
     special = SpecialTokens((1,), (2,), 0)
-    source = from_module(seq2seq(1).eval(), BOTH, "tgt", special_tokens=special)
-    understood = analyse(source, "cpu", cross_attentions=True, hidden_states=["encoder.0", "decoder.0", "output"])
-    compiled = understood.compile()
+    source = from_module(seq2seq(1).eval(), EXAMPLE_INPUTS, "tgt", special_tokens=special)
+    analysed = analyse(source, "cpu", cross_attentions=True, hidden_states=["encoder.0", "decoder.0", "output"])
+    compiled = analysed.compile()
     engine = Shifted(save(compiled.model, compiled.manifest, tmp_path / "m.onnx"), device="cpu", threads=1)
     gate = ParityGate(source, compiled.inputs, compiled.locator)
     errors = gate.check(engine).extras
@@ -238,6 +240,6 @@ def test_a_file_that_is_wrong_only_beside_its_logits_is_refused(tmp_path):
     ]
     assert max(errors.values()) < 1e-4
     for name in errors:
-        engine.wrong = name
+        engine.shifted_output = name
         with pytest.raises(ParityError, match=rf"^{name} differs from its source in the case 'one row': row 0"):
             gate.check(engine)

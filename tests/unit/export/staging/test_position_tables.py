@@ -1,4 +1,4 @@
-"""Constants over positions: proven to be tables, and read back at any positions as they stand in the whole."""
+"""Tables over positions: constants are proven to be tables, and rows are read back at any positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tformer_export.common import onnx_operators
 from tformer_export.staging.tables import Table, make_tables
 from tformer_runtime import UnsupportedModelError
 
-POSITIONS = torch.tensor([[0, 3, 4], [7, 1, 2]])  # (batch, new): rows stand at different positions
+POSITIONS = torch.tensor([[0, 3, 4], [7, 1, 2]])  # (batch, new): each row has other positions
 SLOTS = torch.arange(8)
 
 
@@ -34,36 +34,36 @@ TOEPLITZ = {
 
 
 @pytest.mark.parametrize("values", TOEPLITZ.values(), ids=TOEPLITZ)
-def test_diagonals_are_read_back_at_any_positions(values):
+def test_diagonals_are_read_at_any_positions(values):
     axes = (values.dim() - 2, values.dim() - 1)
     table = Table(values, axes, None)
-    missing = 4 - values.dim()  # as a bias of (batch, heads, new, slots)
+    missing = 4 - values.dim()  # a bias has (batch, heads, new, slots)
     diagonals = table.diagonals(missing, 0)
     assert diagonals.shape[0] == 15
-    read = onnx_operators.table_diagonals(diagonals, POSITIONS, SLOTS, 0, 2, 3)
-    torch.testing.assert_close(read, expected_at(values, POSITIONS), equal_nan=True)
+    actual = onnx_operators.table_diagonals(diagonals, POSITIONS, SLOTS, 0, 2, 3)
+    torch.testing.assert_close(actual, expected_at(values, POSITIONS), equal_nan=True)
 
 
 @pytest.mark.parametrize("values", [*TOEPLITZ.values(), torch.randn(2, 8, 8)], ids=[*TOEPLITZ, "any"])
-def test_rows_are_read_back_at_any_positions(values):
+def test_rows_are_read_at_any_positions(values):
     table = Table(values, (values.dim() - 2, values.dim() - 1), None)
     rows = table.rows(4 - values.dim(), 0, 2)
     torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 2), expected_at(values, POSITIONS))
 
 
 def expected_at(values, positions):
-    """(batch, heads, new, slots), looked up one by one."""
+    """Return (batch, heads, new, slots), looked up one by one."""
     values = values if values.dim() == 3 else values[None]
     return torch.stack([torch.stack([values[:, p] for p in row], 1) for row in positions.tolist()])
 
 
-def test_a_table_of_one_axis():
+def test_table_of_one_axis_is_read_at_any_positions():
     values = torch.randn(1, 8, 5)
     rows = Table(values, (1,), BatchAxis(0)).rows(0, 0, 1)
     torch.testing.assert_close(onnx_operators.table_rows(rows, POSITIONS, 0, 1), values[0][POSITIONS])
 
 
-def test_what_is_not_toeplitz_has_no_diagonals():
+def test_other_matrices_have_no_diagonals():
     values = CAUSAL.clone()
     values[5, 2] = False
     assert Table(values, (0, 1), None).diagonals(2, 0) is None
@@ -71,7 +71,7 @@ def test_what_is_not_toeplitz_has_no_diagonals():
 
 
 @pytest.mark.parametrize(
-    ("values", "only"),
+    ("values", "causal_only"),
     [
         (TOEPLITZ["causal mask"], True),
         (TOEPLITZ["additive causal mask"], True),
@@ -81,8 +81,8 @@ def test_what_is_not_toeplitz_has_no_diagonals():
         (torch.where(CAUSAL, 1.0, -1e9), False),
     ],
 )
-def test_whether_a_mask_does_no_more_than_hide_later_positions(values, only):
-    assert Table(values, (values.dim() - 2, values.dim() - 1), None).causal_only is only
+def test_purely_causal_masks_are_recognised(values, causal_only):
+    assert Table(values, (values.dim() - 2, values.dim() - 1), None).causal_only is causal_only
 
 
 class Causal(Mixer):
@@ -92,7 +92,7 @@ class Causal(Mixer):
 
 
 class RotaryAndDistances(Mixer):
-    """Queries and keys turned by their positions, and a bias by distance."""
+    """Rotary positions of queries and keys, and a bias by distance."""
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
@@ -105,32 +105,38 @@ class RotaryAndDistances(Mixer):
 
 
 @functools.cache
-def stages(mixer):
+def stage_once(mixer):
     return staged(Small(mixer))
 
 
-def tables_of(mixer, wanted=None, preferred=None):
-    s = stages(mixer)
-    tables, length = make_tables(s.solver, s.plan.tables, s.plan.length_invariant, wanted, preferred)
+def make_tables_of(mixer, max_length=None, preferred_length=None):
+    stages_of_model = stage_once(mixer)
+    tables, length = make_tables(
+        stages_of_model.solver,
+        stages_of_model.plan.tables,
+        stages_of_model.plan.length_invariant,
+        max_length,
+        preferred_length,
+    )
     return list(tables.values()), length
 
 
-def test_the_length_is_what_the_position_table_allows():
-    for wanted, preferred, expected in (
+def test_length_is_limited_by_position_table():
+    for max_length, preferred_length, expected in (
         (None, None, LENGTH),
         (None, 25, 25),
         (33, None, 33),
         (LENGTH, None, LENGTH),
     ):
-        tables, length = tables_of(Causal, wanted, preferred)
+        tables, length = make_tables_of(Causal, max_length, preferred_length)
         assert length == expected
         assert all(table.values.shape[axis] == expected for table in tables for axis in table.time_axes)
     with pytest.raises(UnsupportedModelError, match=str(LENGTH + 1)):
-        tables_of(Causal, wanted=LENGTH + 1)
+        make_tables_of(Causal, max_length=LENGTH + 1)
 
 
-def test_the_tables_of_a_model_are_its_positions_and_its_mask():
-    tables, _ = tables_of(Causal, 12)
+def test_tables_are_position_embedding_and_mask():
+    tables, _ = make_tables_of(Causal, 12)
     masks = [t.values for t in tables if t.values.dtype == torch.bool]
     assert len(masks) == 1
     assert torch.equal(masks[0], torch.ones(12, 12, dtype=torch.bool).tril())
@@ -139,8 +145,8 @@ def test_the_tables_of_a_model_are_its_positions_and_its_mask():
     assert torch.equal(others[0], Small(Causal).position[:12])
 
 
-def test_rotary_tables_and_a_bias_by_distance():
-    tables, length = tables_of(RotaryAndDistances, 30)
+def test_rotary_tables_and_distance_bias_are_tables():
+    tables, length = make_tables_of(RotaryAndDistances, 30)
     assert length == 30
     biases = [t for t in tables if len(t.time_axes) == 2]
     assert len(biases) == 1

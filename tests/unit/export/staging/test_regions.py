@@ -1,4 +1,4 @@
-"""Operations that keep positions apart only together: what is taken in, what is cached, and what stays refused."""
+"""Regions: operations that keep positions apart only together, their caches, and refused operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tformer_runtime import UnsupportedModelError
 
 
 class Sorted(Mixer):
-    """Rows of all positions in the order of a score, worked on, and put back: what a mixture of experts does."""
+    """Rows of all positions are sorted by a score, processed and put back, as in a mixture of experts."""
 
     def forward(self, x, tgt):
         rows = x.reshape(-1, x.shape[2])
@@ -23,7 +23,7 @@ class Sorted(Mixer):
 
 
 class Gathered(Mixer):
-    """Each expert takes its rows by a mask, however many they are, and adds its results where they belong."""
+    """Each expert selects its rows by a mask and adds its results to the same rows."""
 
     def forward(self, x, tgt):
         rows = x.reshape(-1, x.shape[2])
@@ -36,7 +36,7 @@ class Gathered(Mixer):
 
 
 class Sink(Mixer):
-    """Softmax over the keys and one score more, which is dropped afterwards."""
+    """Softmax over the keys and one additional score, which is dropped afterwards."""
 
     def __init__(self):
         super().__init__()
@@ -52,25 +52,25 @@ class Sink(Mixer):
 
 
 class Unsorted(Mixer):
-    """Rows in the order of a score, and not put back."""
+    """Rows in the order of a score, without restoring the order."""
 
     def forward(self, x, tgt):
         return x.gather(1, x[..., :1].argsort(1).expand_as(x))
 
 
 @pytest.mark.parametrize("mixer", [Sorted, Gathered])
-def test_what_is_put_back_needs_no_past(mixer):
-    found = staged(Small(mixer))
-    assert not found.solver.cuts
-    assert any(len(solution.nodes) > 3 for solution in found.solver.solutions.values())
+def test_restored_order_of_rows_needs_no_cache(mixer):
+    stages = staged(Small(mixer))
+    assert not stages.solver.cuts
+    assert any(len(solution.nodes) > 3 for solution in stages.solver.solutions.values())
 
 
-def test_an_attention_with_a_sink_caches_keys_and_values_alone():
-    found = staged(Small(Sink))
-    shapes = [sorted(found.values[node].shape) for node in found.solver.cuts]
+def test_attention_with_sink_caches_keys_and_values_only():
+    stages = staged(Small(Sink))
+    shapes = [sorted(stages.values[node].shape) for node in stages.solver.cuts]
     assert shapes == [[2, 2, 6, 8]] * 2  # batch, heads, time and d in some order, without the column of the sink
 
 
-def test_what_is_not_put_back_is_refused():
+def test_unrestored_order_is_refused():
     with pytest.raises(UnsupportedModelError, match="argsort"):
         staged(Small(Unsorted))

@@ -1,4 +1,4 @@
-"""What cannot be decoded step by step is refused with the operation, the user's own line, the reason and what helps."""
+"""Operations that cannot be decoded step by step are refused: the error names operation, line, reason and advice."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch import nn
 from tformer_export import export
 from tformer_runtime.base.errors import OptionError
 
-ONCE = "export the model without a step input (step_input=None) to run it once per input"
-AHEAD = (
+RUN_ONCE_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
+LOOKS_AHEAD = (
     "looks ahead: its value at a position depends on later positions of the step input, so it cannot be decoded step "
     "by step."
 )
-CARRIES = "carries state from position to position outside attention: its value at a position is made from"
-CACHED = "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + ONCE
+CARRIES_STATE = "carries state from position to position outside attention: its value at a position is made from"
+CACHE_ADVICE = (
+    "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + RUN_ONCE_ADVICE
+)
 
 
 # -- looking ahead ----------------------------------------------------------------------------------------------------
@@ -55,10 +57,10 @@ class PrefixThatSeesItself(Mixer):
 @pytest.mark.parametrize(
     "mixer", [SdpaWithoutMask, HandWrittenWithoutMask, MaskThatLooksOneAhead, PrefixThatSeesItself]
 )
-def test_attention_that_looks_ahead(mixer, tmp_path):
+def test_attention_that_looks_ahead_is_refused(mixer, tmp_path):
     assert refusal(mixer, tmp_path) == (
-        f"the attention at {here(mixer.forward)} {AHEAD} Give it a causal mask; if the model is to see the whole "
-        f"sequence, {ONCE}"
+        f"the attention at {here(mixer.forward)} {LOOKS_AHEAD} Give it a causal mask; if the model is to see the whole "
+        f"sequence, {RUN_ONCE_ADVICE}"
     )
 
 
@@ -100,15 +102,15 @@ class EinsumWithoutMask(Mixer):
         (EinsumWithoutMask, "aten.einsum.default"),
     ],
 )
-def test_other_operations_that_look_ahead(mixer, operation, tmp_path):
+def test_other_operations_that_look_ahead_are_refused(mixer, operation, tmp_path):
     assert refusal(mixer, tmp_path) == (
-        f"`{operation}` at {here(mixer.forward)} {AHEAD} If this is attention, give it a causal mask; if the model is "
-        f"to see the whole sequence, {ONCE}"
+        f"`{operation}` at {here(mixer.forward)} {LOOKS_AHEAD} If this is attention, give it a causal mask; if the "
+        f"model is to see the whole sequence, {RUN_ONCE_ADVICE}"
     )
 
 
 class Encoder(Small):
-    """Frames in torch.nn alone say less than the path of the module."""
+    """A layer of torch.nn, for which the path of the module says more than its stack frames."""
 
     def __init__(self):
         super().__init__(Mixer)
@@ -119,12 +121,12 @@ class Encoder(Small):
         return self.out(self.encoder(self.embed(tgt)))  # HERE
 
 
-def test_the_calling_line_and_the_module_for_what_torch_nn_does(tmp_path):
+def test_error_within_torch_nn_names_calling_line_and_module(tmp_path):
     message = refusal(Encoder, tmp_path)
     assert f"the attention at {here(Encoder.forward)} (in its `encoder.layers.0.self_attn`) looks ahead" in message
 
 
-def test_the_module_alone_for_a_model_of_torch_nns_modules(tmp_path):
+def test_error_in_model_of_torch_nn_modules_names_the_module(tmp_path):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     model = nn.Sequential(nn.Embedding(9, WIDTH), encoder, nn.Linear(WIDTH, 9))
@@ -132,7 +134,7 @@ def test_the_module_alone_for_a_model_of_torch_nns_modules(tmp_path):
     assert message.startswith("the attention at `1.layers.0.self_attn` looks ahead")
 
 
-# -- state that is not attention's ------------------------------------------------------------------------------------
+# -- state outside attention -----------------------------------------------------------------------------------------
 
 
 class CumsumOverTime(Mixer):
@@ -141,7 +143,7 @@ class CumsumOverTime(Mixer):
 
 
 class Scan(Mixer):
-    """A linear recurrence, as state-space layers compute it."""
+    """A linear recurrence, as in state-space layers."""
 
     def forward(self, x, tgt):
         decay = F.logsigmoid(self.projections[0](x)).cumsum(1)
@@ -157,9 +159,9 @@ class RolledInTime(Mixer):
     ("mixer", "operation"),
     [(CumsumOverTime, "aten.cumsum.default"), (Scan, "aten.cumsum.default"), (RolledInTime, "aten.roll.default")],
 )
-def test_what_carries_state(mixer, operation, tmp_path):
+def test_state_outside_attention_is_refused(mixer, operation, tmp_path):
     message = refusal(mixer, tmp_path)
-    assert message == f"`{operation}` at {here(mixer.forward)} {CARRIES} earlier ones. {CACHED}"
+    assert message == f"`{operation}` at {here(mixer.forward)} {CARRIES_STATE} earlier ones. {CACHE_ADVICE}"
 
 
 class ConvolutionOverThePast(Mixer):
@@ -180,19 +182,20 @@ class ShiftedInTime(Mixer):
         return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)  # HERE
 
 
-def test_a_convolution_over_the_past(tmp_path):
+def test_convolution_over_the_past_is_refused(tmp_path):
     assert refusal(ConvolutionOverThePast, tmp_path) == (
         f"`aten.pad.default` at {here(ConvolutionOverThePast.forward)} has time + 2 rows where the step input has "
-        f"time, and `aten.conv1d.default` {CARRIES} a few earlier ones, as in a convolution over time. {CACHED}"
+        f"time, and `aten.conv1d.default` {CARRIES_STATE} a few earlier ones, as in a convolution over time. "
+        f"{CACHE_ADVICE}"
     )
 
 
 @pytest.mark.parametrize("mixer", [ConvolutionThatIsTrimmed, ShiftedInTime])
-def test_what_shifts_positions(mixer, tmp_path):
+def test_shifted_positions_are_refused(mixer, tmp_path):
     message = refusal(mixer, tmp_path)
     assert f" at {here(mixer.forward)} has time " in message
     assert " rows where the step input has time, and `aten." in message
-    assert f"{CARRIES} a few earlier ones, as in a convolution over time. {CACHED}" in message
+    assert f"{CARRIES_STATE} a few earlier ones, as in a convolution over time. {CACHE_ADVICE}" in message
 
 
 class Recurrent(Small):
@@ -215,7 +218,7 @@ class LoopOverTime(Mixer):
 
 
 @pytest.mark.parametrize("model", [Recurrent, LoopOverTime])
-def test_a_recurrence(model, tmp_path):
+def test_recurrence_is_refused(model, tmp_path):
     assert refusal(model, tmp_path) == (
         f"the model carries state from position to position outside attention, at {here(model.forward)}. Each position "
         "is computed from the one before it, by a recurrent layer or a loop; only what attention reads of earlier "
@@ -239,7 +242,7 @@ class Nonzero(Mixer):
 @pytest.mark.parametrize(
     ("mixer", "operation"), [(BooleanIndex, "aten.index.Tensor"), (Nonzero, "aten.nonzero.default")]
 )
-def test_a_size_that_follows_from_data(mixer, operation, tmp_path):
+def test_size_that_depends_on_data_is_refused(mixer, operation, tmp_path):
     message = refusal(mixer, tmp_path)
     assert f"`{operation}` at {here(mixer.forward)} makes a tensor whose size depends on the data" in message
     assert "Keep a row for every position and hide what is not wanted, by torch.where, masked_fill or a mask" in message
@@ -256,7 +259,7 @@ class ItemOfIds(Mixer):
 
 
 @pytest.mark.parametrize("mixer", [Item, ItemOfIds])
-def test_a_number_read_out_of_data(mixer, tmp_path):
+def test_number_read_from_data_is_refused(mixer, tmp_path):
     assert refusal(mixer, tmp_path) == (
         f"forward reads a number out of the step input's data into Python, at {here(mixer.forward)}. It follows from "
         "all positions at once, while a step knows only those so far: compute it for each position, as a tensor"
@@ -273,7 +276,7 @@ class TableOfShares(Mixer):
 
 
 class MaskCountedFromTheEnd(Mixer):
-    """Causal at every length, but which of the past is read depends on how long the sequence is."""
+    """A mask that is causal at every length, and whose values for the past depend on the length."""
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
@@ -298,7 +301,7 @@ class AnglesScaledByTheLength(Mixer):
 
 
 @pytest.mark.parametrize("mixer", [TableOfShares, MaskCountedFromTheEnd, AnglesScaledByTheLength])
-def test_a_table_that_changes_with_the_length(mixer, tmp_path):
+def test_table_that_varies_with_length_is_refused(mixer, tmp_path):
     message = refusal(mixer, tmp_path)
     assert (
         f"at {here(mixer.forward)} makes a table whose values change with the length of the sequence, so that what was "
@@ -312,7 +315,7 @@ class Causal(Mixer):
         return joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-def test_a_length_beyond_the_position_table(tmp_path):
+def test_length_beyond_position_table_is_refused(tmp_path):
     table = here(Small.forward)
     message = refusal(Causal, tmp_path, max_length=LENGTH + 1)
     assert message == f"the model cannot run at a length of {LENGTH + 1}: at most {LENGTH} is possible, by {table}"
@@ -355,29 +358,29 @@ class Ids(FirstOnly):
 
 
 NO_ROW = "which has no row for each position of it: it is pooled, or one position is taken out"
-OTHER = "which is not (batch, time, vocabulary)"
+OTHER_SHAPE = "which is not (batch, time, vocabulary)"
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "what"),
+    ("model", "shape", "reason"),
     [
         (FirstOnly, "(batch, 23)", NO_ROW),
         (Pooled, "(batch, 1, 23)", NO_ROW),
-        (Flattened, "(batch*time, 23)", OTHER),
-        (OneMore, "(batch, time + 1, 23)", OTHER),
-        (OneRow, "(1, time, 23)", OTHER),
-        (Ids, "(batch, time)", OTHER),
+        (Flattened, "(batch*time, 23)", OTHER_SHAPE),
+        (OneMore, "(batch, time + 1, 23)", OTHER_SHAPE),
+        (OneRow, "(1, time, 23)", OTHER_SHAPE),
+        (Ids, "(batch, time)", OTHER_SHAPE),
     ],
 )
-def test_an_output_that_is_not_logits_for_every_position(model, shape, what, tmp_path):
+def test_output_other_than_logits_of_all_positions_is_refused(model, shape, reason, tmp_path):
     assert refusal(model, tmp_path) == (
-        f"forward returns {shape} first, at {here(model.forward)}, {what}. To be stepped over 'tgt' it must return "
+        f"forward returns {shape} first, at {here(model.forward)}, {reason}. To be stepped over 'tgt' it must return "
         "logits for every position, (batch, time, vocabulary); a model that gives one answer for its input is exported "
         "without a step input (step_input=None)"
     )
 
 
-def test_a_step_input_of_embeddings(tmp_path):
+def test_step_input_of_embeddings_is_refused(tmp_path):
     with pytest.raises(OptionError) as raised:
         export(nn.Linear(8, 9), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)}, "input")
     assert str(raised.value).startswith("forward gives 9 numbers a step and 8 are fed back: say which of them")
@@ -392,14 +395,14 @@ class WithoutOnnx(Mixer):
         return torch.special.bessel_j0(x)  # HERE
 
 
-def test_what_torch_onnx_cannot_translate(tmp_path):
+def test_operator_without_onnx_form_is_refused(tmp_path):
     assert refusal(WithoutOnnx, tmp_path) == (
         f"torch.onnx cannot translate the model, at {here(WithoutOnnx.forward)}: it has no form of prims.bessel_j0. "
         "Write it there with other operations"
     )
 
 
-# -- what is not refused ----------------------------------------------------------------------------------------------
+# -- exported models -------------------------------------------------------------------------------------------------
 
 
 class Normalised(Mixer):
@@ -411,6 +414,6 @@ class Normalised(Mixer):
         return self.normalise(x.transpose(1, 2)).transpose(1, 2)
 
 
-def test_batch_normalisation_by_running_statistics(tmp_path):
+def test_batch_normalisation_by_running_statistics_is_exported(tmp_path):
     report = export(Small(Normalised), tmp_path / "model.onnx", {"tgt": torch.tensor([[3, 4, 5]])}, "tgt")
     assert report.max_abs_error < 1e-4

@@ -1,4 +1,4 @@
-"""Rotary positions are known by what they do to queries and keys, however they are written."""
+"""Rotary positions are recognised by their effect on queries and keys, in all written forms."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tformer_export import export
 from tformer_export.staging.rotary import find_rotations
 from tformer_runtime.engine.engine import Engine
 
-SIZE = 16  # of a head: the least that the operator turns
+HEAD_SIZE = 16  # the smallest head size that the operator rotates
 
 
-def angles(size=SIZE, base=100.0):
-    """(length, size / 2)"""
+def angles(size=HEAD_SIZE, base=100.0):
+    """Return angles (length, size / 2)."""
     return torch.outer(torch.arange(LENGTH).float(), base ** -(torch.arange(0, size, 2) / size))
 
 
 class Rotary(Mixer):
-    """Attention whose queries and keys a subclass turns: turn(x, time) of (batch, heads, time, d)."""
+    """Attention with rotated queries and keys. A subclass has turn(x), x (batch, heads, time, d)."""
 
     def __init__(self):
         super().__init__()
-        width = HEADS * SIZE
+        width = HEADS * HEAD_SIZE
         self.projections = nn.ModuleList(nn.Linear(16, width) for _ in range(3))
         self.output = nn.Linear(width, 16)
         self.register_buffer("cosines", angles().cos())
@@ -45,7 +45,7 @@ class Rotary(Mixer):
 
 
 class Halves(Rotary):
-    """As Hugging Face's Llama: tables of both halves, and a rotated copy."""
+    """The form of Llama in transformers: tables of both halves, and a rotated copy."""
 
     def turn(self, x):
         time = x.shape[2]
@@ -57,12 +57,12 @@ class Halves(Rotary):
 class HalvesApart(Rotary):
     def turn(self, x):
         c, s = self.cosines[: x.shape[2]], self.sines[: x.shape[2]]
-        one, other = x[..., : SIZE // 2], x[..., SIZE // 2 :]
+        one, other = x[..., : HEAD_SIZE // 2], x[..., HEAD_SIZE // 2 :]
         return torch.cat([one * c - other * s, other * c + one * s], -1)
 
 
 class Interleaved(Rotary):
-    """As GPT-J."""
+    """The form of GPT-J."""
 
     def turn(self, x):
         c, s = self.cosines[: x.shape[2]], self.sines[: x.shape[2]]
@@ -71,7 +71,7 @@ class Interleaved(Rotary):
 
 
 class Complex(Rotary):
-    """As Llama's reference code: numbers turned in the complex plane, heads behind the time."""
+    """The form of the reference code of Llama: rotation in the complex plane, with heads after time."""
 
     def turn(self, x):
         x = x.transpose(1, 2)
@@ -81,33 +81,33 @@ class Complex(Rotary):
 
 
 class Matrix(Rotary):
-    """By one matrix of each position."""
+    """Rotation by one matrix for each position."""
 
     def turn(self, x):
-        half = torch.eye(SIZE)[:, torch.arange(SIZE).roll(SIZE // 2)]
-        half = half * torch.cat([-torch.ones(SIZE // 2), torch.ones(SIZE // 2)])
+        half = torch.eye(HEAD_SIZE)[:, torch.arange(HEAD_SIZE).roll(HEAD_SIZE // 2)]
+        half = half * torch.cat([-torch.ones(HEAD_SIZE // 2), torch.ones(HEAD_SIZE // 2)])
         c, s = (torch.cat([t, t], -1)[: x.shape[2]] for t in (self.cosines, self.sines))
         return x * c + (x @ half) * s
 
 
 class Computed(Rotary):
-    """Angles made from the length in forward, once for each layer."""
+    """Angles that forward computes from the length, for each layer."""
 
     def turn(self, x):
-        at = torch.arange(x.shape[2]).float()[:, None] * 100.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
+        angle = torch.arange(x.shape[2]).float()[:, None] * 100.0 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
         one, other = x.chunk(2, -1)
-        return torch.cat([one * at.cos() - other * at.sin(), other * at.cos() + one * at.sin()], -1)
+        return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
 
 
 class Normed(Halves):
-    """Queries and keys that are normalised first, as Qwen 3's."""
+    """Queries and keys are normalised first, as in Qwen 3."""
 
     def turned(self, q, k):
         return super().turned(F.normalize(q, dim=-1), F.normalize(k, dim=-1))
 
 
 class Stretched(Halves):
-    """Turned and made longer, as YaRN does with both."""
+    """Rotated and scaled, as in YaRN."""
 
     def turn(self, x):
         return 1.1 * super().turn(x)
@@ -129,7 +129,7 @@ class Differently(Halves):
 
 
 class Partly(Rotary):
-    """A quarter of the entries, as GPT-NeoX."""
+    """Rotation of a quarter of the entries, as in GPT-NeoX."""
 
     def turn(self, x):
         c, s = self.cosines[: x.shape[2], :2], self.sines[: x.shape[2], :2]
@@ -138,7 +138,7 @@ class Partly(Rotary):
 
 
 class Warped(Halves):
-    """What no rotation does."""
+    """A change that is no rotation."""
 
     def turn(self, x):
         return super().turn(x) + 0.1 * x.abs()
@@ -151,42 +151,42 @@ class EachHeadItsOwn(Rotary):
         return torch.cat([one * by_head.cos() - other * by_head.sin(), other * by_head.cos() + one * by_head.sin()], -1)
 
 
-def found_in(mixer):
+def find_rotations_in(mixer):
     with torch.no_grad():
-        s = staged(Small(mixer).eval(), fuses=True)
-        found = find_rotations(s.captured, s.level, s.constants, s.plan.fused.values(), LENGTH)
-    assert len(s.plan.fused) == 1
-    return list(found.values())
+        stages = staged(Small(mixer).eval(), fuses=True)
+        rotations = find_rotations(stages.captured, stages.level, stages.constants, stages.plan.fused.values(), LENGTH)
+    assert len(stages.plan.fused) == 1
+    return list(rotations.values())
 
 
-FOUND = [Halves, HalvesApart, Interleaved, Complex, Matrix, Computed, Normed, Stretched]
-OTHERS = [Nothing, QueryAlone, Differently, Partly, Warped, EachHeadItsOwn]
+ROTARY_FORMS = [Halves, HalvesApart, Interleaved, Complex, Matrix, Computed, Normed, Stretched]
+OTHER_FORMS = [Nothing, QueryAlone, Differently, Partly, Warped, EachHeadItsOwn]
 
 
-@pytest.mark.parametrize("mixer", FOUND)
-def test_the_angles_are_found(mixer):
-    (rotation,) = found_in(mixer)
+@pytest.mark.parametrize("mixer", ROTARY_FORMS)
+def test_angles_are_found(mixer):
+    (rotation,) = find_rotations_in(mixer)
     length = 1.1 if mixer is Stretched else 1.0
     assert rotation.interleaved == (mixer in (Interleaved, Complex))
-    # float32: the tables themselves, or made of the same angles in another order of operations; angles go to 40.
+    # float32: the tables themselves, or the same angles in another order of operations. Angles are at most 40.
     for values, expected in ((rotation.cosines, angles().cos()), (rotation.sines, angles().sin())):
         torch.testing.assert_close(values, length * expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mixer", OTHERS)
-def test_what_is_something_else_is_left(mixer):
-    assert found_in(mixer) == []
+@pytest.mark.parametrize("mixer", OTHER_FORMS)
+def test_other_position_encodings_are_not_recognised(mixer):
+    assert find_rotations_in(mixer) == []
 
 
-@pytest.mark.parametrize("mixer", [*FOUND, Partly, QueryAlone])
-def test_a_file_turns_as_the_model_does(mixer, tmp_path):
-    """Rows of different lengths: a prompt, and single steps."""
+@pytest.mark.parametrize("mixer", [*ROTARY_FORMS, Partly, QueryAlone])
+def test_file_with_rotary_positions_matches_model(mixer, tmp_path):
+    """Rows have different lengths: a prompt, then single steps."""
     module, path = Small(mixer).eval(), tmp_path / "model.onnx"
     export(module, path, EXAMPLE, "tgt", max_length=LENGTH)
     graph = onnx.load(path, load_external_data=False).graph
     (attention,) = (node for node in graph.node if node.op_type == "GroupQueryAttention")
     turns = [a.i for a in attention.attribute if a.name == "do_rotary"]
-    assert turns == ([1] if mixer in FOUND else [])
+    assert turns == ([1] if mixer in ROTARY_FORMS else [])
     rows = [torch.arange(3, 3 + n) for n in (12, 5, 20)]
     expected = [module(row[None])[0].detach().numpy() for row in rows]
     engine = Engine(path, "cpu", 1)
@@ -195,7 +195,7 @@ def test_a_file_turns_as_the_model_does(mixer, tmp_path):
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         tokens[i, :count] = row[:count]
     logits = engine.step(state, tokens, counts, logit_positions="all")
-    tolerance = 1e-5 * max(np.abs(e).max() for e in expected) * math.sqrt(HEADS * SIZE)
+    tolerance = 1e-5 * max(np.abs(e).max() for e in expected) * math.sqrt(HEADS * HEAD_SIZE)
     for i, count in enumerate(counts):
         np.testing.assert_allclose(logits[i, :count], expected[i][:count], rtol=0, atol=tolerance)
     for at in range(3):

@@ -1,4 +1,4 @@
-"""Attention in forms that nothing recognises is staged operation by operation, and cached all the same."""
+"""Unrecognised forms of attention are staged operation by operation, and their keys and values are cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Einsum(Mixer):
 
 
 class Baddbmm(Mixer):
-    """Scores over merged batch and head axes, as several libraries did it."""
+    """Scores over merged batch and head axes, as in several libraries."""
 
     def forward(self, x, tgt):
         batch, time, _ = x.shape
@@ -36,7 +36,7 @@ class Baddbmm(Mixer):
 
 
 class BaddbmmExpanded(Mixer):
-    """The same with a mask for each of the merged axes, as baddbmm's documentation has it."""
+    """The same with a mask for each merged entry, as in the documentation of baddbmm."""
 
     def forward(self, x, tgt):
         batch, time, _ = x.shape
@@ -47,7 +47,7 @@ class BaddbmmExpanded(Mixer):
 
 
 class BaddbmmOfNothing(Mixer):
-    """baddbmm for its factor alone, the mask afterwards over batch and heads apart."""
+    """baddbmm for its factor only, with a mask afterwards over separate batch and heads."""
 
     def forward(self, x, tgt):
         batch, time, _ = x.shape
@@ -68,7 +68,7 @@ class SoftCapped(Mixer):
 
 
 class Transposed(Mixer):
-    """Scores as keys times queries, with the softmax over the axis in front."""
+    """Scores as keys times queries, with the softmax over the first of both axes."""
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
@@ -77,7 +77,7 @@ class Transposed(Mixer):
 
 
 class SingleHead(Mixer):
-    """Three dimensions throughout."""
+    """Attention with three dimensions."""
 
     def forward(self, x, tgt):
         q, k, v = (p(x) for p in self.projections)
@@ -86,7 +86,7 @@ class SingleHead(Mixer):
 
 
 class Linear(Mixer):
-    """relu(q) relu(k)ᵀ under a causal mask, over its sum: attention without a softmax."""
+    """relu(q) relu(k)ᵀ under a causal mask, divided by its sum: attention without a softmax."""
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
@@ -95,7 +95,7 @@ class Linear(Mixer):
 
 
 class SlidingWindow(Mixer):
-    """Each position reads itself and three before it."""
+    """Each position reads itself and the three positions before it."""
 
     def forward(self, x, tgt):
         q, k, v = self.heads(x)
@@ -104,7 +104,7 @@ class SlidingWindow(Mixer):
 
 
 class HeadOfFive(Mixer):
-    """Head sizes that the fused operator does not take."""
+    """A head size that the fused operator does not support."""
 
     def __init__(self):
         super().__init__()
@@ -116,30 +116,30 @@ class HeadOfFive(Mixer):
         return self.output(joined(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
-def differences(module, path):
-    """The largest difference of a logit from each row alone: ragged prompts, ragged chunks, then single tokens."""
+def max_difference(module, path):
+    """Return the largest difference of a logit from each row alone: ragged prompts, ragged chunks, single tokens."""
     engine = Engine(path, device="cpu", threads=1)
     random = np.random.default_rng(0)
     rows, counts = random.integers(0, VOCABULARY, (3, 14)), np.array([5, 2, 8])
     state = engine.start(None, 3)
     logits = engine.step(state, rows[:, :8], counts, logit_positions="all").copy()
-    found = [[*logits[i, :n]] for i, n in enumerate(counts)]
-    taken = np.array([3, 1, 2])  # a chunk after a past, ragged again
+    row_logits = [[*logits[i, :n]] for i, n in enumerate(counts)]
+    chunk_sizes = np.array([3, 1, 2])  # a ragged chunk after the prompt
     chunk = np.stack([row[n : n + 3] for row, n in zip(rows, counts, strict=True)])
-    logits = engine.step(state, chunk, taken, logit_positions="all").copy()
-    for i, n in enumerate(taken):
-        found[i] += list(logits[i, :n])
-    counts = counts + taken
+    logits = engine.step(state, chunk, chunk_sizes, logit_positions="all").copy()
+    for i, n in enumerate(chunk_sizes):
+        row_logits[i] += list(logits[i, :n])
+    counts = counts + chunk_sizes
     for step in range(3):
         logits = engine.step(state, np.array([[row[n + step]] for row, n in zip(rows, counts, strict=True)]))
         for i in range(3):
-            found[i].append(logits[i].copy())
-    worst = 0.0
-    for row, values in zip(rows, found, strict=True):
+            row_logits[i].append(logits[i].copy())
+    max_error = 0.0
+    for row, values in zip(rows, row_logits, strict=True):
         with torch.no_grad():
             expected = module(torch.from_numpy(row[: len(values)])[None])[0].numpy()
-        worst = max(worst, float(np.abs(np.stack(values) - expected).max()))
-    return worst
+        max_error = max(max_error, float(np.abs(np.stack(values) - expected).max()))
+    return max_error
 
 
 @pytest.mark.parametrize(
@@ -155,16 +155,16 @@ def differences(module, path):
         ),
     ],
 )
-def test_plain_attention(mixer, caches, tmp_path):
+def test_unrecognised_attention_matches_pytorch(mixer, caches, tmp_path):
     module, path = Small(mixer), tmp_path / "model.onnx"
     report = export(module, path, EXAMPLE, "tgt", max_length=24)
     assert report.found["fused"] == 0
     assert report.found["caches"] == caches
-    assert differences(module, path) < 2e-5  # logits of about 3 after some 50 products: 2⁻²⁴ · 3 · 50 ≈ 1e-5
+    assert max_difference(module, path) < 2e-5  # logits of about 3 after some 50 products: 2⁻²⁴ · 3 · 50 ≈ 1e-5
 
 
-def test_a_sliding_window(tmp_path):
+def test_sliding_window_is_fused_and_matches_pytorch(tmp_path):
     module, path = Small(SlidingWindow), tmp_path / "model.onnx"
     report = export(module, path, EXAMPLE, "tgt", max_length=24)
     assert report.found["fused"] == 1
-    assert differences(module, path) < 2e-5
+    assert max_difference(module, path) < 2e-5

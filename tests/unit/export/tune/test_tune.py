@@ -1,4 +1,4 @@
-"""Which form is kept follows from the times; and every form of every choice computes what PyTorch does."""
+"""Tuning: the choice of kernels follows from measured times, and every kernel form matches PyTorch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest, SessionSettings, SpecialTokens
 from tformer_runtime.format.model_file import read_manifest
 
-IDS, WIDTH, HEADS, SIZE, LENGTH, PAD = 29, 32, 2, 16, 40, 0
+IDS, WIDTH, HEADS, HEAD_SIZE, MAX_LENGTH, PAD_ID = 29, 32, 2, 16, 40, 0
 
 
 class RootMeanSquare(nn.Module):
@@ -65,69 +65,73 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x, y, mask, turn=lambda x: x):
-        q, k, v = (p(z).unflatten(2, (HEADS, SIZE)).transpose(1, 2) for p, z in ((self.q, x), (self.k, y), (self.v, y)))
+        q, k, v = (
+            p(z).unflatten(2, (HEADS, HEAD_SIZE)).transpose(1, 2) for p, z in ((self.q, x), (self.k, y), (self.v, y))
+        )
         return self.out(F.scaled_dot_product_attention(turn(q), turn(k), v, mask).transpose(1, 2).flatten(2))
 
 
 class Everything(nn.Module):
-    """Something for every choice: an encoder, rotary positions, two kinds of norm, residual sums."""
+    """A model with a use for every choice: an encoder, rotary positions, two kinds of norm, residual sums."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.source, self.target = nn.Embedding(IDS, WIDTH), nn.Embedding(IDS, WIDTH)
-        self.encoder, self.own, self.cross = Attention(), Attention(), Attention()
+        self.encoder, self.self_attention, self.cross = Attention(), Attention(), Attention()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.root, self.wide, self.out = RootMeanSquare(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, IDS)
-        at = torch.outer(torch.arange(LENGTH).float(), 100.0 ** -(torch.arange(0, SIZE, 2) / SIZE))
-        self.register_buffer("angles", torch.cat([at, at], 1))
+        angles_of_half = torch.outer(
+            torch.arange(MAX_LENGTH).float(), 100.0 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+        )
+        self.register_buffer("angles", torch.cat([angles_of_half, angles_of_half], 1))
 
     def turn(self, x):
         angles, (one, other) = self.angles[: x.shape[2]], x.chunk(2, -1)
         return x * angles.cos() + torch.cat([-other, one], -1) * angles.sin()
 
     def forward(self, src, tgt):
-        keep = torch.where(src != PAD, 0.0, -1e9)[:, None, None]
+        keep = torch.where(src != PAD_ID, 0.0, -1e9)[:, None, None]
         x = self.source(src)
         x = self.norms[0](x + self.encoder(x, x, keep))
-        y = self.decoded(tgt, self.turn)
+        y = self.decode_target(tgt, self.turn)
         return self.out(self.norms[2](y + self.cross(y, x, keep)))
 
-    def decoded(self, tgt, turn):
+    def decode_target(self, tgt, turn):
         causal = torch.ones(tgt.shape[1], tgt.shape[1], dtype=torch.bool).tril()
         y = F.gelu(self.wide(self.target(tgt)))
-        return self.norms[1](y + self.own(self.root(y), self.root(y), causal, turn))
+        return self.norms[1](y + self.self_attention(self.root(y), self.root(y), causal, turn))
 
 
 EXAMPLE = {"src": torch.tensor([[3, 4, 5], [6, 7, 8]]), "tgt": torch.tensor([[3, 4, 5], [6, 7, 8]])}
-SPECIAL = SpecialTokens((1,), (2,), PAD)
+SPECIAL = SpecialTokens((1,), (2,), PAD_ID)
 
 
 class Decoder(Everything):
     def forward(self, tgt):
-        return self.out(self.decoded(tgt, lambda x: x))
+        return self.out(self.decode_target(tgt, lambda x: x))
 
 
 class Encoder(nn.Module):
-    """A model that is run once."""
+    """A model that runs once."""
 
     def __init__(self):
         super().__init__()
-        whole = Everything()
-        self.source, self.encoder, self.norm = whole.source, whole.encoder, whole.norms[0]
+        everything = Everything()
+        self.source, self.encoder, self.norm = everything.source, everything.encoder, everything.norms[0]
 
     def forward(self, src):
         x = self.source(src)
-        return self.norm(x + self.encoder(x, x, (src != PAD)[:, None, None]))
+        return self.norm(x + self.encoder(x, x, (src != PAD_ID)[:, None, None]))
 
 
 @pytest.fixture(scope="module")
-def understood():
+def analysed():
     source = from_module(Everything().eval(), EXAMPLE, "tgt", special_tokens=SPECIAL)
-    return analyse(source, "cpu", LENGTH)
+    return analyse(source, "cpu", MAX_LENGTH)
 
 
-def engine_of(model, manifest, path):
+def write_engine(model, manifest, path):
     return Engine(save(model, manifest, path), device="cpu", threads=1)
 
 
@@ -135,11 +139,11 @@ def operators(model):
     return sorted(node.op_type for node in model.graph.all_nodes())
 
 
-# -- what is chosen -----------------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------------------
 
 
-def silent():
-    """In the place of a pause."""
+def no_pause():
+    """Replace the pause between measurements."""
 
 
 def constant(seconds):
@@ -147,7 +151,7 @@ def constant(seconds):
 
 
 def noisy(*ratios):
-    """A time for each turn, over and over; the first is that of waking up."""
+    """Return a request with one time for each turn, repeated. The first turn is a warm-up."""
     turns = iter([1.0, *ratios * ROUNDS])
     return lambda rows: next(turns)
 
@@ -157,75 +161,80 @@ def _quick(monkeypatch):
     monkeypatch.setattr("tformer_export.tune.tune.PAUSE_SECONDS", 0.0)
 
 
-def always(name, *forms):
+def make_choice(name, *forms):
     return KernelChoice(name, forms, lambda compiled: True)
 
 
-def built(times, made=None):
-    """Forms → requests whose time is the product of what `times` has for each form that is not the default."""
+def make_builder(times, built_forms=None):
+    """Return a function from forms to a request, whose time is the product of the times of all forms that are not the
+    default."""
 
     def build(forms):
-        if made is not None:
-            made.append(dict(forms))
+        if built_forms is not None:
+            built_forms.append(dict(forms))
         return constant(float(np.prod([times.get(form, 1.0) for form in forms.values()])))
 
     return build
 
 
-def test_the_fastest_form_of_each_choice_is_kept():
-    choices = [always("norms", "a", "b", "c"), always("sums", "d", "e")]
-    made = []
-    tuning = tune(built({"b": 0.9, "c": 0.7, "e": 1.2}, made), choices, (1, 8), silent)
+def test_fastest_form_of_each_choice_is_kept():
+    choices = [make_choice("norms", "a", "b", "c"), make_choice("sums", "d", "e")]
+    built_forms = []
+    tuning = tune(make_builder({"b": 0.9, "c": 0.7, "e": 1.2}, built_forms), choices, (1, 8), no_pause)
     assert tuning.forms == {"norms": "c", "sums": "d"}
     assert tuning.ratio == pytest.approx(0.7)
-    assert made[1:] == [{"norms": "b"}, {"norms": "c"}, {"norms": "c", "sums": "e"}]  # with what was kept before
+    assert built_forms[1:] == [
+        {"norms": "b"},
+        {"norms": "c"},
+        {"norms": "c", "sums": "e"},
+    ]  # with the forms that were kept before
     assert [t.ratio for t in tuning.decisions[0].trials] == pytest.approx([1, 0.9, 0.7])
     assert tuning.decisions[0].trials[2].seconds == pytest.approx({1: 0.7, 8: 0.7})
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(1 - MIN_GAIN + 0.01, "a"), (1 - MIN_GAIN - 0.01, "b")])
-def test_a_form_that_is_hardly_faster_is_not_kept(ratio, kept):
-    assert tune(built({"b": ratio}), [always("norms", "a", "b")], (1,), silent).forms == {"norms": kept}
+def test_form_below_min_gain_is_not_kept(ratio, kept):
+    assert tune(make_builder({"b": ratio}), [make_choice("norms", "a", "b")], (1,), no_pause).forms == {"norms": kept}
 
 
-def test_what_a_form_gains_must_be_beyond_its_spread():
-    steady, unsteady = ((0.92, 0.9, 0.88), (0.7, 0.9, 1.1))  # of the same median
+def test_gain_within_spread_does_not_win():
+    steady, unsteady = ((0.92, 0.9, 0.88), (0.7, 0.9, 1.1))  # both have the same median
     for times, wins in ((steady, True), (unsteady, False)):
-        first, trial = time_in_turns({"a": constant(1.0), "b": noisy(*times)}, (1,), silent)
+        first, trial = time_in_turns({"a": constant(1.0), "b": noisy(*times)}, (1,), no_pause)
         assert trial.ratio == pytest.approx(0.9)
         assert trial.wins == wins
         assert first.ratio == 1
 
 
-def test_batch_sizes_count_alike():
-    """Faster for one row and slower for eight, or the other way round: the ratios' geometric mean decides."""
+def test_batch_sizes_have_equal_weight():
+    """A form is faster for one row and slower for eight, or the reverse: the geometric mean of the ratios decides."""
     for one, eight, kept in ((0.5, 1.5, "b"), (0.8, 1.3, "a")):
 
         def build(forms, one=one, eight=eight):
             return lambda rows: {1: one, 8: eight}[rows] * rows if forms else float(rows)
 
-        assert tune(build, [always("norms", "a", "b")], (1, 8), silent).forms == {"norms": kept}
+        assert tune(build, [make_choice("norms", "a", "b")], (1, 8), no_pause).forms == {"norms": kept}
 
 
-def test_a_choice_may_have_batch_sizes_of_its_own():
-    asked = []
-
-    def build(forms):
-        return lambda rows: asked.append(rows) or 1.0
-
-    tune(build, [KernelChoice("few", ("a", "b"), lambda compiled: True, rows=(2, 4))], (1, 32), silent)
-    assert set(asked) == {2, 4}
-
-
-def test_the_defaults_stay_unless_what_was_kept_wins_as_a_whole():
-    """A form that wins its race by luck."""
-    luck = [1.0, *[0.5] * ROUNDS]
+def test_choice_may_set_its_own_batch_sizes():
+    measured_rows = []
 
     def build(forms):
-        return (lambda rows: luck.pop(0) if luck else 1.0) if forms else constant(1.0)
+        return lambda rows: measured_rows.append(rows) or 1.0
 
-    tuning = tune(build, [always("norms", "a", "b")], (1,), silent)
-    assert not luck
+    tune(build, [KernelChoice("few", ("a", "b"), lambda compiled: True, rows=(2, 4))], (1, 32), no_pause)
+    assert set(measured_rows) == {2, 4}
+
+
+def test_defaults_stay_unless_all_kept_forms_together_win():
+    """A form wins its own race by chance."""
+    lucky_times = [1.0, *[0.5] * ROUNDS]
+
+    def build(forms):
+        return (lambda rows: lucky_times.pop(0) if lucky_times else 1.0) if forms else constant(1.0)
+
+    tuning = tune(build, [make_choice("norms", "a", "b")], (1,), no_pause)
+    assert not lucky_times
     assert tuning.forms == {"norms": "a"}
     assert tuning.ratio == 1
     assert tuning.table() == [
@@ -235,29 +244,29 @@ def test_the_defaults_stay_unless_what_was_kept_wins_as_a_whole():
 
 
 @pytest.mark.parametrize("moment", [20, 50, 80, 200])
-def test_the_speed_of_a_quantised_file_is_not_that_of_a_slow_minute(understood, tmp_path, monkeypatch, moment):
-    """The same file as before and after, on a machine that is three times as slow from some moment on."""
-    compiled = understood.compile()
-    engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    gate = ParityGate(understood.source, compiled.inputs)
+def test_measured_speed_is_unaffected_by_a_slow_period(analysed, tmp_path, monkeypatch, moment):
+    """Both measured files are the same. The machine becomes three times slower at some moment."""
+    compiled = analysed.compile()
+    engine = write_engine(compiled.model, compiled.manifest, tmp_path / "model.onnx")
+    gate = ParityGate(analysed.source, compiled.inputs)
     now = itertools.accumulate(1.0 if n < moment else 3.0 for n in itertools.count())
     clock = SimpleNamespace(perf_counter=lambda: next(now))
     monkeypatch.setattr(sys.modules[measure.__module__], "time", clock)
     assert measure(gate, engine, engine).speed == pytest.approx(1)
 
 
-def test_a_form_that_loses_every_round_is_measured_no_longer():
+def test_form_that_loses_every_round_is_dropped_early():
     runs = []
 
     def slow(rows):
         runs.append(rows)
         return 2.0
 
-    time_in_turns({"a": constant(1.0), "b": slow}, (1,), silent)
+    time_in_turns({"a": constant(1.0), "b": slow}, (1,), no_pause)
     assert len(runs) == 1 + MIN_ROUNDS
 
 
-def test_a_machine_that_slows_down_changes_nothing():
+def test_ratio_is_unaffected_by_slowdown_of_the_machine():
     """Only ratios within a round count."""
     clock = {"a": 0, "b": 0}
 
@@ -268,14 +277,14 @@ def test_a_machine_that_slows_down_changes_nothing():
 
         return run
 
-    _, trial = time_in_turns({"a": drifting("a", 1.0), "b": drifting("b", 0.9)}, (1,), silent)
+    _, trial = time_in_turns({"a": drifting("a", 1.0), "b": drifting("b", 0.9)}, (1,), no_pause)
     assert trial.ratio == pytest.approx(0.9)
     assert trial.spread == pytest.approx(0)
 
 
 # -- every form computes the same -----------------------------------------------------------------------------------
 
-CHANGES = {  # what a form that is not the default has more and less of
+CHANGES = {  # the operators that a form that is not the default has more and fewer of
     GIVEN_KEYS_ATTENTION.name: ("Softmax", "MultiHeadAttention"),
     WHOLE_ATTENTION.name: ("MultiHeadAttention", "GroupQueryAttention"),
     ROTARY.name: ("Neg", None),
@@ -285,13 +294,13 @@ CHANGES = {  # what a form that is not the default has more and less of
     BIAS_BEFORE_GELU.name: None,
     THREADS.name: None,
 }
-OTHERS = [(choice, form) for choice in CHOICES if choice != FEW_ROWS_KERNEL for form in choice.forms[1:]]
+OTHER_FORMS = [(choice, form) for choice in CHOICES if choice != FEW_ROWS_KERNEL for form in choice.forms[1:]]
 
 
-@pytest.mark.parametrize(("choice", "form"), OTHERS, ids=[f"{c.name}: {f}" for c, f in OTHERS])
-def test_each_form_computes_what_the_source_does(understood, tmp_path, choice, form):
+@pytest.mark.parametrize(("choice", "form"), OTHER_FORMS, ids=[f"{c.name}: {f}" for c, f in OTHER_FORMS])
+def test_each_form_matches_source_model(analysed, tmp_path, choice, form):
     forms = {choice.name: form}
-    default, compiled = understood.compile(), understood.compile(forms)
+    default, compiled = analysed.compile(), analysed.compile(forms)
     assert choice.applies(default) or choice == THREADS
     before, after = operators(default.model), operators(compiled.model)
     change = CHANGES[choice.name]
@@ -299,81 +308,81 @@ def test_each_form_computes_what_the_source_does(understood, tmp_path, choice, f
         assert before == after
         assert session_settings(forms) != SessionSettings()
     else:
-        more, less = change
-        assert after.count(more) > before.count(more)
-        assert less is None or after.count(less) < before.count(less)
+        added, removed = change
+        assert after.count(added) > before.count(added)
+        assert removed is None or after.count(removed) < before.count(removed)
     manifest = Manifest(**{**vars(compiled.manifest), "session": session_settings(forms)})
-    engine = engine_of(compiled.model, manifest, tmp_path / "model.onnx")
-    report = ParityGate(understood.source, compiled.inputs, compiled.locator).check(engine)
+    engine = write_engine(compiled.model, manifest, tmp_path / "model.onnx")
+    report = ParityGate(analysed.source, compiled.inputs, compiled.locator).check(engine)
     assert report.relative_error < 1e-5
     assert report.tokens_equal == report.tokens
 
 
-def test_all_other_forms_together(understood, tmp_path):
+def test_all_other_forms_together_match_source_model(analysed, tmp_path):
     forms = {choice.name: choice.forms[-1] for choice in CHOICES}
-    compiled = understood.compile(forms)
-    engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    assert ParityGate(understood.source, compiled.inputs).check(engine).relative_error < 1e-5
+    compiled = analysed.compile(forms)
+    engine = write_engine(compiled.model, compiled.manifest, tmp_path / "model.onnx")
+    assert ParityGate(analysed.source, compiled.inputs).check(engine).relative_error < 1e-5
     assert compiled.manifest.decode.shares_context
 
 
-def test_rows_that_share_a_context_may_do_so_in_any_form(understood, tmp_path):
-    """Beams: three rows each, of two requests, against the same rows with a request each."""
-    compiled = understood.compile({GIVEN_KEYS_ATTENTION.name: "products and softmax"})
+def test_rows_share_a_context_in_every_form(analysed, tmp_path):
+    """Beams, three rows for each of two requests, against the same rows with a request each."""
+    compiled = analysed.compile({GIVEN_KEYS_ATTENTION.name: "products and softmax"})
     assert compiled.manifest.decode.shares_context
-    engine = engine_of(compiled.model, compiled.manifest, tmp_path / "model.onnx")
-    gate = ParityGate(understood.source, compiled.inputs)
-    given = [gate.draw_request(n)["src"] for n in (5, 9)]
+    engine = write_engine(compiled.model, compiled.manifest, tmp_path / "model.onnx")
+    gate = ParityGate(analysed.source, compiled.inputs)
+    sources = [gate.draw_request(n)["src"] for n in (5, 9)]
     tokens = np.arange(12).reshape(6, 2) + 3
-    shared = engine.start({"src": given}, 2, repeat=3)
-    alone = engine.start({"src": [given[i // 3] for i in range(6)]}, 6)
-    np.testing.assert_allclose(engine.step(shared, tokens), engine.step(alone, tokens), atol=1e-5)
+    shared = engine.start({"src": sources}, 2, repeat=3)
+    separate = engine.start({"src": [sources[i // 3] for i in range(6)]}, 6)
+    np.testing.assert_allclose(engine.step(shared, tokens), engine.step(separate, tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FEW_ROWS_KERNEL.forms)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_each_limit_of_few_rows_computes_the_same(understood, tmp_path, form, bits):
-    compiled, forms = understood.compile(), {FEW_ROWS_KERNEL.name: form}
-    gate = ParityGate(understood.source, compiled.inputs)
-    before = engine_of(compiled.model.clone(), compiled.manifest, tmp_path / "before.onnx")
-    made = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
-    after = engine_of(compiled.model, compiled.manifest, tmp_path / "after.onnx")
+def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bits):
+    compiled, forms = analysed.compile(), {FEW_ROWS_KERNEL.name: form}
+    gate = ParityGate(analysed.source, compiled.inputs)
+    before = write_engine(compiled.model.clone(), compiled.manifest, tmp_path / "before.onnx")
+    quantisation = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
+    after = write_engine(compiled.model, compiled.manifest, tmp_path / "after.onnx")
     kinds = operators(compiled.model)
     assert ("MatMulNBits" in kinds) == (form != "none")
-    assert made.count > 0
-    measure(gate, before, after, exact=False)  # refuses a row that its batch changes by more than rounding does
+    assert quantisation.count > 0
+    measure(gate, before, after, exact=False)  # refuses a file whose batches change a row by more than rounding does
     limit = next((v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.most"), None)
-    wanted = {"none": None, FEW_ROWS_KERNEL.default: {8: 2, 4: 3}[bits]}.get(
+    expected = {"none": None, FEW_ROWS_KERNEL.default: {8: 2, 4: 3}[bits]}.get(
         form, int(form[0]) if form[0].isdigit() else None
     )
-    assert (None if limit is None else int(limit.numpy())) == wanted
+    assert (None if limit is None else int(limit.numpy())) == expected
 
 
 # -- exports ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def timed(monkeypatch):
-    """Requests take the time that is told for the forms of their file, and the engine really runs them besides."""
+def patch_times(monkeypatch):
+    """Replace the time of requests by a time that depends on the forms of their file. The engine still runs them."""
     real = make_request
 
     def patch(times):
-        def told(gate, engine):
+        def make_timed_request(gate, engine):
             request, forms = real(gate, engine), engine.manifest.kernel_forms
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr("tformer_export.tune.tune.make_request", told)
+        monkeypatch.setattr("tformer_export.tune.tune.make_request", make_timed_request)
 
     return patch
 
 
-def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
+def test_file_and_report_name_kept_forms(tmp_path, patch_times):
     times = {"a product each": 0.9, "one": 0.9, "4 rows": 0.9, "written out": 1.5, "SkipLayerNormalization": 0.99}
-    timed(times)
-    path, said = tmp_path / "model.onnx", tmp_path / "report.json"
+    patch_times(times)
+    path, report_file = tmp_path / "model.onnx", tmp_path / "report.json"
     report = export(
-        Decoder(), path, {"tgt": EXAMPLE["tgt"]}, "tgt", special_tokens=SPECIAL, max_length=LENGTH,
+        Decoder(), path, {"tgt": EXAMPLE["tgt"]}, "tgt", special_tokens=SPECIAL, max_length=MAX_LENGTH,
         quantization="int8", optimize_for="latency", tune=True,
     )  # fmt: skip
     kept = {
@@ -393,44 +402,49 @@ def test_the_file_has_what_was_kept_and_says_so(tmp_path, timed):
     kinds = operators(ir.from_proto(model))
     assert "Split" not in kinds
     assert {"GroupQueryAttention", "RMSNormalization", "MatMulNBits"} < set(kinds)
-    held = {tensor.name: tensor for tensor in model.graph.initializer}
-    assert numpy_helper.to_array(held["few.most"]) == 4
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    assert numpy_helper.to_array(initializers["few.most"]) == 4
     assert list(tmp_path.iterdir()) == [path]
-    report.write(said)
-    told = json.loads(said.read_text())["tuning"]["decisions"]
-    assert {decision["choice"]: decision["kept"] for decision in told} == kept
+    report.write(report_file)
+    decisions = json.loads(report_file.read_text())["tuning"]["decisions"]
+    assert {decision["choice"]: decision["kept"] for decision in decisions} == kept
     table = dict(report.rows())
     assert f"{report.tuning.ratio:.2f}" in table["tuned"]
     assert "*a product each" in table["  projections of one value"]
 
 
-def test_a_model_that_is_run_once_is_tuned(tmp_path, timed):
-    timed({"MultiHeadAttention": 0.5})
+def test_model_that_runs_once_is_tuned(tmp_path, patch_times):
+    patch_times({"MultiHeadAttention": 0.5})
     path = tmp_path / "model.onnx"
     report = export(Encoder(), path, {"src": EXAMPLE["src"]}, tune=True, optimize_for="latency")
-    applied = {WHOLE_ATTENTION.name, PROJECTIONS.name, SUM_BEFORE_NORM.name}  # of what the model has
-    assert set(report.tuning.forms) - {THREADS.name} == applied
+    expected_choices = {
+        WHOLE_ATTENTION.name,
+        PROJECTIONS.name,
+        SUM_BEFORE_NORM.name,
+    }  # the choices that apply to this model
+    assert set(report.tuning.forms) - {THREADS.name} == expected_choices
     assert report.tuning.forms[WHOLE_ATTENTION.name] == "MultiHeadAttention"
     assert "GroupQueryAttention" not in {node.op_type for node in onnx.load(path).graph.node}
 
 
 @pytest.mark.parametrize("target", ["cuda", "portable"])
-def test_another_target_is_not_tuned_for_here(tmp_path, target):
+def test_other_targets_cannot_be_tuned(tmp_path, target):
     with pytest.raises(OptionError, match=f"says nothing of the target {target}"):
         export(Encoder(), tmp_path / "model.onnx", {"src": EXAMPLE["src"]}, target=target, tune=True)
 
 
-def test_the_command_line_takes_it(tmp_path, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("tformer_export.cli._load", lambda *_: (None, None))
-    monkeypatch.setattr("tformer_export.cli._export", lambda *a: asked.update(tune=a[3].tune) or _Report())
-    for arguments, wanted in ((["--tune"], True), ([], False)):
-        done = CliRunner().invoke(command, ["a.module:make", "-o", str(tmp_path / "out.onnx"), *arguments])
-        assert done.exit_code == 0, done.output
-        assert asked["tune"] is wanted
+def test_command_line_passes_tune_option(tmp_path, monkeypatch):
+    export_options = {}
+    source = SimpleNamespace(special_tokens=SPECIAL)
+    monkeypatch.setattr("tformer_export.sources.load_source", lambda *_, **__: source)
+    monkeypatch.setattr("tformer_export.api.export", lambda *_, **options: export_options.update(options) or Report())
+    for arguments, expected in ((["--tune"], True), ([], False)):
+        result = CliRunner().invoke(command, ["a.module:make", "-o", str(tmp_path / "out.onnx"), *arguments])
+        assert result.exit_code == 0, result.output
+        assert export_options["tune"] is expected
 
 
-class _Report:
+class Report:
     mixture = None
 
     def rows(self):

@@ -1,4 +1,4 @@
-"""The parity gate lets a right file through and refuses a damaged one, and says where it differs first."""
+"""The parity gate accepts a correct file, refuses a damaged one and names the first difference."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tformer_runtime import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import MANIFEST_KEY, SpecialTokens
 
-LENGTH = 24
+MAX_LENGTH = 24
 
 
 class Compiled:
-    """A source, its gate, and its file as it should be."""
+    """A source model, its gate and its correct file."""
 
     def __init__(self, path):
         torch.manual_seed(0)
         self.module = Seq2SeqTransformer(
-            19, 23, width=16, heads=2, encoder_layers=1, decoder_layers=1, feedforward=24, max_length=LENGTH,
+            19, 23, width=16, heads=2, encoder_layers=1, decoder_layers=1, feedforward=24, max_length=MAX_LENGTH,
             positions="learned", tie_output=False,
         )  # fmt: skip
         with torch.no_grad():
@@ -48,32 +48,32 @@ class Compiled:
     def check(self, engine):
         return ParityGate(self.source, self.inputs).check(engine)
 
-    def damaged(self, weight, change, path):
-        """An engine of the file with one of the module's weights, wherever it is held, as `change` makes it."""
+    def damaged_engine(self, weight, change, path):
+        """Return an engine of a copy of the file in which `change` has modified one weight of the module."""
         model = onnx.load(self.path)
-        wanted = weight.detach().numpy()
-        found = 0
+        expected = weight.detach().numpy()
+        num_matches = 0
         for tensor in model.graph.initializer:
             array = numpy_helper.to_array(tensor).copy()
-            for form in (wanted, wanted.T):
-                if array.shape == form.shape and np.array_equal(array, form):
-                    change(array if form is wanted else array.T)
+            for layout in (expected, expected.T):
+                if array.shape == layout.shape and np.array_equal(array, layout):
+                    change(array if layout is expected else array.T)
                     tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
-                    found += 1
+                    num_matches += 1
                     break
-        assert found == 1
+        assert num_matches == 1
         onnx.save(model, path)
         return Engine(path, device="cpu", threads=1)
 
     def refusal(self, engine):
-        """(case, row, position, stage, the whole message)"""
+        """Return the case, row, position and stage of the first difference, and the whole message."""
         with pytest.raises(ParityError) as caught:
             self.check(engine)
         text = str(caught.value)
-        found = re.search(r"in the case '([\w ]+)': row (\d+), position (\d+) (of the prompt|\(step \d+)", text)
-        assert found, text
+        match = re.search(r"in the case '([\w ]+)': row (\d+), position (\d+) (of the prompt|\(step \d+)", text)
+        assert match, text
         assert text.endswith("no file was written")
-        return found[1], int(found[2]), int(found[3]), found[4], text
+        return match[1], int(match[2]), int(match[3]), match[4], text
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def compiled(tmp_path_factory):
     return Compiled(tmp_path_factory.mktemp("gate") / "model.onnx")
 
 
-def test_a_right_file_passes(compiled):
+def test_correct_file_passes(compiled):
     report = compiled.check(Engine(compiled.path, device="cpu", threads=1))
     assert set(report.errors) == {"one row", "ragged rows", "long prompt"}
     assert report.relative_error < TOLERANCE / 10
@@ -97,71 +97,73 @@ def test_a_right_file_passes(compiled):
         (6, "ragged rows", 0, "(step 5"),
         (9, "ragged rows", 1, "(step 3"),
         (13, "long prompt", 0, "of the prompt"),
-        (LENGTH - 1, "long prompt", 0, "(step 5"),
+        (MAX_LENGTH - 1, "long prompt", 0, "(step 5"),
     ],
 )
-def test_one_wrong_row_of_the_position_table_is_named(compiled, position, case, row, stage, tmp_path):
+def test_wrong_row_of_position_table_is_located(compiled, position, case, row, stage, tmp_path):
     def change(table):
         table[position] += 1
 
-    engine = compiled.damaged(compiled.module.target.positions, change, tmp_path / "model.onnx")
+    engine = compiled.damaged_engine(compiled.module.target.positions, change, tmp_path / "model.onnx")
     assert compiled.refusal(engine)[:4] == (case, row, position, stage)
 
 
-def test_positions_off_by_one(compiled, tmp_path):
+def test_position_table_off_by_one_is_refused(compiled, tmp_path):
     def change(table):
         table[:] = np.roll(table, 1, 0)
 
-    engine = compiled.damaged(compiled.module.target.positions, change, tmp_path / "model.onnx")
+    engine = compiled.damaged_engine(compiled.module.target.positions, change, tmp_path / "model.onnx")
     assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
 
 
-def test_one_wrong_number_of_a_matrix(compiled, tmp_path):
+def test_one_wrong_matrix_entry_is_refused(compiled, tmp_path):
     def change(matrix):
         matrix[3, 5] += 0.5
 
-    engine = compiled.damaged(compiled.module.decoder[0].feedforward.contract.weight, change, tmp_path / "model.onnx")
+    engine = compiled.damaged_engine(
+        compiled.module.decoder[0].feedforward.contract.weight, change, tmp_path / "model.onnx"
+    )
     case, row, _, _, text = compiled.refusal(engine)
     assert (case, row) == ("one row", 0)
-    by, span = (float(x) for x in re.search(r"by ([\d.e+-]+) where the logits span ([\d.e+-]+)", text).groups())
-    assert TOLERANCE * span < by < span
+    difference, span = (float(x) for x in re.search(r"by ([\d.e+-]+) where the logits span ([\d.e+-]+)", text).groups())
+    assert TOLERANCE * span < difference < span
 
 
-def test_a_number_that_is_none(compiled, tmp_path):
+def test_nan_is_refused(compiled, tmp_path):
     def change(bias):
         bias[4] = math.nan
 
-    engine = compiled.damaged(compiled.module.output.bias, change, tmp_path / "model.onnx")
+    engine = compiled.damaged_engine(compiled.module.output.bias, change, tmp_path / "model.onnx")
     assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
 
 
-def test_a_wrong_encoder(compiled, tmp_path):
+def test_wrong_encoder_is_refused(compiled, tmp_path):
     def change(table):
         table[:] = table[::-1].copy()
 
-    engine = compiled.damaged(compiled.module.source.positions, change, tmp_path / "model.onnx")
+    engine = compiled.damaged_engine(compiled.module.source.positions, change, tmp_path / "model.onnx")
     assert compiled.refusal(engine)[:3] == ("one row", 0, 0)
 
 
-class Forgetful(Engine):
-    """Takes the padding of a ragged prompt for tokens."""
+class PaddingBlindEngine(Engine):
+    """An engine that takes the padding of a ragged prompt for tokens."""
 
     def step(self, state, tokens, counts=None, logit_positions="last"):
         return super().step(state, tokens, None, logit_positions)
 
 
-def test_a_runtime_that_reads_padding(compiled):
-    case, row, position, _, _ = compiled.refusal(Forgetful(compiled.path, device="cpu", threads=1))
+def test_runtime_that_reads_padding_is_refused(compiled):
+    case, row, position, _, _ = compiled.refusal(PaddingBlindEngine(compiled.path, device="cpu", threads=1))
     assert (case, row) == ("ragged rows", 0)
-    assert position == 2  # its prompt has two tokens, which are right
+    assert position == 2  # the two tokens of its prompt are correct
 
 
-class Careless(Engine):
-    """Gives the rows of a batch each other's context."""
+class SwappingEngine(Engine):
+    """An engine that swaps the contexts of the rows of a batch."""
 
     def start(self, requests, rows, *rest, **options):
         return super().start({name: values[::-1] for name, values in requests.items()}, rows, *rest, **options)
 
 
-def test_rows_that_are_mixed_up(compiled):
-    assert compiled.refusal(Careless(compiled.path, device="cpu", threads=1))[:3] == ("ragged rows", 0, 0)
+def test_swapped_rows_are_refused(compiled):
+    assert compiled.refusal(SwappingEngine(compiled.path, device="cpu", threads=1))[:3] == ("ragged rows", 0, 0)
