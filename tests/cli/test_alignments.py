@@ -1,4 +1,4 @@
-"""Alignments on the command line: a file is exported with them, and tformer-run draws them and puts them into JSON."""
+"""tformer-run draws cross-attention weights and writes them as JSON, as Model.align returns them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from support.command_lines import failed, misused, run
+from click.testing import CliRunner
+from support.command_lines import failed, run, usage_error
 from support.toy_models import Toy
 
 import tformer_export.cli
-from tformer_runtime import Model, OptionError
+from tformer_runtime import Model, OptionError, ParityError
 from tformer_runtime.cli.heatmaps import heat_map
 
 SHORT = ["--max-new-tokens", "6", "--device", "cpu"]
@@ -24,42 +25,42 @@ def path(tmp_path_factory):
 
 
 def picture(path):
-    """(height, width, red-green-blue) of a PNG file."""
+    """Return the pixels (height, width, red-green-blue) of a PNG file."""
     from matplotlib.image import imread
 
     return imread(path)[:, :, :3]
 
 
-def test_one_input_is_one_picture_and_the_results_are_as_ever(path, tmp_path):
-    drawn = run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")
-    assert drawn.stdout == run(path, "hello", *SHORT).stdout
+def test_one_input_writes_one_picture_and_unchanged_results(path, tmp_path):
+    result = run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")
+    assert result.stdout == run(path, "hello", *SHORT).stdout
     assert os.listdir(tmp_path) == ["out.png"]
     assert min(picture(tmp_path / "out.png").shape[:2]) > 100
 
 
-@pytest.mark.parametrize("given", ["arguments", "lines"])
-def test_several_inputs_are_numbered_pictures(path, tmp_path, given):
+@pytest.mark.parametrize("input_source", ["arguments", "lines"])
+def test_several_inputs_write_numbered_pictures(path, tmp_path, input_source):
     words = ["hello", "a", "zebra"]
-    arguments = [*words] if given == "arguments" else []
+    arguments = [*words] if input_source == "arguments" else []
     result = run(path, *arguments, *SHORT, "--cross-attentions", tmp_path / "out.png", stdin="\n".join(words))
     assert len(result.stdout.splitlines()) == 3
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png", "out-3.png"]
     shapes = [picture(tmp_path / f"out-{i}.png").shape for i in (1, 2, 3)]
-    assert shapes[0][1] > shapes[1][1]  # a column for each letter
+    assert shapes[0][1] > shapes[1][1]  # one column per letter
 
 
-def test_a_cell_is_as_dark_as_its_weight(tmp_path):
+def test_heat_map_cell_is_as_dark_as_its_weight(tmp_path):
     labels = ["$b", " ", *"abcdefghijkl"]
     heat_map(tmp_path / "out.png", np.eye(14, dtype=np.float32), labels, labels)
-    blue = picture(tmp_path / "out.png")
-    dark = np.abs(blue - np.array([8, 48, 107]) / 255).max(-1) < 0.02  # the dark end of the scale
-    rows, columns = np.nonzero(dark[:, : dark.shape[1] * 7 // 10])  # without the scale, which is beside the cells
-    # One cell in each row, the first at the top and the left: cells of some 30 pixels on a side.
+    pixels = picture(tmp_path / "out.png")
+    is_dark = np.abs(pixels - np.array([8, 48, 107]) / 255).max(-1) < 0.02  # the dark end of the scale
+    rows, columns = np.nonzero(is_dark[:, : is_dark.shape[1] * 7 // 10])  # without the colour scale on the right
+    # Each row has one dark cell, on the diagonal from the top left. A cell has some 30 × 30 pixels.
     assert np.corrcoef(rows, columns)[0, 1] > 0.99
     assert 14 * 20**2 < len(rows) < 14 * 40**2
 
 
-def test_json_holds_the_weights(path, tmp_path):
+def test_json_contains_the_cross_attentions_of_align(path, tmp_path):
     words = ["hello", "abc"]
     result = run(
         path, *words, *SHORT, "--json", "--cross-attentions", "-", "--num-beams", 3, "--num-return-sequences", 2
@@ -68,14 +69,14 @@ def test_json_holds_the_weights(path, tmp_path):
     model = Model.load(path, "cpu")
     assert [(line["index"], line["rank"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for line in lines:
-        found = np.array(line["cross_attentions"])
+        actual = np.array(line["cross_attentions"])
         expected = model.align(words[line["index"]], line["token_ids"])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
         assert "hidden_states" not in line
     assert "cross_attentions" not in json.loads(run(path, "hello", *SHORT, "--json").stdout)
 
 
-def test_json_holds_hidden_states(path):
+def test_json_contains_hidden_states(path):
     line = json.loads(run(path, "hello", *SHORT, "--json", "--hidden-states").stdout)
     expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6, hidden_states=True).hidden_states
     assert set(line["hidden_states"]) == set(expected) == {"last", "source"}
@@ -83,7 +84,7 @@ def test_json_holds_hidden_states(path):
         np.testing.assert_allclose(np.array(line["hidden_states"][name]), value, rtol=1e-4, atol=1e-4)
 
 
-def test_a_picture_that_is_there_is_kept(path, tmp_path):
+def test_existing_picture_is_overwritten_only_with_force(path, tmp_path):
     out = tmp_path / "out.png"
     out.write_text("old")
     assert failed(run(path, "hello", *SHORT, "--cross-attentions", out)) == (
@@ -94,7 +95,7 @@ def test_a_picture_that_is_there_is_kept(path, tmp_path):
     assert picture(out).size
 
 
-def test_what_cannot_be_asked_for(path, tmp_path):
+def test_invalid_uses_of_cross_attentions_are_refused(path, tmp_path):
     plain, out = Toy().write(tmp_path / "plain.onnx"), tmp_path / "out.png"
     assert failed(run(plain, "hello", *SHORT, "--cross-attentions", out)) == (
         f"{plain} holds no cross-attention weights: export the model with --cross-attentions "
@@ -103,34 +104,25 @@ def test_what_cannot_be_asked_for(path, tmp_path):
     assert failed(run(path, "hello", "--cross-attentions", "hello"), 2) == (
         "--cross-attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
-    assert "--cross-attentions - adds to --json" in misused(run(path, "hello", "--cross-attentions", "-"))
-    assert "--hidden-states adds to --json" in misused(run(path, "hello", "--hidden-states"))
-    assert "not with --cross-attentions" in misused(run(path, "hello", "--stream", "--cross-attentions", out))
+    assert "--cross-attentions - adds to --json" in usage_error(run(path, "hello", "--cross-attentions", "-"))
+    assert "--hidden-states adds to --json" in usage_error(run(path, "hello", "--hidden-states"))
+    assert "not with --cross-attentions" in usage_error(run(path, "hello", "--stream", "--cross-attentions", out))
     resumed = run(path, "hello", "--cross-attentions", out, "--resume", "--output-file", tmp_path / "out")
-    assert misused(resumed) == "--resume goes on with results alone: not with --cross-attentions OUT.png"
+    assert usage_error(resumed) == "--resume goes on with results alone: not with --cross-attentions OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--cross-attentions", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
     results = tmp_path / "results"
     several = run(path, "hello", "a", *SHORT, "--cross-attentions", missing, "--output-file", results)
     assert "nowhere/out-1.png cannot be written" in failed(several)
-    assert not list(tmp_path.glob("results*"))  # pictures are not resumed, so nothing is kept
+    assert not list(tmp_path.glob("results*"))  # a run with pictures cannot resume, so that no partial file stays
 
 
-def test_a_missing_matplotlib_is_one_sentence(path, tmp_path, monkeypatch):
+def test_missing_matplotlib_is_refused_in_one_sentence(path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert failed(run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")) == (
         "--cross-attentions needs matplotlib: pip install 'tformer[plot]'"
     )
-
-
-def test_layers_on_the_command_line():
-    layers = tformer_export.cli._layers
-    assert layers("") is True
-    assert layers("last") == "last"
-    assert layers("2,3:0") == [2, (3, 0)]
-    with pytest.raises(OptionError, match=r"not 'model\.pt'; put SOURCE before it"):
-        layers("model.pt")
 
 
 MODULE = """
@@ -156,30 +148,58 @@ def make():
 """
 
 
-def test_export_and_run(tmp_path, monkeypatch, capsys):
-    """From a module to a picture, through both programs."""
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Return the name of a factory of an encoder-decoder that tformer-export can import."""
     (tmp_path / "looking.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    made = tmp_path / "model.onnx"
-    command = [
-        "tformer-export",
-        "looking:make",
-        "--step-input",
-        "tgt",
-        "--cross-attentions",
-        "0:0",
-        "--hidden-states",
-        "embed",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "-o", str(made)])
+    yield "looking:make"
+    sys.modules.pop("looking", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--cross-attentions", ""], True),
+        (["--cross-attentions"], True),
+        (["--cross-attentions", "last"], "last"),
+        (["--cross-attentions", "2,3:0"], [2, (3, 0)]),
+    ],
+)
+def test_cross_attentions_flag_selects_layers_and_heads(factory, tmp_path, monkeypatch, arguments, expected):
+    selections = []
+
+    def record(*_, extra_outputs, **options):
+        selections.append(extra_outputs.cross_attentions)
+        raise ParityError("no file")
+
+    monkeypatch.setattr("tformer_export.api.export", record)
+    source = [factory, "-o", str(tmp_path / "model.onnx")]
+    result = CliRunner().invoke(tformer_export.cli.command, [*source, "--step-input", "tgt", *arguments])
+    assert isinstance(result.exception, ParityError)
+    assert selections == [expected]
+
+
+def test_invalid_layers_raise_option_error():
+    result = CliRunner().invoke(tformer_export.cli.command, ["--cross-attentions", "model.pt", "looking:make"])
+    assert isinstance(result.exception, OptionError)
+    assert "not 'model.pt'; put SOURCE before it" in str(result.exception)
+
+
+def test_exported_cross_attentions_are_drawn(factory, tmp_path, monkeypatch, capsys):
+    """Both programs, from a module to a picture."""
+    exported_file = tmp_path / "model.onnx"
+    command = ["tformer-export", factory, "--step-input", "tgt", "--cross-attentions", "0:0"]
+    command += ["--hidden-states", "embed"]
+    monkeypatch.setattr(sys, "argv", [*command, "-o", str(exported_file)])
     tformer_export.cli.main()
     table = capsys.readouterr().err
     assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [
         ["hidden_states.embed", "max"],
         ["cross_attentions", "max"],
     ]
-    result = run(made, "3 4 5", "--ids", *SHORT, "--cross-attentions", tmp_path / "out.png")
+    result = run(exported_file, "3 4 5", "--ids", *SHORT, "--cross-attentions", tmp_path / "out.png")
     assert result.exit_code == 0
     assert picture(tmp_path / "out.png").size
-    info = json.loads(run(made, "--info", "--json").stdout)
+    info = json.loads(run(exported_file, "--info", "--json").stdout)
     assert info["extra_outputs"] == ["hidden_states.embed", "cross_attentions"]

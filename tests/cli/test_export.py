@@ -1,4 +1,4 @@
-"""tformer-export as its users see it: the file, the report, exit status, and one sentence when it fails."""
+"""tformer-export writes a file that decodes as its source module, and a report, or fails with one sentence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
 
 class Plain(nn.Module):
-    """A language model without attention, quick to export; `open` mixes in the mean over all positions."""
+    """A language model without attention, quick to export. `open`: whether it subtracts the mean of all positions."""
 
     def __init__(self, open=False):
         super().__init__()
@@ -76,9 +76,9 @@ ARGUMENTS = %r
 
 
 def tokenizer(vocabulary=LETTERS):
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="-"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return made.to_str()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="-"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tokenizer.to_str()
 
 
 def seq2seq(seed=5):
@@ -100,7 +100,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def plain(folder):
-    """A checkpoint of `Plain` in the current folder."""
+    """Save a checkpoint of `Plain` in the current folder and return its name."""
     import factories
 
     save_checkpoint(
@@ -112,7 +112,7 @@ def plain(folder):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with `factories.py` and a package of the same to import."""
+    """Enter a new folder, with `factories.py` and a package of the same content on the import path."""
     monkeypatch.chdir(tmp_path)
     imports = tmp_path.parent / f"{tmp_path.name}-imports"
     (imports / "packaged").mkdir(parents=True)
@@ -124,7 +124,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_checkpoint(checkpoint, folder, run):
+def test_checkpoint_decodes_as_its_module_and_report_describes_the_file(checkpoint, folder, run):
     status, err = run(checkpoint, "-o", "out.onnx", "--report", "report.json")
     assert status == 0
     assert sorted(os.listdir()) == ["out.onnx", "report.json"]
@@ -148,7 +148,7 @@ def test_a_checkpoint(checkpoint, folder, run):
     assert result.text.split() == [list(LETTERS)[t] for t in tokens[1:] if t != 2]
 
 
-def test_options_reach_the_file(plain, run):
+def test_options_are_recorded_in_manifest_and_report(plain, run):
     Path("letters.json").write_text(tokenizer(dict(reversed(LETTERS.items()))))
     arguments = ("--quantize", "int8", "--target", "portable", "--max-length", 15, "--task", "spelling")
     status, err = run(plain, "-o", "out.onnx", *arguments, "--tokenizer", "letters.json", "--report", "r.json")
@@ -164,7 +164,7 @@ def test_options_reach_the_file(plain, run):
     assert manifest.tokenizers == (Path("letters.json").read_text(),)
 
 
-def test_a_factory(folder, run):
+def test_factory_module_decodes_as_in_pytorch(folder, run):
     assert run("factories:plain", "--step-input", "tgt")[0] == 0
     assert os.listdir() == ["plain.onnx"]
     import factories
@@ -178,13 +178,13 @@ def test_a_factory(folder, run):
     assert list(model.generate([3, 4, 5], max_new_tokens=6).token_ids) == ids[3:]
 
 
-def test_a_factory_in_a_package(folder, run):
+def test_factory_in_a_package_is_exported(folder, run):
     status, err = run("packaged.factories:plain", "--step-input", "tgt", "-o", "out.onnx")
     assert status == 0, err
     assert os.listdir() == ["out.onnx"]
 
 
-def test_a_state_dict_with_a_factory(folder, run):
+def test_state_dict_with_a_factory_scores_as_its_module(folder, run):
     import factories
 
     torch.manual_seed(9)
@@ -199,7 +199,7 @@ def test_a_state_dict_with_a_factory(folder, run):
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
-def test_a_pickle_only_with_trust(folder, run, refused):
+def test_pickled_module_needs_trust_pickle(folder, run, refused):
     import factories
 
     torch.save(factories.Plain(), "pickle.pt")
@@ -212,7 +212,7 @@ def test_a_pickle_only_with_trust(folder, run, refused):
     assert sorted(os.listdir()) == ["out.onnx", "pickle.pt"]
 
 
-def test_an_output_that_exists(plain, run, refused):
+def test_existing_output_is_overwritten_only_with_force_and_success(plain, run, refused):
     Path("out.onnx").write_text("old")
     assert "exists: give --force" in refused(plain, "-o", "out.onnx")
     assert Path("out.onnx").read_text() == "old"
@@ -222,27 +222,27 @@ def test_an_output_that_exists(plain, run, refused):
     assert Model.load("out.onnx", "cpu").generate("face").token_ids
 
 
-def test_an_output_in_a_folder_that_is_missing(checkpoint, folder, refused):
+def test_output_in_a_missing_folder_is_refused(checkpoint, folder, refused):
     assert refused(checkpoint, "-o", "none/out.onnx") == "none/out.onnx cannot be written: there is no folder none"
 
 
-def test_an_output_that_is_a_folder(checkpoint, folder, refused):
+def test_output_that_is_a_folder_is_refused(checkpoint, folder, refused):
     Path("out.onnx").mkdir()
     assert "it is a folder" in refused(checkpoint, "-o", "out.onnx", "--force")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_in_a_folder_that_may_not_be_written(checkpoint, folder, refused):
+def test_output_in_a_read_only_folder_is_refused(checkpoint, folder, refused):
     Path("closed").mkdir(mode=0o555)
     assert "permission denied" in refused(checkpoint, "-o", "closed/out.onnx")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
-def test_an_output_where_no_file_can_be_made(checkpoint, folder, refused):
+def test_output_on_a_file_system_without_new_files_is_refused(checkpoint, folder, refused):
     assert "/proc/out.onnx cannot be written" in refused(checkpoint, "-o", "/proc/out.onnx")
 
 
-def test_a_report_of_a_refusal(folder, run):
+def test_refusal_is_written_to_the_report(folder, run):
     status, err = run("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx", "--report", "report.json")
     assert status == 1
     assert sorted(path for path in os.listdir() if path.endswith((".onnx", ".json"))) == ["report.json"]
@@ -253,28 +253,28 @@ def test_a_report_of_a_refusal(folder, run):
     assert "factories.py:19: return self.out(x - x.mean(1, keepdim=True) if self.open else x)" in report["refused"]
 
 
-def test_a_report_that_cannot_be_written(checkpoint, folder, refused):
+def test_report_in_a_missing_folder_is_refused(checkpoint, folder, refused):
     assert "none/report.json cannot be written" in refused(checkpoint, "-o", "out.onnx", "--report", "none/report.json")
 
 
 @pytest.mark.parametrize("source", ["none.pt", "folder/none", "none"])
-def test_a_missing_source(source, folder, refused):
+def test_missing_source_is_refused(source, folder, refused):
     assert f"there is no file or folder {source}" in refused(source, "-o", "out.onnx")
 
 
-def test_a_folder_that_holds_no_model(folder, refused):
+def test_folder_without_a_model_is_refused(folder, refused):
     Path("empty").mkdir()
     assert "empty is not a Hugging Face folder" in refused("empty", "-o", "out.onnx")
 
 
 @pytest.mark.parametrize("share", [0, 0.5, 0.95])
-def test_a_truncated_checkpoint(share, checkpoint, folder, refused):
+def test_truncated_checkpoint_is_refused(share, checkpoint, folder, refused):
     content = checkpoint.read_bytes()
     Path("cut.pt").write_bytes(content[: int(len(content) * share)])
     assert refused("cut.pt", "-o", "out.onnx") == "cut.pt is not a PyTorch checkpoint, or is damaged"
 
 
-def test_a_pickle_that_is_no_module(folder, refused):
+def test_pickle_of_another_type_is_refused(folder, refused):
     torch.save({"weights": Path("x")}, "pickle.pt")
     assert "holds a dict, not a module" in refused("pickle.pt", "-o", "out.onnx", "--trust-pickle")
 
@@ -291,49 +291,49 @@ def test_a_pickle_that_is_no_module(folder, refused):
         ("factories:IDS", "factories:IDS is not callable"),
     ],
 )
-def test_a_factory_that_does_not_work(spec, message, folder, refused):
+def test_failing_factory_is_refused(spec, message, folder, refused):
     assert message in refused(spec, "--step-input", "tgt", "-o", "out.onnx")
 
 
-def test_a_factory_for_weights_that_does_not_exist(folder, refused):
+def test_missing_factory_for_weights_is_refused(folder, refused):
     torch.save(seq2seq().state_dict(), "weights.pt")
     for spec in ("factories:none", "missing_module:make", "no path"):
         assert spec.rsplit(":", 1)[0] in refused("weights.pt", "--factory", spec, "-o", "out.onnx")
 
 
-def test_weights_that_do_not_fit_the_factory(folder, refused):
+def test_weights_of_other_shapes_are_refused(folder, refused):
     torch.save(Seq2SeqTransformer(**{**ARGUMENTS, "width": 32}).state_dict(), "weights.pt")
     message = refused("weights.pt", "--factory", "factories:seq2seq", "--step-input", "tgt", "-o", "out.onnx")
     assert "do not fit" in message
     assert "(12, 32), not (12, 16)" in message
 
 
-def test_a_step_that_is_no_input(checkpoint, folder, refused):
+def test_unknown_step_input_is_refused(checkpoint, folder, refused):
     assert "target" in refused(checkpoint, "-o", "out.onnx", "--step-input", "target")
 
 
-def test_a_length_that_the_model_cannot_hold(plain, refused):
+def test_max_length_beyond_the_position_table_is_refused(plain, refused):
     message = refused(plain, "-o", "out.onnx", "--max-length", 21)
     assert message.startswith("the model cannot run at a length of 21")
 
 
-def test_a_tokenizer_that_is_none(checkpoint, folder, refused):
+def test_invalid_tokenizer_file_is_refused(checkpoint, folder, refused):
     Path("tokenizer.json").write_text("once upon a time")
     message = refused(checkpoint, "-o", "out.onnx", "--tokenizer", "tokenizer.json")
     assert message.startswith("--tokenizer tokenizer.json is not in tokenizers' JSON format")
     assert "cannot be read" in refused(checkpoint, "-o", "out.onnx", "--tokenizer", "none.json")
 
 
-def test_a_chat_template_that_is_none(checkpoint, folder, refused):
+def test_invalid_chat_template_is_refused(checkpoint, folder, refused):
     message = refused(checkpoint, "-o", "out.onnx", "--chat-template", "none.jinja")
     assert message.startswith("--chat-template none.jinja cannot be read: No such file")
     Path("chat.jinja").write_bytes(b"\xff")
     assert refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja").endswith("is not UTF-8")
     Path("chat.jinja").write_text("{{ messages[0].content }}")
-    assert "and this one reads src beside tgt" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
+    assert "and this one reads src and tgt" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
 
 
-def test_a_model_that_cannot_be_stepped(folder, refused):
+def test_model_that_looks_ahead_is_refused_with_its_source_line(folder, refused):
     message = refused("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx")
     assert "`aten.mean.dim`" in message
     line = next(i for i, text in enumerate(FACTORIES.splitlines(), 1) if "x.mean" in text)
@@ -341,19 +341,19 @@ def test_a_model_that_cannot_be_stepped(folder, refused):
     assert "looks ahead" in message
 
 
-def test_kernels_for_a_goal(plain, run):
+def test_optimize_for_is_recorded_in_manifest_and_report(plain, run):
     arguments = ("--quantize", "int4", "--optimize-for", "latency", "--report", "r.json")
     status, err = run(plain, "-o", "out.onnx", *arguments)
     assert status == 0
     assert "int4 for latency" in err
     report = json.loads(Path("r.json").read_text())
     assert report["optimized_for"] == "latency"
-    assert report["products"] == {}  # all of them are too small to gain anything
+    assert report["products"] == {}  # all products are too small to gain speed
     manifest = Model.load("out.onnx", "cpu").manifest
     assert (manifest.quantization, manifest.optimized_for) == ("int4", "latency")
 
 
-def test_a_goal_that_nothing_serves(plain, refused):
+def test_optimize_for_without_a_choice_of_kernels_is_refused(plain, refused):
     message = refused(plain, "-o", "out.onnx", "--optimize-for", "latency")
     assert "latency chooses among kernels of quantised products" in message
     message = refused(
@@ -362,10 +362,12 @@ def test_a_goal_that_nothing_serves(plain, refused):
     assert "leave out either it or the target portable" in message
 
 
-def test_quantisation_beyond_its_budget(plain, refused, monkeypatch):
-    """That one token in ten changes is made up here: how many do is the weights' business."""
-    changed = Degradation(token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0)
-    monkeypatch.setattr("tformer_export.quantize.apply.measure", lambda *_, **__: changed)
+def test_loss_beyond_max_degradation_is_refused(plain, refused, monkeypatch):
+    """The measured loss is replaced, because the loss of these weights may be below the limit."""
+    measured_loss = Degradation(
+        token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0
+    )
+    monkeypatch.setattr("tformer_export.quantize.apply.measure", lambda *_, **__: measured_loss)
     message = refused(plain, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", "0.09")
     assert "quantisation changes 10.0% of the tokens and 9.0% is allowed" in message
 
@@ -382,17 +384,17 @@ def test_quantisation_beyond_its_budget(plain, refused, monkeypatch):
         ["model.pt", "another.pt"],
     ],
 )
-def test_wrong_usage(arguments, folder, run):
+def test_invalid_usage_exits_with_status_2(arguments, folder, run):
     status, err = run(*arguments)
     assert status == 2
     assert "Usage: " in err
     assert os.listdir() == []
 
 
-def test_the_installed_command(folder):
+def test_installed_command_reports_a_missing_source(folder):
     program = Path(sys.executable).with_name("tformer-export")
-    done = subprocess.run([program, "none.pt"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines() == [
+    result = subprocess.run([program, "none.pt"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines() == [
         "tformer-export: there is no file or folder none.pt: name a checkpoint, a Hugging Face folder or module:factory"
     ]

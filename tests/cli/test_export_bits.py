@@ -1,4 +1,4 @@
-"""tformer-export --quantize with a budget and data of one's own: the file, its report, the picture, and refusals."""
+"""tformer-export --quantize with a limit of the loss and calibration data writes a file, a report and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Plain(nn.Module):
-    """A language model without attention, quick to export, with matrices that are large enough to be quantised."""
+    """A language model without attention, quick to export, with matrices that are large enough for quantisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Plain(nn.Module):
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     (folder / "plain_model.py").write_text(
-        "from torch import nn\nimport torch\n\nLETTERS = range(39)\n\n\n" + _source(Plain)
+        "from torch import nn\nimport torch\n\nLETTERS = range(39)\n\n\n" + source_code(Plain)
     )
     sys.path.insert(0, str(folder))
     import plain_model
@@ -56,23 +56,23 @@ def checkpoint(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def _source(kind):
+def source_code(module_class):
     import inspect
 
-    return inspect.getsource(kind)
+    return inspect.getsource(module_class)
 
 
 @pytest.fixture
 def lines(tmp_path, monkeypatch):
-    """The current folder, with a calibration file."""
+    """Enter a new folder with a calibration file and return the file's name."""
     monkeypatch.chdir(tmp_path)
-    draw = random.Random(0)
-    text = "".join("".join(draw.choices(LETTERS[3:], k=draw.randint(4, 20))) + "\n" for _ in range(120))
+    rng = random.Random(0)
+    text = "".join("".join(rng.choices(LETTERS[3:], k=rng.randint(4, 20))) + "\n" for _ in range(120))
     Path("lines.txt").write_text(text)
     return "lines.txt"
 
 
-def test_a_mixture_within_its_budget(checkpoint, lines, run):
+def test_mixed_quantization_stays_within_max_degradation(checkpoint, lines, run):
     status, err = run(
         checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
         "--report", "report.json", "--plot", "mixed.png",
@@ -96,7 +96,7 @@ def test_a_mixture_within_its_budget(checkpoint, lines, run):
     assert len(model.generate("abc").token_ids) > 0
 
 
-def test_a_picture_without_matplotlib_is_refused_before_the_work(checkpoint, lines, refused, monkeypatch):
+def test_plot_without_matplotlib_is_refused_before_the_export(checkpoint, lines, refused, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
@@ -105,13 +105,13 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(checkpoint, lin
     assert refused(*options, "--plot", "m.png") == "--plot needs matplotlib: pip install 'tformer[plot]'"
 
 
-def test_a_picture_is_of_a_mixture(checkpoint, lines, run):
+def test_plot_needs_mixed_quantization(checkpoint, lines, run):
     status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--plot", "mixed.png")
     assert status == 2
     assert "--plot draws the mixtures of --quantize mixed" in err
 
 
-def test_four_bits_beyond_their_budget(checkpoint, lines, refused):
+def test_int4_beyond_max_degradation_is_refused(checkpoint, lines, refused):
     options = ("--quantize", "int4", "--calibration", lines, "--max-degradation", "0.5%")
     message = refused(checkpoint, "-o", "out.onnx", *options)
     assert message.startswith("quantisation changes ")
@@ -119,18 +119,18 @@ def test_four_bits_beyond_their_budget(checkpoint, lines, refused):
     assert "MB" in message
 
 
-def test_calibration_is_used(checkpoint, lines, run):
-    """The same integers without it, and other ones with it: of 8 bits, and of 4 as well."""
-    held = {}
-    for kind in ("int8", "int4"):
+def test_calibration_data_changes_the_integers(checkpoint, lines, run):
+    """The integers of 8 and of 4 bits differ with and without calibration data."""
+    integers = {}
+    for quantization in ("int8", "int4"):
         for data in ((), ("--calibration", lines)):
-            assert run(checkpoint, "-o", "out.onnx", "--quantize", kind, *data, "--force")[0] == 0
+            assert run(checkpoint, "-o", "out.onnx", "--quantize", quantization, *data, "--force")[0] == 0
             tensors = onnx.load("out.onnx").graph.initializer
-            held[kind, data] = [t.raw_data for t in tensors if t.data_type in INTEGERS]
-    assert len({tuple(value) for value in held.values()}) == 4
+            integers[quantization, data] = [t.raw_data for t in tensors if t.data_type in INTEGERS]
+    assert len({tuple(value) for value in integers.values()}) == 4
 
 
-def test_lines_that_cannot_be_used(checkpoint, lines, refused):
+def test_invalid_calibration_lines_and_existing_plot_are_refused(checkpoint, lines, refused):
     Path("bad.txt").write_text("abc\nabC\n")
     options = (checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
     assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
@@ -140,19 +140,19 @@ def test_lines_that_cannot_be_used(checkpoint, lines, refused):
     assert "mixed.png exists: give --force" in refused(checkpoint, "-o", "out.onnx", *plot)
 
 
-def test_data_without_quantisation(checkpoint, lines, refused):
+def test_calibration_without_quantization_is_refused(checkpoint, lines, refused):
     message = refused(checkpoint, "-o", "out.onnx", "--calibration", lines)
     assert "choose quantization 'int8', 'int4' or 'mixed'" in message
 
 
 @pytest.mark.parametrize("budget", ["2", "much", "0.5x", "101%"])
-def test_a_budget_that_is_none(budget, checkpoint, lines, run):
+def test_invalid_max_degradation_is_a_usage_error(budget, checkpoint, lines, run):
     status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", budget)
     assert status == 2
     assert "such as 1% or 0.01" in err
 
 
-def test_caches_in_int8_are_for_the_cpu(checkpoint, lines, refused):
+def test_int8_caches_are_refused_for_the_portable_target_and_without_caches(checkpoint, lines, refused):
     message = refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8", "--target", "portable")
     assert message == (
         "caches in int8 need onnxruntime's own operator, as measured on the CPU: leave out either them or the target "
@@ -161,8 +161,8 @@ def test_caches_in_int8_are_for_the_cpu(checkpoint, lines, refused):
     assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
 
 
-def test_activations_with_fixed_scales(checkpoint, lines, run):
-    held = {}
+def test_static_activation_scales_are_fitted_to_calibration_data(checkpoint, lines, run):
+    scales_by_data = {}
     for data in ((), ("--calibration", lines)):
         status, err = run(
             checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activation-scales", "static", *data, "--force",
@@ -174,12 +174,14 @@ def test_activations_with_fixed_scales(checkpoint, lines, run):
         assert report["found"]["fixed"] + report["found"]["by_row"] == 3
         assert f"{report['found']['fixed']} of 3 inputs of products, the others per row" in err
         assert sum(product["fixed"] for product in report["products"].values()) == report["found"]["fixed"] > 0
-        held[data] = [t.raw_data for t in onnx.load("out.onnx").graph.initializer if t.name.endswith(".steps.scale")]
+        scales_by_data[data] = [
+            t.raw_data for t in onnx.load("out.onnx").graph.initializer if t.name.endswith(".steps.scale")
+        ]
         assert len(Model.load("out.onnx", "cpu").generate("abc").token_ids) > 0
-    assert len({tuple(scales) for scales in held.values()}) == 2  # learnt from the lines where there are some
+    assert len({tuple(scales) for scales in scales_by_data.values()}) == 2  # they depend on the calibration data
 
 
-def test_fixed_scales_of_a_mixture(checkpoint, lines, run):
+def test_static_activation_scales_with_mixed_quantization(checkpoint, lines, run):
     options = (
         "--quantize",
         "mixed",
@@ -198,6 +200,6 @@ def test_fixed_scales_of_a_mixture(checkpoint, lines, run):
     assert report["found"]["fixed"] > 0
 
 
-def test_fixed_scales_of_what_is_not_quantised(checkpoint, lines, refused):
+def test_static_activation_scales_without_quantization_are_refused(checkpoint, lines, refused):
     message = refused(checkpoint, "-o", "out.onnx", "--activation-scales", "static")
     assert message == "static activation scales are for quantised products: quantize to int8 or int4 too"

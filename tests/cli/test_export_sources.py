@@ -1,4 +1,4 @@
-"""tformer-export SOURCE, for each kind of source: what it takes, and the one sentence where it is refused."""
+"""tformer-export exports each kind of SOURCE, and refuses invalid sources with one sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plain(nn.Module):
 
 
 class Averaged(Plain):
-    """Two inputs: each token beside the mean of the source, whose padding a mask tells."""
+    """A model of two inputs: each target token is added to the mean of the source without its padding."""
 
     def forward(self, src, tgt, mask):
         mean = (self.embed(src) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
@@ -53,7 +53,7 @@ def unknown_options():
     return Plain(4), {"ids": IDS}, {"beam": 4}
 
 
-def options_beside_transformers():
+def options_with_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -62,8 +62,8 @@ def options_beside_transformers():
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """The current folder, with `mine.py` in it."""
+def user_folder(tmp_path, monkeypatch):
+    """Enter a new folder with `mine.py`."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE)
     yield tmp_path
@@ -72,21 +72,21 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def user(mine, monkeypatch):
-    """That module, imported."""
-    monkeypatch.syspath_prepend(mine)
+def user_module(user_folder, monkeypatch):
+    """Return `mine.py` as a module."""
+    monkeypatch.syspath_prepend(user_folder)
     return importlib.import_module("mine")
 
 
 def plain(width=8, vocabulary=11):
-    """The state dict of `Plain`, and what it decodes after 3, 4, 5."""
+    """Return a state dict of `Plain`, and its forward as a function of ids and scale."""
     torch.manual_seed(0)
     embed, out = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
     state = {f"embed.{n}": v for n, v in embed.state_dict().items()}
     return state | {f"out.{n}": v for n, v in out.state_dict().items()}, lambda ids, scale: out(embed(ids) * scale)
 
 
-def test_a_state_dict_with_a_class_and_its_arguments(mine, run):
+def test_state_dict_with_a_class_and_config_decodes_as_its_module(user_folder, run):
     state, forward = plain()
     torch.save(state, "weights.pt")
     Path("config.json").write_text(json.dumps({"width": 8, "scale": -3.0}))
@@ -100,7 +100,7 @@ def test_a_state_dict_with_a_class_and_its_arguments(mine, run):
     assert list(Model.load("out.onnx", "cpu").generate([3, 4, 5], max_new_tokens=5).token_ids) == ids[3:]
 
 
-def test_a_factory_that_describes_its_masks(mine, run):
+def test_masks_of_a_factory_become_inputs(user_folder, run):
     Path("config.json").write_text('{"width": 8}')
     status, err = run("mine:averaged", "--config", "config.json")
     assert status == 0, err
@@ -113,17 +113,17 @@ def test_a_factory_that_describes_its_masks(mine, run):
     ) == ("tgt", (1,), (2,))
 
 
-def test_a_program_of_torch_export(user, run, refused):
+def test_torch_export_program_decodes_as_its_module(user_module, run, refused):
     torch.manual_seed(0)
-    module = user.Plain(8)
-    free = {"ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
-    torch.export.save(torch.export.export(module, (user.IDS,), dynamic_shapes=free), "model.pt2")
-    torch.export.save(torch.export.export(module, (user.IDS,)), "static.pt2")
+    module = user_module.Plain(8)
+    dynamic_shapes = {"ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    torch.export.save(torch.export.export(module, (user_module.IDS,), dynamic_shapes=dynamic_shapes), "model.pt2")
+    torch.export.save(torch.export.export(module, (user_module.IDS,)), "static.pt2")
     os.remove("mine.py")
     assert run("model.pt2", "--step-input", "ids")[0] == 0
     with torch.no_grad():
-        best = int(module(torch.tensor([[3]]))[0, -1].argmax())
-    assert list(Model.load("model.onnx", "cpu").generate([3], max_new_tokens=1).token_ids) == [best]
+        expected = int(module(torch.tensor([[3]]))[0, -1].argmax())
+    assert list(Model.load("model.onnx", "cpu").generate([3], max_new_tokens=1).token_ids) == [expected]
     message = refused("static.pt2", "--step-input", "ids", "-o", "out.onnx")
     assert "static.pt2 was exported with a fixed batch of ids, 2" in message
     assert 'dynamic_shapes={"ids": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}' in message
@@ -131,7 +131,7 @@ def test_a_program_of_torch_export(user, run, refused):
     assert "makes the module for a state dict" in refused("model.pt2", "--factory", "mine:Plain", "-o", "out.onnx")
 
 
-def test_a_folder_whose_weights_do_not_fit(mine, refused):
+def test_folder_with_missing_weights_is_refused(user_folder, refused):
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -163,7 +163,7 @@ def test_a_folder_whose_weights_do_not_fit(mine, refused):
         (None, "--config config.json cannot be read: "),
     ],
 )
-def test_a_config_that_does_not_fit(content, message, mine, refused):
+def test_invalid_config_is_refused(content, message, user_folder, refused):
     torch.save(plain()[0], "weights.pt")
     if content is not None:
         Path("config.json").write_text(content)
@@ -172,32 +172,34 @@ def test_a_config_that_does_not_fit(content, message, mine, refused):
     ).startswith(message)
 
 
-def test_a_config_without_a_factory(mine, refused):
+def test_config_without_a_factory_is_refused(user_folder, refused):
     torch.save(plain()[0], "weights.pt")
     Path("config.json").write_text("{}")
     assert "name one with --factory" in refused("weights.pt", "--config", "config.json", "-o", "out.onnx")
 
 
-def test_options_that_no_factory_may_give(mine, refused):
+def test_invalid_options_of_a_factory_are_refused(user_folder, refused):
     assert "mine:unknown_options returned the options beam: it may say" in refused("mine:unknown_options")
-    message = refused("mine:options_beside_transformers")
-    assert "returned options beside a transformers model: give them to the export itself" in message
+    message = refused("mine:options_with_transformers")
+    assert "returned a transformers model and options: pass the options to the export itself" in message
 
 
-def test_a_file_that_holds_more_than_a_state_dict(mine, refused):
+def test_file_with_more_than_a_state_dict_is_refused(user_folder, refused):
     torch.save({"model": plain()[0], "step": 3}, "weights.pt")
     Path("config.json").write_text('{"width": 8}')
     message = refused("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "-o", "out.onnx")
-    held = "model, step in it are no tensors"
-    assert message == f"weights.pt does not hold a state dict: {held}; save model.state_dict(), or use save_checkpoint"
+    reason = "model, step in it are no tensors"
+    assert (
+        message == f"weights.pt does not hold a state dict: {reason}; save model.state_dict(), or use save_checkpoint"
+    )
 
 
-def test_every_weight_that_does_not_fit_is_listed(user):
+def test_all_misfitting_weights_are_listed(user_module):
     state = plain(width=4)[0]
     del state["out.bias"]
     state |= {"more.weight": torch.zeros(1), "more.bias": torch.zeros(1)}
     with pytest.raises(SourceError) as caught:
-        load_weights(user.Plain(8), state, "weights.pt", "mine:Plain")
+        load_weights(user_module.Plain(8), state, "weights.pt", "mine:Plain")
     assert str(caught.value) == (
         "weights.pt's weights do not fit the module that mine:Plain makes: missing: out.bias; unexpected: more.weight, "
         "more.bias; misshapen: embed.weight is (11, 4), not (11, 8), out.weight is (11, 4), not (11, 8)"

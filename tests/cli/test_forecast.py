@@ -1,4 +1,4 @@
-"""tformer-export of a forecaster's checkpoint, and tformer-run of histories in files."""
+"""tformer-run forecasts from histories in files, as the exported checkpoint's PyTorch module does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from support.command_lines import failed, misused, run
+from support.command_lines import failed, run, usage_error
 
 from tformer_export.cli import command
 from tformer_export.common.checkpoint import save_checkpoint
@@ -25,8 +25,8 @@ HISTORY = np.random.default_rng(0).standard_normal((12, 2)).cumsum(0) * [5, 0.1]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The file of a checkpoint, and its module."""
+def exported(tmp_path_factory):
+    """Return the exported file of a checkpoint, and its module."""
     folder = tmp_path_factory.mktemp("forecast")
     torch.manual_seed(0)
     module = DecoderForecaster(**ARGUMENTS)
@@ -48,12 +48,13 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def path(made):
-    return made[0]
+def path(exported):
+    return exported[0]
 
 
 @pytest.fixture
 def history(tmp_path, monkeypatch):
+    """Enter a new folder with two files of histories and return the name of the first."""
     monkeypatch.chdir(tmp_path)
     text = "day,wind,load\n" + "".join(f"{i},{wind!r},{load!r}\n" for i, (load, wind) in enumerate(HISTORY.tolist()))
     (tmp_path / "history.csv").write_text(text)
@@ -62,33 +63,34 @@ def history(tmp_path, monkeypatch):
 
 
 def table(text):
+    """Return the header and the rows of a CSV table."""
     header, *rows = csv.reader(io.StringIO(text))
     return header, rows
 
 
-def test_a_forecast_is_a_table_in_the_datas_units(made, history):
-    path, module = made
+def test_forecast_is_a_table_in_the_units_of_the_data(exported, history):
+    path, module = exported
     result = run(path, history, "--horizon", 6)
     assert result.exit_code == 0, result.output
     header, rows = table(result.stdout)
     assert header == ["load", "wind"]
     mean, scale = np.array([50, -1]), np.array([5, 0.1])
     with torch.inference_mode():
-        given = torch.from_numpy(((HISTORY - mean) / scale).astype(np.float32))[None]
-        expected = module.forecast(given, 6)[0].numpy() * scale + mean
+        normalized = torch.from_numpy(((HISTORY - mean) / scale).astype(np.float32))[None]
+        expected = module.forecast(normalized, 6)[0].numpy() * scale + mean
     np.testing.assert_allclose(np.array(rows, float), expected, rtol=1e-5)
     assert len(table(run(path, history).stdout)[1]) == SERIES["horizon"]
 
 
-def test_several_forecasts_are_told_apart(path, history):
+def test_forecasts_of_several_inputs_have_an_input_column(path, history):
     header, rows = table(run(path, history, "other.npy", "--horizon", 3).stdout)
     assert header == ["input", "load", "wind"]
     assert [row[0] for row in rows] == ["history.csv"] * 3 + ["other.npy"] * 3
-    found = Model.load(path, device="cpu").forecast(HISTORY[3:9], 3)
-    np.testing.assert_allclose(np.array([row[1:] for row in rows[3:]], np.float32), found, rtol=1e-5)
+    actual = Model.load(path, device="cpu").forecast(HISTORY[3:9], 3)
+    np.testing.assert_allclose(np.array([row[1:] for row in rows[3:]], np.float32), actual, rtol=1e-5)
 
 
-def test_json_and_arrays_hold_the_same(path, history, tmp_path):
+def test_json_and_arrays_contain_the_same_forecasts(path, history, tmp_path):
     lines = [json.loads(line) for line in run(path, history, "other.npy", "--json").stdout.splitlines()]
     assert [(line["index"], line["input"], line["columns"]) for line in lines] == [
         (0, "history.csv", ["load", "wind"]),
@@ -101,15 +103,15 @@ def test_json_and_arrays_hold_the_same(path, history, tmp_path):
     np.testing.assert_allclose(np.load("two.npy"), np.float32([line["forecast"] for line in lines]), rtol=1e-5)
 
 
-def test_a_history_may_come_from_standard_input(path, history):
+def test_history_is_read_from_standard_input(path, history):
     text = Path(history).read_text()
     assert run(path, "-", stdin=text).stdout == run(path, history).stdout
 
 
-def test_what_is_too_long_is_cut_if_asked(path, history):
+def test_long_history_is_cut_only_with_truncate(path, history):
     np.save("long.npy", np.concatenate([HISTORY, HISTORY]))
-    said = failed(run(path, "long.npy"))
-    assert said == (
+    message = failed(run(path, "long.npy"))
+    assert message == (
         "input 1: the history has 24 rows and the model reads at most 20: give the last of them, or have it cut "
         "with --truncate (truncate=True)"
     )
@@ -129,13 +131,13 @@ def test_what_is_too_long_is_cut_if_asked(path, history):
         ("load,wind\n", "input 1: the history has 0 rows and the model reads 1 at least"),
     ],
 )
-def test_what_is_wrong_with_a_history_is_said(path, history, text, sentence):
+def test_invalid_history_is_refused_with_its_place(path, history, text, sentence):
     with open("broken.csv", "w") as file:
         file.write(text)
     assert failed(run(path, "broken.csv")).startswith(sentence)
 
 
-def test_options_of_other_files_are_refused(path, history):
+def test_invalid_options_and_files_are_refused(path, history):
     assert failed(run(path, history, "--num-beams", 3), 2) == (
         "model.onnx forecasts series of numbers (forecasting): it takes no --num-beams"
     )
@@ -151,8 +153,8 @@ def test_options_of_other_files_are_refused(path, history):
     assert failed(run(path, "nowhere.csv")) == "input 1: nowhere.csv cannot be read: No such file or directory"
 
 
-def test_a_run_that_was_stopped_goes_on(path, history, monkeypatch):
-    whole = run(path, history, "other.npy", history, "--batch-size", 1).stdout
+def test_failed_run_is_resumed(path, history, monkeypatch):
+    expected = run(path, history, "other.npy", history, "--batch-size", 1).stdout
     with open("list.txt", "w") as file:
         file.write("history.csv\nother.npy\nnowhere.csv\n")
     arguments = (path, "--input-file", "list.txt", "--output-file", "out.csv", "--batch-size", 1)
@@ -161,13 +163,13 @@ def test_a_run_that_was_stopped_goes_on(path, history, monkeypatch):
         file.write("history.csv\nother.npy\nhistory.csv\n")
     result = run(*arguments, "--resume")
     assert result.exit_code == 0, result.output
-    assert Path("out.csv").read_text() == whole
+    assert Path("out.csv").read_text() == expected
 
 
-def test_the_files_facts(path):
+def test_info_describes_the_series(path):
     facts = json.loads(CliRunner().invoke(main, [str(path), "--info", "--json"]).stdout)
     assert facts["task"] == "forecasting"
     assert facts["series"]["columns"] == ["load", "wind"]
     assert facts["series"]["horizon"] == 4
     assert facts["vocabulary"] is None
-    assert misused(run(path, "a.csv", "--input-file", "b")) == "give INPUT or --input-file, not both"
+    assert usage_error(run(path, "a.csv", "--input-file", "b")) == "give INPUT or --input-file, not both"

@@ -1,4 +1,4 @@
-"""tformer-run as its users see it: standard output, standard error, exit status, files."""
+"""tformer-run writes the results of Model.generate to standard output or a file, and errors as one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_lines import PROGRAM, begun, failed, misused, run
+from support.command_lines import PROGRAM, failed, run, start_process, usage_error
 from support.toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__
@@ -27,23 +27,23 @@ def expected(path):
     return [model.generate(word, max_new_tokens=6).text for word in WORDS]
 
 
-def test_words_as_arguments(path, expected):
+def test_arguments_generate_as_model_generate(path, expected):
     result = run(path, *WORDS, *SHORT)
     assert result.exit_code == 0
     assert result.stdout.splitlines() == expected
     assert result.stderr == "device: cpu\n"
 
 
-def test_auto_alone_says_what_it_chose(path):
+def test_device_is_reported_only_for_auto(path):
     assert run(path, "a", *SHORT, "--device", "cpu").stderr == ""
 
 
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_lines_of_a_file_and_of_standard_input(path, expected, tmp_path, ends):
-    (tmp_path / "in").write_bytes((ends.join(WORDS) + ends).encode())
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_of_a_file_and_of_standard_input_generate_as_arguments(path, expected, tmp_path, line_end):
+    (tmp_path / "in").write_bytes((line_end.join(WORDS) + line_end).encode())
     assert run(path, "--input-file", tmp_path / "in", *SHORT).stdout.splitlines() == expected
-    assert run(path, "--input-file", "-", *SHORT, stdin=ends.join(WORDS)).stdout.splitlines() == expected
-    assert run(path, *SHORT, stdin=ends.join(WORDS)).stdout.splitlines() == expected
+    assert run(path, "--input-file", "-", *SHORT, stdin=line_end.join(WORDS)).stdout.splitlines() == expected
+    assert run(path, *SHORT, stdin=line_end.join(WORDS)).stdout.splitlines() == expected
 
 
 def test_many_lines_keep_their_order(path, expected):
@@ -51,7 +51,7 @@ def test_many_lines_keep_their_order(path, expected):
     assert result.stdout.splitlines() == expected * 50
 
 
-def test_an_output_file(path, expected, tmp_path):
+def test_output_file_contains_results_and_is_overwritten_only_with_force(path, expected, tmp_path):
     out = tmp_path / "out"
     result = run(path, *WORDS, *SHORT, "--output-file", out)
     assert result.stdout == ""
@@ -62,7 +62,7 @@ def test_an_output_file(path, expected, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_failure_leaves_the_old_output(path, tmp_path):
+def test_failed_run_keeps_the_old_output(path, tmp_path):
     out = tmp_path / "out"
     out.write_text("old")
     message = "'é' (character 1 of the input) is not in the model's vocabulary"
@@ -75,12 +75,12 @@ def test_a_failure_leaves_the_old_output(path, tmp_path):
     assert out.read_text() == "old"
 
 
-def test_an_output_that_cannot_be_written(path, tmp_path):
+def test_output_in_a_missing_folder_is_refused(path, tmp_path):
     message = failed(run(path, "a", *SHORT, "--output-file", tmp_path / "none" / "out"))
     assert "cannot be written: No such file or directory" in message
 
 
-def test_beams_give_several_lines_for_an_input(path):
+def test_num_return_sequences_writes_several_lines_per_input(path):
     result = run(path, "hello", "ab", *SHORT, "--num-beams", 3, "--num-return-sequences", 2)
     model = Model.load(path, "cpu")
     expected = []
@@ -90,7 +90,7 @@ def test_beams_give_several_lines_for_an_input(path):
     assert result.stdout.splitlines() == expected
 
 
-def test_json(path):
+def test_json_contains_the_fields_of_the_results(path):
     result = run(path, "hello", "ab", *SHORT, "--json", "--num-beams", 2, "--num-return-sequences", 2)
     objects = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(o["index"], o["rank"]) for o in objects] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -102,7 +102,7 @@ def test_json(path):
     assert len(objects[0]["token_logprobs"]) == len(best.token_ids)
 
 
-def test_ids(path):
+def test_ids_are_read_and_written_with_ids_flag(path):
     ids = " ".join(str(LETTERS.index(c)) for c in "hello")
     result = run(path, ids, *SHORT, "--ids")
     expected = Model.load(path, "cpu").generate("hello", max_new_tokens=6).token_ids
@@ -111,11 +111,11 @@ def test_ids(path):
     assert "id 99 (number 2 of the input)" in failed(run(path, "3 99", "--ids"))
 
 
-def test_a_stream(path, expected):
+def test_stream_writes_the_same_texts(path, expected):
     assert run(path, *WORDS, *SHORT, "--stream").stdout.splitlines() == expected
 
 
-def test_info(path):
+def test_info_describes_the_file(path):
     result = run(path, "--info")
     assert result.exit_code == 0
     for line in (
@@ -127,7 +127,7 @@ def test_info(path):
     assert json.loads(run(path, "--info", "--json").stdout)["max_length"] == 64
 
 
-def test_version_and_help():
+def test_version_and_help_are_printed():
     assert __version__ in run("--version").stdout
     assert "--num-beams" in run("--help").stdout
 
@@ -149,11 +149,11 @@ def test_version_and_help():
         (["--resume"], "--resume goes on with an output file: give --output-file too"),
     ],
 )
-def test_wrong_usage(path, arguments, message):
-    assert misused(run(path, "a", *arguments)).startswith(message)
+def test_invalid_usage_is_refused(path, arguments, message):
+    assert usage_error(run(path, "a", *arguments)).startswith(message)
 
 
-def test_no_usage():
+def test_missing_arguments_exit_with_status_2():
     assert run().exit_code == 2
 
 
@@ -165,13 +165,13 @@ def test_no_usage():
         ("a b", "' ' (character 2"),
     ],
 )
-def test_bad_inputs(path, word, message):
+def test_invalid_inputs_are_refused_with_their_number(path, word, message):
     assert message in (sentence := failed(run(path, "ok", word), before=1))
     assert "input 2" in sentence
     assert message in failed(run(path, "--stream", word))
 
 
-def test_bad_lines_are_named_by_file_and_number(path, tmp_path):
+def test_invalid_lines_are_refused_with_file_and_line_number(path, tmp_path):
     (tmp_path / "in").write_bytes(b"ab\ncd\n\xff\n")
     assert failed(run(path, "--input-file", tmp_path / "in"), before=2) == f"{tmp_path / 'in'}, line 3: it is not UTF-8"
     (tmp_path / "in").write_text("ab\n\ncd\n")
@@ -179,13 +179,13 @@ def test_bad_lines_are_named_by_file_and_number(path, tmp_path):
     assert "cannot be read: No such file" in failed(run(path, "--input-file", tmp_path / "none"))
 
 
-def test_a_line_without_end_is_not_read_to_its_end(path, monkeypatch):
+def test_line_longer_than_the_limit_is_refused(path, monkeypatch):
     monkeypatch.setattr(input_lines, "MAX_LINE_BYTES", 1 << 20)
     message = failed(run(path, stdin="ab\n" + "a" * (1 << 20)), before=1)
     assert message == "line 2: it is longer than 1 MiB"
 
 
-def test_bad_model_files(path, tmp_path):
+def test_invalid_model_files_are_refused(path, tmp_path):
     (tmp_path / "cut.onnx").write_bytes(Path(path).read_bytes()[:5000])
     (tmp_path / "other.onnx").write_text("hello")
     newer = with_manifest(Path(path), tmp_path / "newer.onnx", version=9)
@@ -196,13 +196,13 @@ def test_bad_model_files(path, tmp_path):
         assert "upgrade tformer" in failed(run(newer, *options))
 
 
-def test_cuda_where_there_is_none(path):
+def test_device_cuda_without_a_driver_is_refused(path):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("there is an NVIDIA driver")
     assert "device cuda cannot be had" in failed(run(path, "a", "--device", "cuda"))
 
 
-def test_a_reader_that_goes_away(path):
+def test_closed_standard_output_ends_the_run_without_traceback(path):
     command = subprocess.Popen([*PROGRAM, path, *SHORT], stdin=-1, stdout=-1, stderr=-1, text=True)
     assert command.stdout is not None
     command.stdout.close()
@@ -216,13 +216,14 @@ def test_a_reader_that_goes_away(path):
     assert "Traceback" not in errors
 
 
-def test_an_interrupt(path, tmp_path):
+def test_interrupt_exits_with_status_130_and_removes_partial_files(path, tmp_path):
     out = tmp_path / "out"
-    command = begun(*PROGRAM, path, "--output-file", out)
+    command = start_process(*PROGRAM, path, "--output-file", out)
     assert command.stdin is not None
     command.stdin.write("ab\n")
     command.stdin.flush()
-    while not any(name.endswith(".part") for name in os.listdir(tmp_path)):  # it is at work, and waits for more
+    # The run has begun and waits for more input when its partial file exists.
+    while not any(name.endswith(".part") for name in os.listdir(tmp_path)):
         time.sleep(0.05)
         assert command.poll() is None
     command.send_signal(signal.SIGINT)
@@ -232,24 +233,24 @@ def test_an_interrupt(path, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_progress_is_for_terminals(path, tmp_path):
+def test_progress_is_shown_only_on_a_terminal(path, tmp_path):
     (tmp_path / "in").write_text("\n".join(WORDS * 20))
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     command = [*PROGRAM, path, *SHORT, "--input-file", str(tmp_path / "in")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, text=True)
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert "inputs" in shown
-    assert len(done.stdout.splitlines()) == 80
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, check=True, text=True)
+    os.close(terminal)
+    terminal_text = os.read(controller, 65536).decode()
+    os.close(controller)
+    assert "inputs" in terminal_text
+    assert len(result.stdout.splitlines()) == 80
     quiet = subprocess.run(command, capture_output=True, check=True, text=True)
     assert quiet.stderr == "device: cpu\n"
 
 
-def test_nothing_to_do_on_a_terminal(path):
-    ours, theirs = pty.openpty()
-    done = subprocess.run([*PROGRAM, path], stdin=theirs, capture_output=True, text=True, check=False)
-    os.close(theirs)
-    os.close(ours)
-    assert done.returncode == 2
-    assert "there is no INPUT" in done.stderr
+def test_terminal_without_input_exits_with_status_2(path):
+    controller, terminal = pty.openpty()
+    result = subprocess.run([*PROGRAM, path], stdin=terminal, capture_output=True, text=True, check=False)
+    os.close(terminal)
+    os.close(controller)
+    assert result.returncode == 2
+    assert "there is no INPUT" in result.stderr

@@ -1,4 +1,4 @@
-"""Pictures of what each position of an input takes of each, beside the results; and what is refused."""
+"""Attention weights match PyTorch's and are drawn as pictures; models and calls without them are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = {word: i for i, word in enumerate(["[PAD]", "a", "good", "bad", "day", "
 
 
 class Encoder(nn.Module):
-    """heads: of each layer."""
+    """An encoder of WORDS. heads: the number of heads of each layer."""
 
     def __init__(self, heads=(2, 2), width=8):
         super().__init__()
@@ -36,7 +36,7 @@ class Encoder(nn.Module):
 
 
 class Reader(Encoder):
-    """Scores of each position, two of them outputs of their own."""
+    """An encoder with the scores of answers as two named outputs."""
 
     def forward(self, ids, keep):
         x = self.embed(ids)
@@ -65,13 +65,13 @@ def path(tmp_path_factory):
 
 
 def picture(path):
-    """(height, width, red-green-blue) of a PNG file."""
+    """Return the pixels (height, width, red-green-blue) of a PNG file."""
     from matplotlib.image import imread
 
     return imread(path)[:, :, :3]
 
 
-def test_weights_are_those_of_the_module(path):
+def test_attentions_match_the_module(path):
     module = Encoder()
     torch.manual_seed(2)
     for parameter in module.parameters():
@@ -84,15 +84,15 @@ def test_weights_are_those_of_the_module(path):
             weights = (q @ k.transpose(2, 3) / 2).softmax(-1)
             expected.append(weights[0].numpy())
             x = x + (weights @ v).transpose(1, 2).flatten(2)
-    found, tokens = model.attentions("a good day")
-    np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
+    actual, tokens = model.attentions("a good day")
+    np.testing.assert_allclose(actual, np.stack(expected), atol=1e-5)
     assert tokens == ["a", "good", "day"]
 
 
-def test_pictures_are_beside_the_results(path, tmp_path):
+def test_attentions_write_one_picture_per_input_and_unchanged_results(path, tmp_path):
     texts = ["a good day", "$b a bad night a day"]
-    drawn = run(path, *texts, "--attentions", tmp_path / "out.png")
-    assert drawn.stdout == run(path, *texts).stdout
+    result = run(path, *texts, "--attentions", tmp_path / "out.png")
+    assert result.stdout == run(path, *texts).stdout
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png"]
     first, second = (picture(tmp_path / name).shape for name in ("out-1.png", "out-2.png"))
     assert second[0] > first[0]
@@ -101,23 +101,23 @@ def test_pictures_are_beside_the_results(path, tmp_path):
     assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_a_cell_is_as_dark_as_its_weight_in_the_square_of_its_layer_and_head(tmp_path):
+def test_attention_map_cell_is_as_dark_as_its_weight_in_its_layer_and_head(tmp_path):
     weights = np.zeros((2, 3, 5, 5), np.float32)
     weights[1, 0] = np.eye(5)
     attention_maps(tmp_path / "out.png", weights, list("abcde"))
     image = picture(tmp_path / "out.png")
     gray = np.abs(image - 0.8).max(-1) < 0.01  # the lines between squares
     dark = np.abs(image - np.array([8, 48, 107]) / 255).max(-1) < 0.02
-    dark[:, image.shape[1] * 7 // 10 :] = False  # the scale, which is beside the squares
+    dark[:, image.shape[1] * 7 // 10 :] = False  # without the colour scale on the right
     across, down = np.flatnonzero(gray.mean(1) > 0.3), np.flatnonzero(gray.mean(0) > 0.3)
     rows, columns = np.nonzero(dark)
-    assert rows.min() > across.max()  # of the second layer
-    assert columns.max() < down.min()  # of the first head
+    assert rows.min() > across.max()  # in the second layer
+    assert columns.max() < down.min()  # in the first head
     assert np.corrcoef(rows, columns)[0, 1] > 0.95
     assert 5 * 8**2 < len(rows) < 5 * 25**2
 
 
-def test_what_is_refused(path, tmp_path):
+def test_invalid_uses_of_attentions_are_refused(path, tmp_path):
     out, plain = tmp_path / "out.png", write(tmp_path / "plain.onnx", "vector", task="feature-extraction")
     assert failed(run(plain, "a", "--attentions", out)) == (
         "the file holds no attention weights to draw: export the model with --attentions "
@@ -137,8 +137,8 @@ def test_what_is_refused(path, tmp_path):
     assert failed(run(plain, "a", "--attentions", out, "--similarity"), 2).endswith("leave out --similarity")
 
 
-def test_what_is_read_in_windows_is_not_drawn(tmp_path):
-    """It is refused before it is run, and what answer() reads is read."""
+def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):
+    """The input is refused before the model runs. Pairs and dicts are read as by answer()."""
     path = tmp_path / "x.onnx"
     exported(Reader((2,)), path, task="question-answering", output=["start", "end"])
     model, pair = Model.load(path, "cpu"), ("a good", "day night a bad")
@@ -149,13 +149,13 @@ def test_what_is_read_in_windows_is_not_drawn(tmp_path):
         model.attentions(pair, max_seq_len=4, doc_stride=0)
     lines = ["a\tgood day", "\t".join(pair)]
     (tmp_path / "drawn").mkdir()
-    found = run(path, *lines, "--attentions", tmp_path / "drawn" / "out.png", "--max-seq-len", 4, "--doc-stride", 0)
-    assert failed(found, before=1).startswith("input 2: the context is read in 2 windows of 4 tokens")
-    assert found.stdout == run(path, lines[0]).stdout
-    assert os.listdir(tmp_path / "drawn") == ["out-1.png"]  # of what came before
+    actual = run(path, *lines, "--attentions", tmp_path / "drawn" / "out.png", "--max-seq-len", 4, "--doc-stride", 0)
+    assert failed(actual, before=1).startswith("input 2: the context is read in 2 windows of 4 tokens")
+    assert actual.stdout == run(path, lines[0]).stdout
+    assert os.listdir(tmp_path / "drawn") == ["out-1.png"]  # of the input before the refused one
 
 
-def test_models_that_cannot_give_it(tmp_path):
+def test_models_without_common_attention_shape_raise_option_error(tmp_path):
     with pytest.raises(
         OptionError, match=r"the model's differ, 2 heads over .* and 4 heads over .*: it cannot be given"
     ):

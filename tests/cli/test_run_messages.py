@@ -1,4 +1,4 @@
-"""What tformer-run writes to standard error, and the line breaks of a chat's answers."""
+"""tformer-run writes messages and progress to standard error, and keeps the line breaks of a chat's only answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 from collections import deque
 
 import pytest
-from support.command_lines import PROGRAM, failed, misused, run
+from support.command_lines import PROGRAM, failed, run, usage_error
 from support.toy_models import Toy, letters, with_manifest
 
 from tformer_runtime import Model
@@ -19,19 +19,19 @@ from tformer_runtime.cli.input_lines import InputLines
 SHORT = ["--max-new-tokens", "8"]
 
 
-def on_a_terminal(*arguments, stdin=subprocess.DEVNULL):
-    """The results, and what a terminal shows that standard error is."""
-    ours, theirs = pty.openpty()
+def run_on_a_terminal(*arguments, stdin=subprocess.DEVNULL):
+    """Return the results, and the text on a terminal that is standard error."""
+    controller, terminal = pty.openpty()
     result = subprocess.run(
-        [*PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE, stderr=theirs, check=True, text=True
+        [*PROGRAM, *map(str, arguments)], stdin=stdin, stdout=subprocess.PIPE, stderr=terminal, check=True, text=True
     )
-    os.close(theirs)
+    os.close(terminal)
     try:
-        shown = os.read(ours, 1 << 16).decode()
+        terminal_text = os.read(controller, 1 << 16).decode()
     except OSError:  # nothing was written, and the other end is closed
-        shown = ""
-    os.close(ours)
-    return result.stdout, shown
+        terminal_text = ""
+    os.close(controller)
+    return result.stdout, terminal_text
 
 
 def test_quiet_writes_no_messages(path, tmp_path):
@@ -40,16 +40,16 @@ def test_quiet_writes_no_messages(path, tmp_path):
     assert plain.stderr == "device: cpu\n"
     quiet = run(path, "--input-file", tmp_path / "in", *SHORT, "--quiet")
     assert (quiet.stdout, quiet.stderr) == (plain.stdout, "")
-    for more in ([], ["--resume"]):
-        out = run(path, "hello", *SHORT, "--output-file", tmp_path / f"out{len(more)}", "--quiet", *more)
+    for options in ([], ["--resume"]):
+        out = run(path, "hello", *SHORT, "--output-file", tmp_path / f"out{len(options)}", "--quiet", *options)
         assert (out.exit_code, out.stdout, out.stderr) == (0, "", "")
 
 
 def test_quiet_shows_no_progress(path, tmp_path):
     (tmp_path / "in").write_text("hello\n" * 40)
-    results, shown = on_a_terminal(path, "--input-file", tmp_path / "in", *SHORT, "--quiet")
+    results, terminal_text = run_on_a_terminal(path, "--input-file", tmp_path / "in", *SHORT, "--quiet")
     assert len(results.splitlines()) == 40
-    assert shown == ""
+    assert terminal_text == ""
 
 
 def test_quiet_writes_errors(path):
@@ -75,26 +75,28 @@ def test_verbose_writes_the_traceback_of_an_error(path, arguments):
 
 
 def test_quiet_and_verbose_exclude_each_other(path):
-    assert misused(run(path, "a", "--quiet", "--verbose")) == "--quiet writes nothing but errors: not with --verbose"
+    assert (
+        usage_error(run(path, "a", "--quiet", "--verbose")) == "--quiet writes nothing but errors: not with --verbose"
+    )
 
 
 def test_progress_of_a_file_estimates_the_remaining_time(path, tmp_path):
     (tmp_path / "in").write_text("hello\n" * 400)
     arguments = (path, *SHORT, "--batch-size", 1, "--workers", 1)
-    results, shown = on_a_terminal(*arguments, "--input-file", tmp_path / "in")
+    results, terminal_text = run_on_a_terminal(*arguments, "--input-file", tmp_path / "in")
     assert len(results.splitlines()) == 400
-    assert "inputs" in shown
-    assert "remaining" in shown
+    assert "inputs" in terminal_text
+    assert "remaining" in terminal_text
     with (tmp_path / "in").open() as file:
-        assert "remaining" in on_a_terminal(*arguments, stdin=file)[1]
+        assert "remaining" in run_on_a_terminal(*arguments, stdin=file)[1]
 
 
 def test_progress_of_a_pipe_has_no_estimate(path):
     with subprocess.Popen(["printf", "hello\\n%.0s", *map(str, range(40))], stdout=subprocess.PIPE) as source:
-        results, shown = on_a_terminal(path, *SHORT, stdin=source.stdout)
+        results, terminal_text = run_on_a_terminal(path, *SHORT, stdin=source.stdout)
     assert len(results.splitlines()) == 40
-    assert "inputs" in shown
-    assert "remaining" not in shown
+    assert "inputs" in terminal_text
+    assert "remaining" not in terminal_text
 
 
 def test_progress_of_a_resumed_run_counts_the_finished_inputs(path, tmp_path):
@@ -104,14 +106,14 @@ def test_progress_of_a_resumed_run_counts_the_finished_inputs(path, tmp_path):
     failed(run(*arguments))
     lines[30] = "hello"
     (tmp_path / "in").write_text("\n".join(lines))
-    _, shown = on_a_terminal(*arguments, "--resume")
-    counts = [int(count) for count in re.findall(r"(\d+) inputs ", shown.partition("are done")[2])]
+    _, terminal_text = run_on_a_terminal(*arguments, "--resume")
+    counts = [int(count) for count in re.findall(r"(\d+) inputs ", terminal_text.partition("are finished")[2])]
     assert min(counts) >= 30
     assert len((tmp_path / "out").read_text().splitlines()) == 40
 
 
-def test_lines_know_their_ends(tmp_path):
-    """Offsets count bytes, not characters."""
+def test_input_lines_record_their_end_offsets(tmp_path):
+    """Offsets are in bytes, not in characters."""
     (tmp_path / "in").write_bytes("ab\r\né\n\nlast".encode())
     lines = InputLines(str(tmp_path / "in"))
     lines.line_ends = deque()
@@ -123,17 +125,17 @@ def test_lines_know_their_ends(tmp_path):
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A file with a chat template whose answer to "hello" has a line break, and this answer."""
+    """Return a file with a chat template whose answer to "hello" has a line break, and this answer."""
     folder = tmp_path_factory.mktemp("chat")
     plain = Toy(encoder=False, seed=5, end=()).write(folder / "plain.onnx")
     text = Model.load(plain, "cpu").generate("hello", max_new_tokens=8).text
-    broken = next(letter for letter in text[1:-1] if letter not in "hello")
+    replaced_letter = next(letter for letter in text[1:-1] if letter not in "hello")
     definition = json.loads(letters().to_str())
     vocabulary = definition["model"]["vocab"]
-    vocabulary["\n"] = vocabulary.pop(broken)
+    vocabulary["\n"] = vocabulary.pop(replaced_letter)
     changes = {"tokenizers": (json.dumps(definition),), "chat_template": "<s>{{ messages[-1].content }}"}
     path = with_manifest(plain, folder / "chat.onnx", **changes)
-    return str(path), text.replace(broken, "\n")
+    return str(path), text.replace(replaced_letter, "\n")
 
 
 def test_the_only_answer_of_a_chat_keeps_its_line_breaks(chat, tmp_path):
@@ -144,13 +146,13 @@ def test_the_only_answer_of_a_chat_keeps_its_line_breaks(chat, tmp_path):
     assert json.loads(run(path, "hello", *SHORT, "--chat", "--json").stdout)["text"] == answer
 
 
-def test_several_answers_of_a_chat_are_a_line_each(chat, tmp_path):
+def test_each_of_several_answers_of_a_chat_is_one_line(chat, tmp_path):
     path, answer = chat
     line = " ".join(answer.splitlines())
     assert run(path, "hello", "hello", *SHORT, "--chat").stdout == f"{line}\n" * 2
-    assert run(path, "hello", *SHORT).stdout == f"{line}\n"  # not a chat
+    assert run(path, "hello", *SHORT).stdout == f"{line}\n"  # without --chat
     beams = run(path, "hello", *SHORT, "--chat", "--num-beams", 2, "--num-return-sequences", 2)
     assert len(beams.stdout.splitlines()) == 2
-    wrong = run(path, "hello", '[{"role": "user"}]', *SHORT, "--chat")
-    assert "a conversation is a text" in failed(wrong, before=1)
-    assert wrong.stdout == f"{line}\n"
+    result = run(path, "hello", '[{"role": "user"}]', *SHORT, "--chat")
+    assert "a conversation is a text" in failed(result, before=1)
+    assert result.stdout == f"{line}\n"

@@ -1,4 +1,4 @@
-"""The options of generation on the command line: each says what the option of the same name says in Python."""
+"""Each generation option of tformer-run gives the results of the option of that name in Model.generate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def model(path):
     return Model.load(path, "cpu")
 
 
-def test_every_option_can_be_given():
+def test_every_generation_option_has_a_flag():
     names = {field.name for field in dataclasses.fields(GenerationOptions)}
-    # A callable cannot be written; the other two are of the command's own, beside --json.
+    # A callable has no text form. The other three have flags outside this table.
     assert set(OPTIONS) == names - {"logits_processor", "cross_attentions", "hidden_states", "shortlist"}
     text = run("--help").stdout
     assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
@@ -33,7 +33,7 @@ def test_every_option_can_be_given():
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("arguments", "options"),
     [
         (["--min-new-tokens", 7, "--max-new-tokens", 8], {"min_new_tokens": 7, "max_new_tokens": 8}),
         (["--stop-strings", "m", "--stop-strings", "xy"], {"stop_strings": ["m", "xy"]}),
@@ -61,52 +61,56 @@ def test_every_option_can_be_given():
         (["--prompt-lookup", "--num-draft-tokens", 3], {"prompt_lookup": True, "num_draft_tokens": 3}),
     ],
 )  # fmt: skip
-def test_an_option_says_the_same_as_in_python(path, model, written, meant):
-    result = run(path, "hello", "--max-new-tokens", 12, "--json", *written)
+def test_flag_gives_the_results_of_its_option(path, model, arguments, options):
+    result = run(path, "hello", "--max-new-tokens", 12, "--json", *arguments)
     assert result.exit_code == 0, result.output
-    expected = model.generate("hello", **{"max_new_tokens": 12, **meant})
+    expected = model.generate("hello", **{"max_new_tokens": 12, **options})
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    for line, each in zip(lines, (expected, *expected.alternatives), strict=True):
-        assert line["text"] == each.text
-        assert tuple(line["token_ids"]) == each.token_ids
-        assert line["score"] == each.score
+    for line, hypothesis in zip(lines, (expected, *expected.alternatives), strict=True):
+        assert line["text"] == hypothesis.text
+        assert tuple(line["token_ids"]) == hypothesis.token_ids
+        assert line["score"] == hypothesis.score
         top = tuple(tuple(map(tuple, place)) for place in line.get("top_logprobs", ()))
-        assert top == each.top_logprobs
+        assert top == hypothesis.top_logprobs
 
 
-@pytest.mark.parametrize("way", ["text", "file"])
-def test_constraints(path, model, tmp_path, way):
+@pytest.mark.parametrize("form", ["text", "file"])
+def test_constraints_are_read_from_text_and_files(path, model, tmp_path, form):
     pytest.importorskip("llguidance")
     grammar, schema = 'start: "a" ("b" | "cd")+ "z"', {"enum": ["ab"]}
 
-    def given(text):
-        if way == "text":
+    def argument(text):
+        if form == "text":
             return text
         (tmp_path / "definition").write_text(text)
         return f"@{tmp_path / 'definition'}"
 
-    text = run(path, "hello", "--grammar", given(grammar)).stdout.strip()
+    text = run(path, "hello", "--grammar", argument(grammar)).stdout.strip()
     assert text == model.generate("hello", grammar=grammar).text
     assert text[0] + text[-1] == "az"
     assert run(path, "hello", "--regex", "(zebra|@x)").stdout == "zebra\n"
     assert run(path, "hello", "--choice", "horse", "--choice", "zebra").stdout.strip() in ("horse", "zebra")
-    # Letters alone spell no JSON: what is asked for has come through.
-    message = failed(run(path, "hello", "--json-schema", given(json.dumps(schema))), 2)
+    # A vocabulary of letters cannot spell JSON, so that the schema is refused. This shows that it is used.
+    message = failed(run(path, "hello", "--json-schema", argument(json.dumps(schema))), 2)
     with pytest.raises(OptionError) as caught:
         model.generate("hello", json_schema=schema)
     assert message == use_flag_names(str(caught.value))
 
 
-def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)  # of a file of the same size, it would be 1
+def test_draft_model_keeps_the_results(path, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        drafting, "relative_cost", lambda *_: 0.1
+    )  # the cost of a draft of the same size is 1, which disables drafting
     words = ["hello", "ab", "transformer"]
     plain = run(path, *words, "--json", "--max-new-tokens", 12)
-    for more in ([], ["--batch-size", 3], ["--batch-size", 1, "--workers", 2]):
-        lines = run(path, *words, "--draft-model", path, "--json", "--max-new-tokens", 12, *more).stdout.splitlines()
+    for batching in ([], ["--batch-size", 3], ["--batch-size", 1, "--workers", 2]):
+        lines = run(
+            path, *words, "--draft-model", path, "--json", "--max-new-tokens", 12, *batching
+        ).stdout.splitlines()
         for line, other in zip(map(json.loads, lines), map(json.loads, plain.stdout.splitlines()), strict=True):
-            made = line.pop("speculation")
-            assert made["guessed"] == made["accepted"]
-            assert (made["guessed"] > 0) == (3 not in more)
+            speculation = line.pop("speculation")
+            assert speculation["guessed"] == speculation["accepted"]
+            assert (speculation["guessed"] > 0) == (3 not in batching)
             assert line["token_ids"] == other["token_ids"]
     streamed = run(path, "hello", "--draft-model", path, "--stream")
     assert streamed.stdout == run(path, "hello", "--stream").stdout
@@ -117,17 +121,17 @@ def test_a_draft_is_a_file(path, model, tmp_path, monkeypatch):
     )
 
 
-def test_a_run_goes_on_with_the_draft_that_it_was_given(path, tmp_path):
-    asked = ["--draft-model", path, "--temperature", 1.0, "--seed", 3, "--output-file", tmp_path / "out"]
-    failed(run(path, "hello", "ab", "é", *asked))
-    again = ["hello", "ab", "abc", *asked, "--resume"]
+def test_resumed_run_needs_the_same_draft_model(path, tmp_path):
+    arguments = ["--draft-model", path, "--temperature", 1.0, "--seed", 3, "--output-file", tmp_path / "out"]
+    failed(run(path, "hello", "ab", "é", *arguments))
+    resumed = ["hello", "ab", "abc", *arguments, "--resume"]
     other = Toy(seed=27, max_length=63).write(tmp_path / "other.onnx")
-    assert failed(run(path, *again, "--draft-model", other)).startswith("--draft-model is ")
-    assert run(path, *again).exit_code == 0
-    assert (tmp_path / "out").read_text() == run(path, "hello", "ab", "abc", *asked[:-2]).stdout
+    assert failed(run(path, *resumed, "--draft-model", other)).startswith("--draft-model is ")
+    assert run(path, *resumed).exit_code == 0
+    assert (tmp_path / "out").read_text() == run(path, "hello", "ab", "abc", *arguments[:-2]).stdout
 
 
-def test_a_prefix_of_ids(path, model):
+def test_forced_prefix_is_ids_with_ids_flag(path, model):
     ids = [LETTERS.index(c) for c in "ab"]
     words = " ".join(str(LETTERS.index(c)) for c in "hello")
     result = run(path, words, *SHORT, "--ids", "--forced-prefix", " ".join(map(str, ids)))
@@ -174,45 +178,45 @@ def test_a_prefix_of_ids(path, model):
         (["--max-memory", "2T"], "--max-memory must be a number of bytes of at least 1, or such a number and K, M or"),
     ],
 )
-def test_wrong_values_are_one_sentence_in_the_words_of_the_command_line(path, options, message):
+def test_invalid_values_are_refused_with_flag_names(path, options, message):
     assert message in failed(run(path, "a", *options), status=2)
 
 
-def test_sentences_in_the_words_of_the_command_line():
-    for same in (
+def test_use_flag_names_replaces_only_option_names():
+    for unchanged in (
         "the regex 'num_beams=2' cannot be used: unknown extension",
         "the options leave no token that may come next: suppress less, or allow more beams",
         "the model file's generation defaults: num_beams must be a whole number",
         "the unstoppable beam_sizes",
     ):
-        assert use_flag_names(same) == same
+        assert use_flag_names(unchanged) == unchanged
     sentence = "a json_schema and 1 byte of max_memory=1,000"
     assert use_flag_names(sentence) == "a --json-schema and 1 byte of --max-memory 1,000"
 
 
-def test_what_is_not_given_is_left_to_the_file():
+def test_options_without_a_flag_stay_unset():
     assert generation_options({name: () if o.repeated else None for name, o in OPTIONS.items()}, False).given() == {}
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10k", 10240), ("1.5M", 3 << 19), (" 2G ", 2 << 30)])
-def test_sizes(text, count):
+def test_memory_sizes_are_parsed(text, count):
     assert bytes_of(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "G", "1,000", "0.5", "1e9", "inf"])
-def test_sizes_that_are_none(text):
+def test_invalid_memory_sizes_raise_option_error(text):
     with pytest.raises(OptionError, match="max_memory must be a number of bytes"):
         bytes_of(text)
 
 
-def test_a_limit_of_memory(path):
+def test_max_memory_keeps_results_or_refuses_the_request(path):
     unlimited = run(path, "hello", "ab", *SHORT)
     assert run(path, "hello", "ab", *SHORT, "--max-memory", "1M").stdout == unlimited.stdout
     message = failed(run(path, "hello", *SHORT, "--max-memory", 100), status=1)
     assert "--max-memory allows 100: allow more" in message
 
 
-def test_timing_only_where_it_is_asked_for(path):
+def test_timing_is_written_only_with_timing_flag(path):
     plain = json.loads(run(path, "hello", *SHORT, "--json").stdout)
     timed = json.loads(run(path, "hello", *SHORT, "--json", "--timing").stdout)
     timing = timed.pop("timing")

@@ -1,4 +1,4 @@
-"""tformer-run on files that are run once: what each task writes, in each form, and what is refused of it."""
+"""tformer-run writes classes, vectors and similarities of single-pass models, computed here with NumPy."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ def files(tmp_path_factory):
     return {kind: write(folder / f"{kind}.onnx", kind) for kind in ("vector", "states", "scores")}
 
 
-def likely(text):
+def class_probabilities(text):
     powers = np.exp(vector(text).astype(np.float64) @ HEAD)
     return powers / powers.sum()
 
 
-def cosine(one, other):
-    return one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+def cosine(first, other):
+    return first @ other / np.linalg.norm(first) / np.linalg.norm(other)
 
 
-def test_labels_and_probabilities_between_tabs(files):
+def test_labels_and_probabilities_are_separated_by_tabs(files):
     result = run(files["scores"], *TEXTS, "\t".join(PAIRS[0]))
     assert result.exit_code == 0
     assert result.stderr == "device: cpu\n"
     for line, text in zip(result.stdout.splitlines(), [*TEXTS, PAIRS[0]], strict=True):
         label, number = line.split("\t")
-        expected = likely(text)
+        expected = class_probabilities(text)
         assert label == LABELS[expected.argmax()]
         assert float(number) == pytest.approx(expected.max(), abs=1e-5)
 
 
-def test_the_likeliest_labels(files):
+def test_top_k_writes_the_best_labels(files):
     (line,) = run(files["scores"], TEXTS[0], "--top-k", 2).stdout.splitlines()
-    one, first, other, second = line.split("\t")
-    expected = likely(TEXTS[0])
-    assert [one, other] == [LABELS[i] for i in np.argsort(-expected)[:2]]
-    assert [float(first), float(second)] == pytest.approx(sorted(expected)[:0:-1], abs=1e-5)
+    best, best_score, other, other_score = line.split("\t")
+    expected = class_probabilities(TEXTS[0])
+    assert [best, other] == [LABELS[i] for i in np.argsort(-expected)[:2]]
+    assert [float(best_score), float(other_score)] == pytest.approx(sorted(expected)[:0:-1], abs=1e-5)
     assert failed(run(files["scores"], "a", "--top-k", "x"), 2) == (
         "--top-k must be a whole number of at least 1, not 'x'"
     )
 
 
-def test_classes_as_json(files):
+def test_json_contains_all_scores_and_the_top_k(files):
     lines = run(files["scores"], *TEXTS, "--json", "--top-k", 3).stdout.splitlines()
     for index, (line, text) in enumerate(zip(map(json.loads, lines), TEXTS, strict=True)):
         assert line["index"] == index
         assert list(line["scores"]) == list(LABELS)
-        assert list(line["scores"].values()) == pytest.approx(list(likely(text)), abs=1e-6)
+        assert list(line["scores"].values()) == pytest.approx(list(class_probabilities(text)), abs=1e-6)
         assert line["top"][0] == {"label": line["label"], "score": line["score"]}
         assert len(line["top"]) == 3
 
 
-def test_vectors_as_lines_of_json(files):
+def test_vectors_are_lines_of_json(files):
     lines = run(files["vector"], *TEXTS).stdout.splitlines()
     np.testing.assert_allclose([json.loads(line) for line in lines], [vector(t) for t in TEXTS], atol=1e-6)
     lines = run(files["vector"], *TEXTS, "--json").stdout.splitlines()
@@ -70,20 +70,20 @@ def test_vectors_as_lines_of_json(files):
     assert np.shape(json.loads(line)["vectors"]) == (5, WIDTH)
 
 
-def test_vectors_as_one_array(files, tmp_path):
+def test_vectors_are_written_as_one_array(files, tmp_path):
     out = tmp_path / "out.npy"
     assert run(files["vector"], *TEXTS, "--output-file", out).stdout == ""
-    found = np.load(out)
-    assert (found.dtype, found.shape) == (np.float32, (4, WIDTH))
-    np.testing.assert_allclose(found, [vector(text) for text in TEXTS], atol=1e-6)
+    actual = np.load(out)
+    assert (actual.dtype, actual.shape) == (np.float32, (4, WIDTH))
+    np.testing.assert_allclose(actual, [vector(text) for text in TEXTS], atol=1e-6)
     lines = [json.loads(line) for line in run(files["vector"], *TEXTS).stdout.splitlines()]
-    assert np.array_equal(np.array(lines, np.float32), found)  # the text loses nothing
+    assert np.array_equal(np.array(lines, np.float32), actual)  # the decimal text is exact
     assert failed(run(files["vector"], "a", "--output-file", out)).startswith(f"{out} exists already")
     assert run(files["vector"], "--input-file", "-", "--output-file", out, "--force", stdin="").exit_code == 0
     assert np.load(out).shape == (0, WIDTH)
 
 
-def test_an_array_is_gone_on_with(files, tmp_path):
+def test_run_with_an_array_is_resumed(files, tmp_path):
     out, whole = tmp_path / "out.npy", tmp_path / "whole.npy"
     lines = [*TEXTS, "good\tbad\tday", *TEXTS]
     message = failed(run(files["vector"], "--output-file", out, stdin="\n".join(lines)))
@@ -98,27 +98,29 @@ def test_an_array_is_gone_on_with(files, tmp_path):
     assert np.load(out).shape == (9, WIDTH)
 
 
-@pytest.mark.parametrize("more", [[], ["--workers", 2, "--batch-size", 3]])
-def test_many_lines_keep_their_order(files, tmp_path, more):
+@pytest.mark.parametrize("options", [[], ["--workers", 2, "--batch-size", 3]])
+def test_many_lines_keep_their_order(files, tmp_path, options):
     (tmp_path / "in").write_text("\n".join(TEXTS * 40))
-    lines = run(files["scores"], "--input-file", tmp_path / "in", *more).stdout.splitlines()
-    assert [line.split("\t")[0] for line in lines] == [LABELS[likely(text).argmax()] for text in TEXTS] * 40
+    lines = run(files["scores"], "--input-file", tmp_path / "in", *options).stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines] == [
+        LABELS[class_probabilities(text).argmax()] for text in TEXTS
+    ] * 40
 
 
-def test_cosines_of_all_inputs(files):
+def test_similarity_writes_cosines_of_all_inputs(files):
     rows = run(files["vector"], *TEXTS, "--similarity").stdout.splitlines()
-    found = [[float(number) for number in row.split("\t")] for row in rows]
-    expected = [[cosine(vector(one), vector(other)) for other in TEXTS] for one in TEXTS]
-    np.testing.assert_allclose(found, expected, atol=6e-5)
+    actual = [[float(number) for number in row.split("\t")] for row in rows]
+    expected = [[cosine(vector(first), vector(other)) for other in TEXTS] for first in TEXTS]
+    np.testing.assert_allclose(actual, expected, atol=6e-5)
     (first, *_) = run(files["vector"], *TEXTS, "--similarity", "--json").stdout.splitlines()
     assert json.loads(first)["cosines"] == pytest.approx(expected[0], abs=1e-5)
 
 
-def test_cosines_of_pairs(files, tmp_path):
+def test_similarity_writes_cosines_of_pairs(files, tmp_path):
     lines = ["\t".join(pair) for pair in PAIRS * 3]
     expected = [cosine(*map(vector, pair)) for pair in PAIRS * 3]
-    found = run(files["vector"], "--similarity", "--batch-size", 2, stdin="\n".join(lines)).stdout.splitlines()
-    assert [float(line) for line in found] == pytest.approx(expected, abs=6e-5)
+    actual = run(files["vector"], "--similarity", "--batch-size", 2, stdin="\n".join(lines)).stdout.splitlines()
+    assert [float(line) for line in actual] == pytest.approx(expected, abs=6e-5)
     assert json.loads(run(files["vector"], lines[0], "--similarity", "--json").stdout)["cosine"] == pytest.approx(
         expected[0], abs=1e-5
     )
@@ -128,18 +130,20 @@ def test_cosines_of_pairs(files, tmp_path):
         "line 7: it is one input and those before are pairs: compare the one or the other; --resume goes on "
         "after input 6"
     )
-    again = run(files["vector"], "--similarity", "--output-file", out, "--resume", stdin="\n".join([*lines, lines[0]]))
-    assert again.exit_code == 0
+    resumed = run(
+        files["vector"], "--similarity", "--output-file", out, "--resume", stdin="\n".join([*lines, lines[0]])
+    )
+    assert resumed.exit_code == 0
     assert len(out.read_text().splitlines()) == 7
 
 
-def test_what_is_too_long(files):
+def test_long_input_is_cut_only_with_truncate(files):
     text = "good " * 30
     assert failed(run(files["vector"], "a", text), before=1).startswith("input 2: the input is 32 tokens long")
     assert run(files["vector"], "a", text, "--truncate").exit_code == 0
 
 
-def test_ids(files):
+def test_ids_are_read_with_ids_flag(files):
     (line,) = run(files["vector"], "1 4 2", "--ids").stdout.splitlines()
     np.testing.assert_allclose(json.loads(line), vector("good"), atol=1e-6)
     assert failed(run(files["vector"], "1 x", "--ids")) == "input 1: '1 x' is not a list of ids"
@@ -162,7 +166,7 @@ def test_options_of_other_tasks_are_refused(files, kind, options, message):
     assert failed(run(files[kind], "a", *options), 2) == message
 
 
-def test_lines_are_no_array(files, path, tmp_path):
+def test_array_output_of_lines_is_refused(files, path, tmp_path):
     out = tmp_path / "x.npy"
     for file in (files["scores"], path):
         message = failed(run(file, "a", "--output-file", out), 2)
@@ -170,24 +174,24 @@ def test_lines_are_no_array(files, path, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_generates_takes_none_of_theirs(path):
+def test_generative_file_refuses_options_of_single_pass_tasks(path):
     assert failed(run(path, "a", "--similarity", "--truncate"), 2) == (
         "toy.onnx generates text (translate): it takes no --truncate, --similarity"
     )
 
 
-def test_vectors_for_each_position_are_no_array(files, tmp_path):
+def test_array_and_similarity_of_vectors_per_position_are_refused(files, tmp_path):
     for options in (["--output-file", tmp_path / "x.npy"], ["--similarity"]):
         assert "gives numbers for each position of an input" in failed(run(files["states"], "a", *options))
 
 
-def test_what_the_file_is(files):
+def test_info_names_task_and_labels(files):
     lines = run(files["scores"], "--info").stdout.splitlines()
     assert "task: text-classification" in lines
     assert f"labels: {', '.join(LABELS)}" in lines
 
 
-def test_another_file_does_not_go_on(files, tmp_path):
+def test_resume_with_another_top_k_is_refused(files, tmp_path):
     out = tmp_path / "out"
     failed(run(files["scores"], "--output-file", out, stdin="a\nb\tc\td\n"))
     assert failed(run(files["scores"], "--output-file", out, "--resume", "--top-k", 2, stdin="a\nb\n")) == (

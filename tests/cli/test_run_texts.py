@@ -1,4 +1,4 @@
-"""tformer-run on files that label spans, answer questions and fill masks: what they write, and what is refused."""
+"""tformer-run writes labelled spans, answers and filled masks, computed here with NumPy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MASK = WORDS.index("old")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    asked = {
+    files_by_name = {
         "spans": ("states", "token-classification", m.OutputMeaning(TAGS, m.SINGLE_LABEL)),
         "answers": ("places", "question-answering", m.OutputMeaning(settings={"first": 1})),
         "masks": ("states", "fill-mask", m.OutputMeaning(settings={"mask": MASK})),
     }
     return {
-        name: write(folder / f"{name}.onnx", gives, task=task, output_meaning=outcome)
-        for name, (gives, task, outcome) in asked.items()
+        name: write(folder / f"{name}.onnx", kind, task=task, output_meaning=output_meaning)
+        for name, (kind, task, output_meaning) in files_by_name.items()
     }
 
 
@@ -37,14 +37,16 @@ def softmax(z, axis=-1):
 
 
 def numbers(line):
-    """The fields of a line, numbers as such."""
+    """Return the fields of a line, with numbers as floats."""
     return [float(field) if field[0].isdigit() else field for field in line.split("\t")]
 
 
-def test_spans_between_tabs_and_as_json(files):
+def test_spans_are_written_between_tabs_and_as_json(files):
     lines = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore-labels", "").stdout.splitlines()
-    found = run(files["spans"], *TEXTS, "--aggregation", "none", "--ignore-labels", "", "--json").stdout.splitlines()
-    for index, (line, fields, text) in enumerate(zip(lines, map(json.loads, found), TEXTS, strict=True)):
+    json_lines = run(
+        files["spans"], *TEXTS, "--aggregation", "none", "--ignore-labels", "", "--json"
+    ).stdout.splitlines()
+    for index, (line, fields, text) in enumerate(zip(lines, map(json.loads, json_lines), TEXTS, strict=True)):
         scores = softmax(states(text).astype(np.float64))[1:-1]
         expected = [(TAGS[row.argmax()], word, row.max()) for row, word in zip(scores, text.split(), strict=True)]
         assert fields["index"] == index
@@ -56,7 +58,7 @@ def test_spans_between_tabs_and_as_json(files):
         assert numbers(line)[2::3] == pytest.approx(flat[2::3], abs=1e-5)
 
 
-def test_spans_of_windows(files):
+def test_spans_of_a_long_text_are_read_in_windows(files):
     text = "bad film the old night " * 4
     assert "takes at most 12" in failed(run(files["spans"], text))
     (line,) = run(files["spans"], text, "--doc-stride", 2, "--ignore-labels", "", "--json").stdout.splitlines()
@@ -66,11 +68,11 @@ def test_spans_of_windows(files):
     assert all(one["end"] <= other["start"] for one, other in pairwise(spans))
 
 
-def test_answers_between_tabs_and_as_json(files):
+def test_answers_are_written_between_tabs_and_as_json(files):
     question, context = "a good", "bad film the old night"
     places = states((question, context)).astype(np.float64) @ HEAD[:, :2]
-    kept = [0, *range(4, 9)]  # [CLS], and the context
-    start, end = softmax(places[kept], 0).T[:, 1:]
+    kept_positions = [0, *range(4, 9)]  # [CLS] and the context
+    start, end = softmax(places[kept_positions], 0).T[:, 1:]
     scores = np.tril(np.triu(np.outer(start, end)), 14)
     best = sorted(((scores[i, j], i, j) for i in range(5) for j in range(i, 5)), reverse=True)[:2]
     expected = [(" ".join(context.split()[i : j + 1]), score) for score, i, j in best]
@@ -80,12 +82,14 @@ def test_answers_between_tabs_and_as_json(files):
     fields = json.loads(run(files["answers"], f"{question}\t{context}", "--top-k", 2, "--json").stdout)
     assert [fields["text"], fields["alternatives"][0]["text"]] == [text for text, _ in expected]
     assert context[fields["start"] : fields["end"]] == fields["text"]
-    none = run(files["answers"], f"{question}\t{context}", "--top-k", 20, "--allow-no-answer").stdout.rstrip("\n")
-    assert "" in none.split("\t")
+    with_no_answer = run(files["answers"], f"{question}\t{context}", "--top-k", 20, "--allow-no-answer").stdout.rstrip(
+        "\n"
+    )
+    assert "" in with_no_answer.split("\t")
     assert "give a question and the context" in failed(run(files["answers"], "a"))
 
 
-def test_a_context_of_any_length(files, tmp_path):
+def test_long_contexts_are_answered_in_windows(files, tmp_path):
     lines = [f"a good\t{'bad film the old night ' * n}" for n in (1, 9, 3)]
     (tmp_path / "in").write_text("\n".join(lines))
     out = tmp_path / "out"
@@ -99,7 +103,7 @@ def test_a_context_of_any_length(files, tmp_path):
     )
 
 
-def test_masks_between_tabs_and_as_json(files):
+def test_filled_masks_are_written_between_tabs_and_as_json(files):
     text = "bad old film"
     scores = softmax(states(text).astype(np.float64))[2]
     order = np.argsort(-scores)
@@ -113,8 +117,8 @@ def test_masks_between_tabs_and_as_json(files):
     assert {c["id"] for c in fields["masks"][0]} == {WORDS.index("good"), WORDS.index("[CLS]")}
     good = next(c for c in fields["masks"][0] if c["token"] == "good")
     assert "bad good film old" in good["text"]
-    (both,) = run(files["masks"], f"{text} old", "--top-k", 1).stdout.splitlines()
-    assert len(both.split("\t|\t")) == 2
+    (two_masks,) = run(files["masks"], f"{text} old", "--top-k", 1).stdout.splitlines()
+    assert len(two_masks.split("\t|\t")) == 2
     assert failed(run(files["masks"], "bad film")) == "input 1: the input has no mask: write old where it belongs"
     assert failed(run(files["masks"], "old", "--candidate-tokens", "xyz"), 2).startswith(
         "the candidate token 'xyz' is not one token"
@@ -142,11 +146,11 @@ def test_masks_between_tabs_and_as_json(files):
         ("masks", ["--top-k", "0"], "--top-k must be a whole number of at least 1, not 0"),
     ],
 )  # fmt: skip
-def test_what_is_refused(files, kind, options, message):
+def test_invalid_options_are_refused(files, kind, options, message):
     assert failed(run(files[kind], "a", *options), 2) == message
 
 
-def test_a_file_without_a_tokenizer_gives_its_numbers(tmp_path):
+def test_file_without_a_tokenizer_writes_its_vectors(tmp_path):
     path = write(tmp_path / "x.onnx", "states", task="fill-mask", tokenizers=(), tokenizer_of={})
     (line,) = run(path, "1 5 2", "--ids", "--json").stdout.splitlines()
     assert np.shape(json.loads(line)["vectors"]) == (3, WIDTH)

@@ -1,4 +1,4 @@
-"""Each model is exported once for each target, when the first test asks for it."""
+"""Fixture `exported`: the exported files of the families, each exported once, when the first test needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from support.families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
 
-import tformer_export.build as make
+import tformer_export.build as build
 from tformer_export import ExportReport, Quantization, export
 from tformer_export.compile import AnalysedModel
 from tformer_export.sources import Source
@@ -26,7 +26,7 @@ from tformer_runtime.engine.engine import Engine
 
 @dataclass
 class Exported:
-    """A file and what made it. It has its folder for itself."""
+    """An exported file with its source and its report. No other file is in its folder."""
 
     family: Family
     path: Path
@@ -36,82 +36,89 @@ class Exported:
 
 
 Exporter = Callable[..., Exported]
-ON_CPU = "on_cpu.onnx"  # what the gate runs of a file in half precision; of bfloat16 the CPU can run nothing else
+CPU_FORM_NAME = "on_cpu.onnx"  # the gate runs this form of a file in half precision; the CPU cannot run bfloat16 itself
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
-    made: dict[tuple[str, str, str, str], Exported] = {}
-    held: dict[tuple[object, ...], AnalysedModel] = {}
-    own = tmp_path_factory.getbasetemp()
-    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    """Return a function that returns the exported file of a family for a target, a quantisation and options."""
+    exports_by_key: dict[tuple[str, str, str, str], Exported] = {}
+    analysed_models: dict[tuple[object, ...], AnalysedModel] = {}
+    base_temp = tmp_path_factory.getbasetemp()
+    shared_folder = base_temp.parent if "PYTEST_XDIST_WORKER" in os.environ else base_temp
 
-    def get(name: str, target: str = "cpu", quantization: str | Quantization = "none", **extras: Any) -> Exported:
-        key = name, target, repr(quantization), repr(extras)
-        if key not in made:
+    def get(
+        name: str, target: str = "cpu", quantization: str | Quantization = "none", **options_of_test: Any
+    ) -> Exported:
+        key = name, target, repr(quantization), repr(options_of_test)
+        if key not in exports_by_key:
             family = BY_NAME[name]
             folder = tmp_path_factory.mktemp(name)
             path = folder / "model.onnx"
             ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-            given: dict[str, Any] = {} if family.hf else {
+            options: dict[str, Any] = {} if family.hf else {
                 "example": {"src": ids, "tgt": ids},
                 "step_input": "tgt",
                 "special_tokens": {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD},
             }  # fmt: skip
-            given |= {"target": target, "quantization": quantization, "max_length": MAX_LENGTH, **extras}
-            # Tests that run side by side share what one of them exports; each has a copy in a folder for itself.
-            shared = base / hashlib.sha256(repr(key).encode()).hexdigest()
-            with FileLock(f"{shared}.lock"):
-                if not shared.exists():
-                    begun = shared.with_suffix(".part")
-                    begun.mkdir()
+            options |= {"target": target, "quantization": quantization, "max_length": MAX_LENGTH, **options_of_test}
+            # Parallel test processes share one export of a file. Each process copies it to a folder of its own.
+            shared_export = shared_folder / hashlib.sha256(repr(key).encode()).hexdigest()
+            with FileLock(f"{shared_export}.lock"):
+                if not shared_export.exists():
+                    partial_export = shared_export.with_suffix(".part")
+                    partial_export.mkdir()
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(make, "analyse", _analysed(name, repr(extras.get("extra_outputs")), held))
-                        patch.setattr(make, "save", _keeping(begun))
-                        report = export(family.module, begun / path.name, **given)
-                    (begun / "report.pickle").write_bytes(pickle.dumps(report))
-                    begun.rename(shared)
-            shutil.copytree(shared, folder, dirs_exist_ok=True)
-            pickled = folder / "report.pickle"
-            report = pickle.loads(pickled.read_bytes())
-            pickled.unlink()
-            engine = Engine(folder / ON_CPU if report.precision == "bf16" else path, device="cpu", threads=1)
-            made[key] = Exported(family, path, report, engine, Model(engine))
-        return made[key]
+                        patch.setattr(
+                            build,
+                            "analyse",
+                            _analyse_once(name, repr(options_of_test.get("extra_outputs")), analysed_models),
+                        )
+                        patch.setattr(build, "save", _save_with_cpu_form(partial_export))
+                        report = export(family.module, partial_export / path.name, **options)
+                    (partial_export / "report.pickle").write_bytes(pickle.dumps(report))
+                    partial_export.rename(shared_export)
+            shutil.copytree(shared_export, folder, dirs_exist_ok=True)
+            pickled_report = folder / "report.pickle"
+            report = pickle.loads(pickled_report.read_bytes())
+            pickled_report.unlink()
+            engine = Engine(folder / CPU_FORM_NAME if report.precision == "bf16" else path, device="cpu", threads=1)
+            exports_by_key[key] = Exported(family, path, report, engine, Model(engine))
+        return exports_by_key[key]
 
     return get
 
 
-def _keeping(folder: Path) -> Callable[..., Path]:
-    """What the gate runs in the place of a file in half precision is kept beside the file."""
-    real = make.save
+def _save_with_cpu_form(folder: Path) -> Callable[..., Path]:
+    """Return a `save` that also copies the CPU form of a file in half precision to `folder`."""
+    original = build.save
 
     def save(model: Any, manifest: Any, path: Path) -> Path:
-        written = real(model, manifest, path)
-        if path.name == ON_CPU:
-            shutil.copy(written, folder / ON_CPU)
-        return written
+        saved_path = original(model, manifest, path)
+        if path.name == CPU_FORM_NAME:
+            shutil.copy(saved_path, folder / CPU_FORM_NAME)
+        return saved_path
 
     return save
 
 
-def _analysed(
-    name: str, extra_outputs: str, held: dict[tuple[object, ...], AnalysedModel]
+def _analyse_once(
+    name: str, extra_outputs: str, analysed_models: dict[tuple[object, ...], AnalysedModel]
 ) -> Callable[..., AnalysedModel]:
-    """A family's graph is captured once, however many files are made of it."""
-    real = make.analyse
+    """Return an `analyse` that captures a family's graph once for all its files."""
+    original = build.analyse
 
     def analyse(
         source: Source, target: str, length: int, phase: Any, wanted: Any, hidden: Any, half: bool, attention: bool
     ) -> AnalysedModel:
         key = name, length, extra_outputs, repr(hidden), attention
-        if key not in held:
-            held[key] = real(source, target, length, phase, wanted, hidden, half, attention)
-        return replace(held[key], target=target, half=half)
+        if key not in analysed_models:
+            analysed_models[key] = original(source, target, length, phase, wanted, hidden, half, attention)
+        return replace(analysed_models[key], target=target, half=half)
 
     return analyse
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+    torch.set_num_threads(1)  # threads cost more time than they save in tiny products

@@ -1,4 +1,4 @@
-"""Beam search over exported files finds the hypotheses of transformers' generate(), with their scores."""
+"""Beam search and logit rules over exported files give the hypotheses and scores of transformers' generate()."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ LENGTHS = (6, 11, 3, 1, 8)
 
 
 def expected(family, row, **options):
-    """generate() for one row alone: generated ids, and scores."""
-    found = generated(family, row, **options)
-    return own_ids(family, row, found), found.sequences_scores.numpy()
+    """Return the ids and scores of the hypotheses of generate() for a single row."""
+    output = generate_by_transformers(family, row, **options)
+    return generated_ids(family, row, output), output.sequences_scores.numpy()
 
 
-def generated(family, row, **options):
+def generate_by_transformers(family, row, **options):
+    """Return the output of generate() for a single row."""
     with torch.no_grad():
         return family.module.generate(
             torch.from_numpy(row)[None],
@@ -28,33 +29,34 @@ def generated(family, row, **options):
         )
 
 
-def own_ids(family, row, found):
-    """The generated ids of each sequence, up to an end token."""
+def generated_ids(family, row, output):
+    """Return the generated ids of each sequence, up to the end token."""
     prompt = len(row) if family.decoder_only else 1
-    return [cut(ids[prompt:]) for ids in found.sequences.tolist()]
+    return [truncate_at_end(ids[prompt:]) for ids in output.sequences.tolist()]
 
 
-def cut(ids: list[int]) -> list[int]:
+def truncate_at_end(ids: list[int]) -> list[int]:
+    """Return the ids up to the first end token."""
     return ids[: ids.index(END) + 1] if END in ids else ids
 
 
 @pytest.mark.parametrize("batch_size", [32, 2])
 @pytest.mark.parametrize("name", ["marian-eager", "gpt2-sdpa"])
-def test_beams_equal_generate(exported, name, batch_size):
-    """All rows at once, and two at a time, which others then join."""
+def test_beam_search_matches_generate(exported, name, batch_size):
+    """All rows decode at once, and two at a time, so that rows join a running batch."""
     file = exported(name)
-    random = np.random.default_rng(5)
-    rows = [random.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
+    rng = np.random.default_rng(5)
+    rows = [rng.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
     options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12, "length_penalty": 0.7}
     results = list(file.model.generate_batch(rows, batch_size=batch_size, **options))
     for row, result in zip(rows, results, strict=True):
         ids, scores = expected(
             file.family, row, num_beams=4, num_return_sequences=2, max_new_tokens=12, length_penalty=0.7
         )
-        found = [result, *result.alternatives]
-        assert [list(r.token_ids) for r in found] == ids
-        # Sums of a dozen log-probabilities, each wrong by some 1e-6.
-        np.testing.assert_allclose([r.score for r in found], scores, atol=1e-4)
+        hypotheses = [result, *result.alternatives]
+        assert [list(r.token_ids) for r in hypotheses] == ids
+        # A score is a sum of a dozen log-probabilities, each with an error of some 1e-6.
+        np.testing.assert_allclose([r.score for r in hypotheses], scores, atol=1e-4)
     assert len({r.token_ids for result in results for r in (result, *result.alternatives)}) > 1.5 * len(rows)
 
 
@@ -69,14 +71,16 @@ RULES = [
 
 
 @pytest.mark.parametrize("name", ["marian-eager", "gpt2-sdpa"])
-@pytest.mark.parametrize(("ours", "theirs"), RULES)
-@pytest.mark.parametrize("beams", [1, 3])
-def test_rules_equal_generates(exported, name, ours, theirs, beams):
+@pytest.mark.parametrize(("options", "transformers_options"), RULES)
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_logit_rules_match_generate(exported, name, options, transformers_options, num_beams):
     file = exported(name)
-    random = np.random.default_rng(6)
-    rows = [random.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
-    results = file.model.generate_batch(rows, batch_size=2, num_beams=beams, max_new_tokens=10, **ours)
+    rng = np.random.default_rng(6)
+    rows = [rng.integers(END + 1, VOCABULARY, length) for length in LENGTHS]
+    results = file.model.generate_batch(rows, batch_size=2, num_beams=num_beams, max_new_tokens=10, **options)
     for row, result in zip(rows, results, strict=True):
-        given = {"num_beams": beams, "max_new_tokens": 10, **theirs}
-        found, *_ = own_ids(file.family, row, generated(file.family, row, **given))
-        assert list(result.token_ids) == found
+        output = generate_by_transformers(
+            file.family, row, num_beams=num_beams, max_new_tokens=10, **transformers_options
+        )
+        expected_ids, *_ = generated_ids(file.family, row, output)
+        assert list(result.token_ids) == expected_ids

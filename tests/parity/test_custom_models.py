@@ -1,4 +1,4 @@
-"""The models of tformer_models that are no translators, from a checkpoint to the command line: against PyTorch."""
+"""Exported classifiers, sentence encoders and language models of tformer_models match their PyTorch modules."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ def tokenizer():
     return languages.tokenizer(TEXTS, 300)
 
 
-def random(kind, *arguments, **options):
+def random_model(model_class, *arguments, **options):
+    """Return a model with seeded random weights."""
     torch.manual_seed(2)
-    model = kind(*arguments, **{**SIZES, **options}).eval()
+    model = model_class(*arguments, **{**SIZES, **options}).eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
 
 
 def rows(tokenizer):
+    """Return the ids of each text, truncated to the model's length."""
     return [torch.tensor([Tokenizer.from_str(tokenizer).encode(text).ids[:24]]) for text in TEXTS]
 
 
-def test_a_classifiers_checkpoint_holds_all_that_its_file_needs(tokenizer, tmp_path):
-    model = random(SentenceClassifier, 300, 3, positions="sinusoidal")
+def test_classifier_checkpoint_classifies_as_its_module(tokenizer, tmp_path):
+    model = random_model(SentenceClassifier, 300, 3, positions="sinusoidal")
     arguments = {"vocabulary": 300, "labels": 3, **SIZES, "positions": "sinusoidal"}
     save_checkpoint(
         model, tmp_path / "model.pt", factory="tformer_models.encoder:SentenceClassifier", arguments=arguments,
         tokenizer={"ids": tokenizer}, task=Task("text-classification", labels=LABELS), step_input=None, max_length=24,
     )  # fmt: skip
     file = tmp_path / "model.onnx"
-    done = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
-    assert done.exit_code == 0, done.output
-    out = CliRunner().invoke(run_command, [str(file), *TEXTS, "--json", "--truncate"])
-    assert out.exit_code == 0, out.output
-    found = [json.loads(line) for line in out.stdout.splitlines()]
+    result = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    run_result = CliRunner().invoke(run_command, [str(file), *TEXTS, "--json", "--truncate"])
+    assert run_result.exit_code == 0, run_result.output
+    actual = [json.loads(line) for line in run_result.stdout.splitlines()]
     with torch.inference_mode():
         expected = [model(ids)[0].softmax(-1).tolist() for ids in rows(tokenizer)]
-    assert [list(each["scores"]) for each in found] == [LABELS] * 4
-    np.testing.assert_allclose([list(each["scores"].values()) for each in found], expected, atol=1e-5)
-    assert [each["label"] for each in found] == [LABELS[int(np.argmax(row))] for row in expected]
+    assert [list(line["scores"]) for line in actual] == [LABELS] * 4
+    np.testing.assert_allclose([list(line["scores"].values()) for line in actual], expected, atol=1e-5)
+    assert [line["label"] for line in actual] == [LABELS[int(np.argmax(row))] for row in expected]
 
 
-def test_a_sentence_encoders_vectors_are_the_modules_whatever_stands_beside_them(tokenizer, tmp_path):
-    model = random(SentenceEncoder, 300, pool="max", vector=8, normalize=True)
+def test_sentence_vectors_match_the_module_for_each_batch_size(tokenizer, tmp_path):
+    model = random_model(SentenceEncoder, 300, pool="max", vector=8, normalize=True)
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
     export(
         model, tmp_path / "m.onnx", {"ids": ids}, None, tokenizer=tokenizer, task="feature-extraction",
@@ -79,8 +81,8 @@ def test_a_sentence_encoders_vectors_are_the_modules_whatever_stands_beside_them
         np.testing.assert_allclose(file.embed(TEXTS, batch_size=batch, truncate=True), expected, atol=1e-5)
 
 
-def test_a_language_model_goes_on_as_its_whole_forward_does(tmp_path):
-    model = random(LanguageModel, 40)
+def test_language_model_greedy_tokens_match_whole_forward(tmp_path):
+    model = random_model(LanguageModel, 40)
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
     export(
         model,
@@ -93,18 +95,18 @@ def test_a_language_model_goes_on_as_its_whole_forward_does(tmp_path):
     file = Model.load(tmp_path / "m.onnx", device="cpu", threads=1)
     prompts = [[1, 5, 9, 7, 30], [1, 8], [1, 33, 12]]
     for prompt, result in zip(prompts, file.generate_batch(prompts, max_new_tokens=12), strict=True):
-        wanted = list(prompt)
+        expected_ids = list(prompt)
         with torch.inference_mode():
-            while len(wanted) < len(prompt) + 12 and (len(wanted) == len(prompt) or wanted[-1] != 2):
-                wanted.append(int(model(torch.tensor([wanted]))[0, -1].argmax()))
-        assert list(result.token_ids) == wanted[len(prompt) :]
+            while len(expected_ids) < len(prompt) + 12 and (len(expected_ids) == len(prompt) or expected_ids[-1] != 2):
+                expected_ids.append(int(model(torch.tensor([expected_ids]))[0, -1].argmax()))
+        assert list(result.token_ids) == expected_ids[len(prompt) :]
 
 
-def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
-    """Two turns on the command line and in Python, against the whole forward over the conversation so far."""
+def test_chat_uses_the_template_of_the_checkpoint(tmp_path):
+    """Two turns, on the command line and in Python, match the forward over the whole conversation."""
     size = len(words.vocabulary())
     sizes = {**SIZES, "positions": "sinusoidal", "max_length": 64}
-    model = random(LanguageModel, size, **sizes)
+    model = random_model(LanguageModel, size, **sizes)
     save_checkpoint(
         model, tmp_path / "model.pt", factory="tformer_models.language_model:LanguageModel",
         arguments={"vocabulary": size, **sizes}, tokenizer={"ids": words.tokenizer()},
@@ -113,8 +115,8 @@ def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
         chat_template=words.TEMPLATE, max_length=64,
     )  # fmt: skip
     file = tmp_path / "model.onnx"
-    done = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(export_command, [str(tmp_path / "model.pt"), "-o", str(file)])
+    assert result.exit_code == 0, result.output
     encode, decode = Tokenizer.from_str(words.tokenizer()).encode, Tokenizer.from_str(words.tokenizer()).decode
 
     def answer(prompt):
@@ -128,32 +130,38 @@ def test_a_language_model_chats_by_its_checkpoints_template(tmp_path):
     first = answer("<user>cat<end><model>")
     second = answer(f"<user>cat<end><model>{first}<end><user>a rhyme<end><model>")
     messages = [("user", "cat"), ("assistant", first), ("user", "a rhyme")]
-    talk = [{"role": role, "content": text} for role, text in messages]
-    out = CliRunner().invoke(run_command, [str(file), "--chat", "--max-new-tokens", "4", "--", "cat", json.dumps(talk)])
-    assert out.exit_code == 0, out.output
-    assert out.stdout.splitlines() == [first, second]
+    conversation = [{"role": role, "content": text} for role, text in messages]
+    run_result = CliRunner().invoke(
+        run_command, [str(file), "--chat", "--max-new-tokens", "4", "--", "cat", json.dumps(conversation)]
+    )
+    assert run_result.exit_code == 0, run_result.output
+    assert run_result.stdout.splitlines() == [first, second]
     chat = Model.load(file, device="cpu", threads=1).chat()
     assert [chat.send(text, max_new_tokens=4).text for text in ("cat", "a rhyme")] == [first, second]
 
 
 def language_model():
-    """A factory."""
+    """Return a module, its example and its options, as a factory for tformer-export does."""
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    special = {"bos_token_id": [], "eos_token_id": [words.END], "pad_token_id": words.PAD}
-    options = {"step_input": "ids", "tokenizer": words.tokenizer(), "special_tokens": special, "max_length": 24}
-    return random(LanguageModel, len(words.vocabulary())), {"ids": ids}, {**options, "chat_template": words.TEMPLATE}
+    special_tokens = {"bos_token_id": [], "eos_token_id": [words.END], "pad_token_id": words.PAD}
+    options = {"step_input": "ids", "tokenizer": words.tokenizer(), "special_tokens": special_tokens, "max_length": 24}
+    return (
+        random_model(LanguageModel, len(words.vocabulary())),
+        {"ids": ids},
+        {**options, "chat_template": words.TEMPLATE},
+    )
 
 
-def test_a_template_beside_a_module(tmp_path, monkeypatch):
-    """What a factory says, and what the command says in its place."""
+def test_chat_template_flag_replaces_the_template_of_a_factory(tmp_path, monkeypatch):
+    """The factory's template is read, and --chat-template replaces it."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     assert from_factory("test_custom_models:language_model").chat_template == words.TEMPLATE
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     source, file = "test_custom_models:language_model", tmp_path / "m.onnx"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         export_command, [source, "-o", str(file), "--chat-template", str(tmp_path / "chat.jinja")]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     prompt = Model.load(file, "cpu", threads=1).prompt("K AE")
     assert prompt.tolist() == Tokenizer.from_str(words.tokenizer()).encode("K AE").ids
 
@@ -167,7 +175,7 @@ def test_a_template_beside_a_module(tmp_path, monkeypatch):
         ("{{ bos_token }}{{ messages[0].content }}", "the chat template names bos_token, unknown here"),
     ],
 )
-def test_what_is_no_template(tmp_path, template, sentence):
+def test_invalid_chat_template_raises_option_error(tmp_path, template, sentence):
     model, example, options = language_model()
     with pytest.raises(OptionError, match=sentence):
         export(model, tmp_path / "n.onnx", example, **{**options, "chat_template": template})
@@ -176,7 +184,7 @@ def test_what_is_no_template(tmp_path, template, sentence):
     assert not (tmp_path / "n.onnx").exists()
 
 
-def test_what_has_no_prompt_to_make(tmp_path):
+def test_chat_template_without_tokenizer_or_step_input_raises_option_error(tmp_path):
     model, example, options = language_model()
     with pytest.raises(OptionError, match="there is no tokenizer to read them: give one"):
         export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})

@@ -1,7 +1,7 @@
-"""What a file gives beside logits is what the source computes: cross-attention's weights, and submodules' outputs.
+"""Extra outputs of exported files match the source model: cross-attention weights and hidden states.
 
-The weights are compared with those that transformers' generate() reports, and with those that a hand-written attention
-keeps; hidden states with transformers' own and with forward hooks.
+The references for weights are transformers' generate() and a hand-written attention that stores its weights. The
+references for hidden states are transformers' outputs and forward hooks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 from tformer_export import ExtraOutputs, export
 from tformer_runtime import Model
 
-CLOSE = dict(rtol=0, atol=2e-5)  # float32 sums in another order, of values of about 1
-WIDE = dict(rtol=0, atol=2e-4)  # of values of about 10
+TOLERANCE_UNIT = dict(rtol=0, atol=2e-5)  # float32 sums in another order, with values of about 1
+TOLERANCE_TEN = dict(rtol=0, atol=2e-4)  # values of about 10
 HEADS = ((0, 1), (1, 0), (1, 3))
 HAND_WRITTEN = ExtraOutputs(
     cross_attentions=HEADS,
@@ -25,12 +25,14 @@ HAND_WRITTEN = ExtraOutputs(
 LLAMA = ExtraOutputs(hidden_states=("model.layers.0", "model.layers.1.self_attn.q_proj", "model.norm", "lm_head"))
 
 
-def sources(*lengths):
-    random = np.random.default_rng(5)
-    return [random.integers(END + 1, VOCABULARY, length) for length in lengths]
+def draw_rows(*lengths):
+    """Return random rows of ids of these lengths."""
+    rng = np.random.default_rng(5)
+    return [rng.integers(END + 1, VOCABULARY, length) for length in lengths]
 
 
-def generated(module, row, **options):
+def generate_by_transformers(module, row, **options):
+    """Return the output of generate() with attentions, for a single row."""
     with torch.no_grad():
         return module.generate(
             torch.from_numpy(row)[None],
@@ -43,44 +45,51 @@ def generated(module, row, **options):
         )
 
 
-def weights_of(layers, beam):
-    """The mean over layers and heads of one beam's (heads, 1, source) weights."""
+def mean_weights(layers, beam):
+    """Return the mean over layers and heads of one beam's weights (heads, 1, source)."""
     return torch.stack([layer[beam, :, -1] for layer in layers]).mean((0, 1)).numpy()
 
 
 @pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
-def test_greedy_alignments_are_the_weights_of_generate(exported, name):
+def test_greedy_cross_attentions_match_generate(exported, name):
     file = exported(name, extra_outputs=ExtraOutputs(cross_attentions=True))
-    for row in sources(6, 11, 3):
+    for row in draw_rows(6, 11, 3):
         result = file.model.generate(row, cross_attentions=True, max_new_tokens=10)
-        expected = generated(file.family.module, row)
+        expected = generate_by_transformers(file.family.module, row)
         assert list(result.token_ids) == expected.sequences[0, 1:].tolist()
-        weights = [weights_of(layers, 0) for layers in expected.cross_attentions]
+        weights = [mean_weights(layers, 0) for layers in expected.cross_attentions]
         assert result.cross_attentions.dtype == np.float32
-        np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **CLOSE)
+        np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **TOLERANCE_UNIT)
 
 
 @pytest.mark.parametrize("name", ["marian-eager", pytest.param("t5-eager", marks=pytest.mark.thorough)])
-def test_the_alignments_of_beams_are_those_of_the_hypotheses_that_won(exported, name):
+def test_cross_attentions_of_beams_match_generate_along_beam_indices(exported, name):
     file = exported(name, extra_outputs=ExtraOutputs(cross_attentions=True))
-    moved = 0
-    for row in sources(6, 11, 3):
-        best = file.model.generate(row, cross_attentions=True, num_beams=4, num_return_sequences=3, max_new_tokens=10)
-        expected = generated(file.family.module, row, num_beams=4, num_return_sequences=3, output_scores=True)
+    num_reordered = 0
+    for row in draw_rows(6, 11, 3):
+        result_of_beams = file.model.generate(
+            row, cross_attentions=True, num_beams=4, num_return_sequences=3, max_new_tokens=10
+        )
+        expected = generate_by_transformers(
+            file.family.module, row, num_beams=4, num_return_sequences=3, output_scores=True
+        )
         for result, ids, beams in zip(
-            (best, *best.alternatives), expected.sequences.tolist(), expected.beam_indices.tolist(), strict=True
+            (result_of_beams, *result_of_beams.alternatives),
+            expected.sequences.tolist(),
+            expected.beam_indices.tolist(),
+            strict=True,
         ):
             length = len(result.token_ids)
             assert list(result.token_ids) == ids[1 : 1 + length]
-            weights = [weights_of(expected.cross_attentions[t], beams[t]) for t in range(length)]
-            np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **CLOSE)
-            moved += len(set(beams[1:length])) > 1
-    assert moved > 3
+            weights = [mean_weights(expected.cross_attentions[t], beams[t]) for t in range(length)]
+            np.testing.assert_allclose(result.cross_attentions, np.stack(weights), **TOLERANCE_UNIT)
+            num_reordered += len(set(beams[1:length])) > 1
+    assert num_reordered > 3
 
 
-def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
+def test_cross_attentions_in_a_batch_match_align_of_single_rows(exported):
     file = exported("marian-eager", extra_outputs=ExtraOutputs(cross_attentions=True))
-    rows = sources(6, 11, 3, 1)
+    rows = draw_rows(6, 11, 3, 1)
     for options in (
         {},
         {"num_beams": 3, "num_return_sequences": 2},
@@ -89,56 +98,58 @@ def test_rows_of_a_batch_have_the_alignments_that_they_have_alone(exported):
         options = {**options, "cross_attentions": True, "max_new_tokens": 8}
         results = list(file.model.generate_batch(rows, batch_size=2, **options))
         for row, result in zip(rows, results, strict=True):
-            for each in (result, *result.alternatives):
-                assert each.cross_attentions.shape == (len(each.token_ids), len(row))
-                np.testing.assert_allclose(each.cross_attentions, file.model.align(row, each.token_ids), **CLOSE)
+            for hypothesis in (result, *result.alternatives):
+                assert hypothesis.cross_attentions.shape == (len(hypothesis.token_ids), len(row))
+                np.testing.assert_allclose(
+                    hypothesis.cross_attentions, file.model.align(row, hypothesis.token_ids), **TOLERANCE_UNIT
+                )
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("portable", marks=pytest.mark.thorough)])
-def test_chosen_heads_of_attention_written_by_hand(exported, target):
+def test_cross_attentions_of_chosen_heads_match_hand_written_attention(exported, target):
     file = exported("hand-written", target, extra_outputs=HAND_WRITTEN)
-    (row,) = sources(7)
+    (row,) = draw_rows(7)
     result = file.model.generate(row, cross_attentions=True, max_new_tokens=9)
     module, tokens = file.family.module, torch.tensor([[START, *result.token_ids[:-1]]])
     with torch.no_grad():
         module(torch.from_numpy(row)[None], tokens)
     expected = torch.stack([module.decoder[layer][1].weights[0, head] for layer, head in HEADS]).mean(0)
-    np.testing.assert_allclose(result.cross_attentions, expected.numpy(), **CLOSE)
+    np.testing.assert_allclose(result.cross_attentions, expected.numpy(), **TOLERANCE_UNIT)
 
 
-def test_hidden_states_are_what_the_submodules_return(exported):
+def test_hidden_states_match_forward_hooks(exported):
     file = exported("hand-written", extra_outputs=HAND_WRITTEN)
     names = HAND_WRITTEN.hidden_states
-    for row in sources(7, 2):
+    for row in draw_rows(7, 2):
         result = file.model.generate(row, hidden_states=True, max_new_tokens=9)
         assert set(result.hidden_states) == set(names)
         tokens = [START, *result.token_ids[:-1]]
-        expected = hooked(file.family.module, names, torch.from_numpy(row)[None], torch.tensor([tokens]))
+        expected = submodule_outputs(file.family.module, names, torch.from_numpy(row)[None], torch.tensor([tokens]))
         for name, value in expected.items():
-            np.testing.assert_allclose(result.hidden_states[name], value, **WIDE)
-        every = file.model.hidden_states(row, tokens[1:])
+            np.testing.assert_allclose(result.hidden_states[name], value, **TOLERANCE_TEN)
+        all_states = file.model.hidden_states(row, tokens[1:])
         for name, value in expected.items():
-            np.testing.assert_allclose(every[name], value, **WIDE)
+            np.testing.assert_allclose(all_states[name], value, **TOLERANCE_TEN)
     assert set(file.model.hidden_states(row)) == {"encoder.0.4"}
 
 
-def hooked(module, names, *inputs):
-    """Name → what a submodule returned for the only row."""
-    held = {}
+def submodule_outputs(module, names, *inputs):
+    """Return name → output of each submodule for a single row, recorded by forward hooks."""
+    outputs = {}
     handles = [
-        module.get_submodule(name).register_forward_hook(lambda m, a, output, name=name: held.update({name: output}))
+        module.get_submodule(name).register_forward_hook(lambda m, a, output, name=name: outputs.update({name: output}))
         for name in names
     ]
     with torch.no_grad():
         module(*inputs)
     for handle in handles:
         handle.remove()
-    return {name: held[name][0].numpy() for name in names}
+    return {name: outputs[name][0].numpy() for name in names}
 
 
-def test_hidden_states_of_a_decoder_alone(exported):
+def test_hidden_states_of_a_decoder_only_model_match_transformers(exported):
     file = exported("llama-sdpa", extra_outputs=LLAMA)
-    (prompt,) = sources(5)
+    (prompt,) = draw_rows(5)
     result = file.model.generate(prompt, hidden_states=True, max_new_tokens=6)
     ids = torch.tensor([[*prompt, *result.token_ids[:-1]]])
     with torch.no_grad():
@@ -148,20 +159,20 @@ def test_hidden_states_of_a_decoder_alone(exported):
         "model.norm": output.hidden_states[-1],
         "lm_head": output.logits,
     }
-    every = file.model.hidden_states(prompt, result.token_ids[:-1])
-    assert set(every) == set(result.hidden_states) == set(LLAMA.hidden_states)
+    all_states = file.model.hidden_states(prompt, result.token_ids[:-1])
+    assert set(all_states) == set(result.hidden_states) == set(LLAMA.hidden_states)
     for name, value in expected.items():
-        np.testing.assert_allclose(every[name], value[0].numpy(), **WIDE)
-        np.testing.assert_allclose(result.hidden_states[name], value[0, len(prompt) - 1 :].numpy(), **WIDE)
-    query = hooked(file.family.module, LLAMA.hidden_states[1:2], ids)[LLAMA.hidden_states[1]]
-    np.testing.assert_allclose(every["model.layers.1.self_attn.q_proj"], query, **WIDE)
+        np.testing.assert_allclose(all_states[name], value[0].numpy(), **TOLERANCE_TEN)
+        np.testing.assert_allclose(result.hidden_states[name], value[0, len(prompt) - 1 :].numpy(), **TOLERANCE_TEN)
+    query = submodule_outputs(file.family.module, LLAMA.hidden_states[1:2], ids)[LLAMA.hidden_states[1]]
+    np.testing.assert_allclose(all_states["model.layers.1.self_attn.q_proj"], query, **TOLERANCE_TEN)
     batch = file.model.generate_batch([prompt, prompt[:2]], hidden_states=True, max_new_tokens=6)
     for name, value in next(batch).hidden_states.items():
-        np.testing.assert_allclose(value, result.hidden_states[name], **WIDE)
+        np.testing.assert_allclose(value, result.hidden_states[name], **TOLERANCE_TEN)
 
 
 class Encoder(nn.Module):
-    """Run once; its layer gives (time, batch, width), and a tuple."""
+    """A single-pass encoder. Its layer returns a tuple with a tensor (time, batch, width)."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -180,7 +191,7 @@ class Encoder(nn.Module):
         return self.out(self.layer(self.embed(src).transpose(0, 1), src == PAD)[0].transpose(0, 1))
 
 
-def test_hidden_states_of_a_model_that_is_run_once(tmp_path):
+def test_hidden_states_of_a_single_pass_model_match_its_layer(tmp_path):
     module = Encoder().eval()
     report = export(
         module,
@@ -190,14 +201,14 @@ def test_hidden_states_of_a_model_that_is_run_once(tmp_path):
     )
     assert 0 < report.parity.extras["hidden_states.layer"] < 1e-4
     model = Model.load(tmp_path / "m.onnx", "cpu")
-    for row in sources(9, 4):
+    for row in draw_rows(9, 4):
         with torch.no_grad():
             expected, _ = module.layer(module.embed(torch.from_numpy(row)[:, None]), torch.zeros(1, len(row)) > 0)
-        (found,) = model.hidden_states(row).values()
-        np.testing.assert_allclose(found, expected[:, 0].numpy(), **CLOSE)
+        (actual,) = model.hidden_states(row).values()
+        np.testing.assert_allclose(actual, expected[:, 0].numpy(), **TOLERANCE_UNIT)
 
 
-def test_the_report_and_the_manifest_tell_what_the_file_gives(exported):
+def test_report_and_manifest_list_the_extra_outputs(exported):
     file = exported("hand-written", extra_outputs=HAND_WRITTEN)
     names = {"cross_attentions", *(f"hidden_states.{name}" for name in HAND_WRITTEN.hidden_states)}
     assert set(file.report.parity.extras) == names

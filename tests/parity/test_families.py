@@ -1,4 +1,4 @@
-"""Every family, through one runner: the file computes what its source computes, row by row and token by token."""
+"""Exported files of all families give the logits and greedy tokens of their PyTorch source for each row."""
 
 from __future__ import annotations
 
@@ -11,84 +11,95 @@ from tformer_runtime.decoding.request import make_request
 
 PROMPTS = (4, 9, 1, 6)
 SOURCES = (7, 2, 12, 5)
-STEPS = 5
-NEW_TOKENS = 16
-# A logit is a sum of at most about 100 products after four sublayers, each of about as many; float32 rounds each
-# partial sum by 2⁻²⁴ of it, in an order that differs from kernel to kernel: 4 · 100 · 2⁻²⁴ ≈ 2.4e-5 of the logits'
-# range if all errors add up. A wrong position or mask moves logits by 1e-2 of the range and more.
+NUM_STEPS = 5
+MAX_NEW_TOKENS = 16
+# A logit is a sum of at most about 100 products after four sublayers, each with as many. float32 rounds each partial
+# sum by 2⁻²⁴ of its value, in an order that depends on the kernel. The bound is 4 · 100 · 2⁻²⁴ ≈ 2.4e-5 of the logits'
+# range. A wrong position or mask changes logits by at least 1e-2 of the range.
 TOLERANCE = 2.5e-5
 
-# To others, in all that an exporter has to find.
-ALIKE = ("seq2seq-learned-gelu-untied", "seq2seq-pre-untied", "llama-eager")
+# Families with the graph structure of another family.
+REDUNDANT_FAMILIES = ("seq2seq-learned-gelu-untied", "seq2seq-pre-untied", "llama-eager")
 
 
-def some(chosen):
+def for_families(selected):
+    """Return a mark that runs a test for the chosen families."""
     return pytest.mark.parametrize(
-        "name", [pytest.param(f.name, marks=[pytest.mark.thorough] if f.name in ALIKE else []) for f in chosen]
+        "name",
+        [pytest.param(f.name, marks=[pytest.mark.thorough] if f.name in REDUNDANT_FAMILIES else []) for f in selected],
     )
 
 
-families = some(FAMILIES)
+families = for_families(FAMILIES)
 portable = pytest.mark.parametrize(
     "name", ["seq2seq-learned-pre-gelu", "llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)]
 )
 
 
-def draw(seed: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    """Rows of ids, none of them special."""
-    random = np.random.default_rng(seed)
-    return [random.integers(END + 1, VOCABULARY - 6, length) for length in lengths]
+def draw_rows(seed: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    """Return rows of ids without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(END + 1, VOCABULARY - 6, length) for length in lengths]
 
 
-def start(exported, sources):
+def start_batch(exported, sources):
+    """Return the engine's state for a batch of sources."""
     requests = {exported.family.request: sources} if exported.family.request else None
     return exported.engine.start(requests, len(sources))
 
 
-def stepped(exported):
-    """Each row's source, ids and logits, (time, vocabulary): of a ragged prompt at once, then of single tokens."""
-    sources, rows = draw(1, SOURCES), draw(2, tuple(n + STEPS for n in PROMPTS))
-    counts = np.array(PROMPTS)
-    tokens = np.full((len(rows), counts.max()), PAD)
+def step_logits(exported):
+    """Return each row's source, ids and logits (time, vocabulary).
+
+    The first step has prompts of different lengths. Each further step has one token per row.
+    """
+    sources, rows = draw_rows(1, SOURCES), draw_rows(2, tuple(n + NUM_STEPS for n in PROMPTS))
+    num_tokens = np.array(PROMPTS)
+    tokens = np.full((len(rows), num_tokens.max()), PAD)
     for i, row in enumerate(rows):
-        tokens[i, : counts[i]] = row[: counts[i]]
-    state = start(exported, sources)
-    logits = exported.engine.step(state, tokens, counts, logit_positions="all").copy()
-    found = [[*logits[i, : counts[i]]] for i in range(len(rows))]
-    for step in range(STEPS):
+        tokens[i, : num_tokens[i]] = row[: num_tokens[i]]
+    state = start_batch(exported, sources)
+    logits = exported.engine.step(state, tokens, num_tokens, logit_positions="all").copy()
+    actual = [[*logits[i, : num_tokens[i]]] for i in range(len(rows))]
+    for step in range(NUM_STEPS):
         logits = exported.engine.step(state, np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)]))
         for i in range(len(rows)):
-            found[i].append(logits[i].copy())
-    return [(source, row, np.stack(own)) for source, row, own in zip(sources, rows, found, strict=True)]
+            actual[i].append(logits[i].copy())
+    return [(source, row, np.stack(row_logits)) for source, row, row_logits in zip(sources, rows, actual, strict=True)]
 
 
 def check_logits(exported):
-    """Every logit of every row against the row alone in the source."""
-    for source, row, found in stepped(exported):
+    """Compare all logits of a batch with the source's logits for each single row."""
+    for source, row, actual in step_logits(exported):
         expected = exported.family.logits(source, row)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
 def check_greedy(exported):
-    """A ragged batch against each row alone in the source, all at once and two at a time, which others then join: the
-    same tokens, the same ends."""
-    rows = draw(0, (5, 9, 2, 7, 1, 14, 3))
-    most = [NEW_TOKENS, 3, 9, NEW_TOKENS, 6, 2, 11]  # so that rows leave at different steps, if none ends by itself
-    expected = [exported.family.greedy(row, NEW_TOKENS) for row in rows]
-    results = list(exported.model.generate_batch(rows, max_new_tokens=NEW_TOKENS))
+    """Compare tokens and finish reasons of a ragged batch with the source's for each single row.
+
+    All rows decode at once, then two at a time, so that rows join a running batch.
+    """
+    rows = draw_rows(0, (5, 9, 2, 7, 1, 14, 3))
+    # Rows leave at different steps even without end tokens.
+    max_new_tokens = [MAX_NEW_TOKENS, 3, 9, MAX_NEW_TOKENS, 6, 2, 11]
+    expected = [exported.family.greedy(row, MAX_NEW_TOKENS) for row in rows]
+    results = list(exported.model.generate_batch(rows, max_new_tokens=MAX_NEW_TOKENS))
     assert [list(r.token_ids) for r in results] == expected
     assert [r.finish_reason for r in results] == ["end" if e[-1] == END else "length" for e in expected]
-    assert joining(exported.model, rows, most) == [ids[:n] for ids, n in zip(expected, most, strict=True)]
-    # What was compared is worth comparing: the rows differ, and are not one token over and over.
+    assert decode_two_at_a_time(exported.model, rows, max_new_tokens) == [
+        ids[:n] for ids, n in zip(expected, max_new_tokens, strict=True)
+    ]
+    # The expected rows differ from each other and do not repeat one token.
     assert len({tuple(e) for e in expected}) >= len(rows) - 1
     assert len({token for row in expected for token in row}) >= 10
 
 
-def joining(model, rows, most):
-    """The tokens of rows that are decoded two at a time, each up to a length of its own."""
+def decode_two_at_a_time(model, rows, max_new_tokens):
+    """Return the tokens of rows that decode two at a time, with a maximum length for each row."""
     generator, tasks = model.generator, []
     scheduler = generator.new_scheduler(None, 2)
-    for row, length in zip(rows, most, strict=True):
+    for row, length in zip(rows, max_new_tokens, strict=True):
         settings = model.settings(None, {"max_new_tokens": length})
         tasks.append(generator.make_task(make_request(model.manifest, model.inputs, row, 0, settings), settings))
         scheduler.submit(tasks[-1])
@@ -98,52 +109,54 @@ def joining(model, rows, most):
 
 
 @families
-def test_logits(exported, name):
+def test_logits_match_the_source(exported, name):
     check_logits(exported(name))
 
 
 @families
-def test_greedy_tokens(exported, name):
+def test_greedy_tokens_match_the_source(exported, name):
     check_greedy(exported(name))
 
 
-@some([family for family in FAMILIES if family.decoder_only])
-def test_what_was_read_before_counts_as_if_it_were_read_now(exported, name):
-    """A prefix that requests go on from, and a conversation, each against the source on the whole."""
+@for_families([family for family in FAMILIES if family.decoder_only])
+def test_cached_prefix_and_chat_match_the_source_on_the_whole_text(exported, name):
+    """Requests after a cached prefix, and turns of a chat, match the source on the whole text."""
     file = exported(name)
-    begin, *rows = draw(3, (8, 5, 1, 11, 2))
-    prefix = file.model.cache_prefix(begin)
+    prefix_ids, *rows = draw_rows(3, (8, 5, 1, 11, 2))
+    prefix = file.model.cache_prefix(prefix_ids)
     results = file.model.generate_batch(rows, batch_size=2, prefix=prefix, max_new_tokens=9)
     for row, result in zip(rows, results, strict=True):
-        assert list(result.token_ids) == file.family.greedy(np.concatenate([begin, row]), 9)
-    chat, whole = file.model.chat(), np.zeros(0, np.int64)
+        assert list(result.token_ids) == file.family.greedy(np.concatenate([prefix_ids, row]), 9)
+    chat, conversation = file.model.chat(), np.zeros(0, np.int64)
     for row in rows:
-        whole = np.concatenate([whole, row])
+        conversation = np.concatenate([conversation, row])
         result = chat.send(row, max_new_tokens=6)
-        assert list(result.token_ids) == file.family.greedy(whole, 6)
-        whole = np.concatenate([whole, result.token_ids])
+        assert list(result.token_ids) == file.family.greedy(conversation, 6)
+        conversation = np.concatenate([conversation, result.token_ids])
     chat.rewind(2)
-    whole = np.concatenate([chat.turns[-1].ids, rows[2]])
-    assert list(chat.send(rows[2], max_new_tokens=6).token_ids) == file.family.greedy(whole, 6)
+    conversation = np.concatenate([chat.turns[-1].ids, rows[2]])
+    assert list(chat.send(rows[2], max_new_tokens=6).token_ids) == file.family.greedy(conversation, 6)
 
 
 @pytest.mark.parametrize("name", ["hand-written", "gpt2-sdpa", "llama-sdpa", "t5-eager"])
-def test_heads_that_are_split_and_merged_cost_nothing(exported, name):
-    """The kernels of attention take merged heads, so that how a model splits them is undone, at each layer: what is
-    left made a step of one row a fifth slower."""
+def test_file_has_no_chained_reshapes_of_heads(exported, name):
+    """Attention kernels take merged heads, so that the file needs no reshapes of the model's split heads.
+
+    Such reshapes make a step of one row a fifth slower.
+    """
     model = onnx.load(exported(name).path, load_external_data=False)
     branches = [a.g for node in model.graph.node if node.op_type == "If" for a in node.attribute] or [model.graph]
     for nodes in (branch.node for branch in branches):
         reshaped = {node.output[0] for node in nodes if node.op_type == "Reshape"}
         assert not [node.name for node in nodes if node.op_type == "Reshape" and node.input[0] in reshaped]
-        assert sum(node.op_type == "Shape" for node in nodes) <= 4  # of the whole, not of a layer
+        assert sum(node.op_type == "Shape" for node in nodes) <= 4  # for the whole graph, not for each layer
 
 
 @portable
-def test_portable_logits(exported, name):
+def test_portable_logits_match_the_source(exported, name):
     check_logits(exported(name, "portable"))
 
 
 @portable
-def test_portable_greedy_tokens(exported, name):
+def test_portable_greedy_tokens_match_the_source(exported, name):
     check_greedy(exported(name, "portable"))

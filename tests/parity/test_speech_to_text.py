@@ -1,5 +1,6 @@
-"""Models that write what they hear, from a folder to text: tokens, times and texts against transformers' generate(), of
-sounds within a window and beyond it. A window is a second here, and the model tiny; what is compared is the same.
+"""Exported Whisper models give the tokens, times and texts of transformers' generate(), within a window and beyond it.
+
+The model is tiny, and its window is one second.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 from tformer_export import export
 from tformer_export.sources import load_source
-from tformer_export.sources.hf_speech_to_text import read_decoder_prompt
-from tformer_export.sources.hugging_face import from_transformers
+from tformer_export.sources.hugging_face.folder import from_transformers
+from tformer_export.sources.hugging_face.speech_to_text import read_decoder_prompt
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime import (
     AsyncModel,
@@ -36,25 +37,28 @@ from tformer_runtime import (
     SourceError,
     UnsupportedCallError,
 )
+from tformer_runtime.decoding.generator import generate_all
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.preprocess.audio import audio_of
+from tformer_runtime.tasks import speech_to_text
 from tformer_runtime.tasks.speech_to_text import DecoderPrompt, SpeechToText, TimestampRules, Transcriber
 
-RATE, WINDOW = 16000, 50  # steps of 20 ms that a window has
+RATE, WINDOW = 16000, 50  # WINDOW: the number of steps of 20 ms in a window
 BYTES = sorted(bytes_to_unicode().values())
 SPECIAL = [
     "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
     "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
 ]  # fmt: skip
 ID = {token: len(BYTES) + i for i, token in enumerate(SPECIAL)}
-FIRST = ID["<|notimestamps|>"] + 1
+FIRST_TIMESTAMP_ID = ID["<|notimestamps|>"] + 1
 LANGUAGES = {token: ID[token] for token in ("<|en|>", "<|de|>", "<|fr|>")}
 END = ID["<|endoftext|>"]
 
 
-def made_model():
+def seeded_model():
     torch.manual_seed(11)
     config = transformers.WhisperConfig(
-        vocab_size=FIRST + WINDOW + 1, num_mel_bins=12, d_model=32, encoder_layers=1, decoder_layers=2,
+        vocab_size=FIRST_TIMESTAMP_ID + WINDOW + 1, num_mel_bins=12, d_model=32, encoder_layers=1, decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
         max_source_positions=WINDOW, max_target_positions=40, init_std=0.6, pad_token_id=END, bos_token_id=END,
         eos_token_id=END, decoder_start_token_id=ID["<|startoftranscript|>"],
@@ -80,17 +84,17 @@ LONG = [sound(2.6, 4), sound(3.17, 5), sound(1.013, 6)]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folder, file, model, processor and report."""
+def exported(tmp_path_factory):
+    """Return folder, file, model, processor and report."""
     folder = tmp_path_factory.mktemp("dictation") / "folder"
-    model = made_model()
+    model = seeded_model()
     model.save_pretrained(folder)
     times = [transformers.AddedToken(f"<|{i * 0.02:.2f}|>", special=False, normalized=False) for i in range(WINDOW + 1)]
     tokenizer = WhisperTokenizer(vocab={token: i for i, token in enumerate(BYTES)}, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.add_tokens(times)
     assert tokenizer.convert_tokens_to_ids("<|notimestamps|>") == ID["<|notimestamps|>"]
-    assert tokenizer.convert_tokens_to_ids("<|0.02|>") == FIRST + 1
+    assert tokenizer.convert_tokens_to_ids("<|0.02|>") == FIRST_TIMESTAMP_ID + 1
     extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1)
     processor = WhisperProcessor(extractor, tokenizer)
     processor.save_pretrained(folder)
@@ -98,23 +102,24 @@ def made(tmp_path_factory):
     return folder, path, model, processor, export(load_source(folder), path)
 
 
-def theirs(made, sound, **asked):
-    """Ids, text, and (text, start, end) of segments."""
-    _, _, model, processor, _ = made
-    longer = len(sound) > RATE
-    how = {"truncation": False, "padding": "longest", "return_attention_mask": True} if longer else {}
-    given = processor(sound, sampling_rate=RATE, return_tensors="pt", **how)
+def transformers_results(exported, sound, **options):
+    """Return ids, text, and (text, start, end) of segments from generate()."""
+    _, _, model, processor, _ = exported
+    is_longer = len(sound) > RATE
+    extractor_options = {"truncation": False, "padding": "longest", "return_attention_mask": True} if is_longer else {}
+    inputs = processor(sound, sampling_rate=RATE, return_tensors="pt", **extractor_options)
     with torch.no_grad():
-        found = model.generate(given.input_features, return_segments=True, **asked)
-    text = processor.batch_decode(found["sequences"], skip_special_tokens=True)[0]
+        output = model.generate(inputs.input_features, return_segments=True, **options)
+    text = processor.batch_decode(output["sequences"], skip_special_tokens=True)[0]
     segments = [
         (processor.decode(s["tokens"], skip_special_tokens=True).strip(), float(s["start"]), float(s["end"]))
-        for s in found["segments"][0]
+        for s in output["segments"][0]
     ]
-    return [i for i in found["sequences"][0].tolist() if i != END], text.strip(), segments
+    return [i for i in output["sequences"][0].tolist() if i != END], text.strip(), segments
 
 
-def same(result, expected, times):
+def assert_same_transcription(result, expected, times):
+    """Check a transcription. times: whether its segments are compared."""
     ids, text, segments = expected
     assert list(result.token_ids) == ids
     assert result.text == text
@@ -123,7 +128,7 @@ def same(result, expected, times):
         np.testing.assert_allclose([(s.start, s.end) for s in result.segments], [s[1:] for s in segments], atol=1e-6)
 
 
-WAYS = [
+OPTIONS = [
     {},
     {"return_timestamps": True},
     {"language": "de"},
@@ -132,71 +137,73 @@ WAYS = [
     {"num_beams": 3, "language": "en"},
     {"num_beams": 2, "return_timestamps": True, "language": "en"},
 ]
-NAMES = {"return_timestamps": "timestamps", "num_beams": "num_beams"}
+OPTION_NAMES = {"return_timestamps": "timestamps", "num_beams": "num_beams"}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_tokens_of_a_window_are_those_of_generate(made, way):
-    model = Model.load(made[1])
-    asked = {NAMES.get(name, name): value for name, value in way.items()}
-    expected = [theirs(made, sound, **way) for sound in SHORT]
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_of_a_window_match_generate(exported, options):
+    model = Model.load(exported[1])
+    settings = {OPTION_NAMES.get(name, name): value for name, value in options.items()}
+    expected = [transformers_results(exported, sound, **options) for sound in SHORT]
     assert len({tuple(ids) for ids, _, _ in expected}) > 1
-    times = way.get("return_timestamps", False)
-    for result, own in zip(model.transcribe_batch(SHORT, **asked), expected, strict=True):
-        same(result, own, times)
-        assert result.language in ({way["language"].strip("<|>")} if "language" in way else {"en", "de", "fr"})
-    same(model.transcribe(SHORT[0], **asked), expected[0], times)
-    same(next(model.predict(SHORT, **asked)), expected[0], times)
+    times = options.get("return_timestamps", False)
+    for result, expected_result in zip(model.transcribe_batch(SHORT, **settings), expected, strict=True):
+        assert_same_transcription(result, expected_result, times)
+        assert result.language in ({options["language"].strip("<|>")} if "language" in options else {"en", "de", "fr"})
+    assert_same_transcription(model.transcribe(SHORT[0], **settings), expected[0], times)
+    assert_same_transcription(next(model.predict(SHORT, **settings)), expected[0], times)
 
 
-@pytest.mark.parametrize("way", [{}, {"language": "de", "task": "transcribe"}, {"num_beams": 2}], ids=str)
-def test_long_sounds_are_read_in_the_windows_of_generate(made, way):
-    model = Model.load(made[1])
-    asked = {NAMES.get(name, name): value for name, value in way.items()}
-    expected = [theirs(made, sound, return_timestamps=True, **way) for sound in LONG]
+@pytest.mark.parametrize("options", [{}, {"language": "de", "task": "transcribe"}, {"num_beams": 2}], ids=str)
+def test_long_sounds_match_generate(exported, options):
+    model = Model.load(exported[1])
+    settings = {OPTION_NAMES.get(name, name): value for name, value in options.items()}
+    expected = [transformers_results(exported, sound, return_timestamps=True, **options) for sound in LONG]
     assert max(len(segments) for _, _, segments in expected) > 3
-    *results, last = model.transcribe_batch([*LONG, SHORT[0]], batch_size=2, workers=2, **asked)
-    for result, own in zip(results, expected, strict=True):
-        same(result, own, times=True)
-    assert last == model.transcribe(SHORT[0], **asked)
+    *results, last = model.transcribe_batch([*LONG, SHORT[0]], batch_size=2, workers=2, **settings)
+    for result, expected_result in zip(results, expected, strict=True):
+        assert_same_transcription(result, expected_result, times=True)
+    assert last == model.transcribe(SHORT[0], **settings)
 
 
-def test_a_sound_is_whole_in_its_windows(made):
-    """Times lie within the sound, in order, and go on to its end."""
-    result = Model.load(made[1]).transcribe(LONG[1])
+def test_times_are_ordered_and_reach_the_end_of_the_sound(exported):
+    """Times are in order and reach the end of the sound."""
+    result = Model.load(exported[1]).transcribe(LONG[1])
     starts = [s.start for s in result.segments]
     assert starts == sorted(starts)
     assert result.segments[-1].end <= 3.17 + 1
     assert result.segments[-1].end > 2.17
 
 
-def test_the_gate_wrote_what_the_source_writes(made):
-    report = made[-1]
+def test_gate_compares_two_sounds(exported):
+    report = exported[-1]
     assert report.parity.raw.sounds == 2
     assert report.parity.relative_error < 1e-4
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_the_rule_of_times_is_that_of_transformers(logprobs):
+def test_timestamp_rules_match_transformers(logprobs):
     random = np.random.default_rng(0)
-    config = made_model().generation_config
-    opening = DecoderPrompt(no_timestamps=ID["<|notimestamps|>"], latest=10)
-    theirs, own = WhisperTimeStampLogitsProcessor(config, begin_index=3), TimestampRules(opening, END, 3)
+    config = seeded_model().generation_config
+    prompt = DecoderPrompt(no_timestamps=ID["<|notimestamps|>"], latest=10)
+    transformers_rules, rules = WhisperTimeStampLogitsProcessor(config, begin_index=3), TimestampRules(prompt, END, 3)
     for _ in range(200):
         count = random.integers(0, 8)
-        written = np.where(
-            random.random(count) < 0.5, random.integers(FIRST, FIRST + WINDOW, count), random.integers(0, END, count)
+        ids_without_prompt = np.where(
+            random.random(count) < 0.5,
+            random.integers(FIRST_TIMESTAMP_ID, FIRST_TIMESTAMP_ID + WINDOW, count),
+            random.integers(0, END, count),
         )
-        ids = np.concatenate([[1, 2, 3], written]).astype(np.int64)
-        scores = 3 * random.standard_normal(FIRST + WINDOW + 1).astype(np.float32)
+        ids = np.concatenate([[1, 2, 3], ids_without_prompt]).astype(np.int64)
+        scores = 3 * random.standard_normal(FIRST_TIMESTAMP_ID + WINDOW + 1).astype(np.float32)
         if logprobs:
             scores -= np.log(np.exp(scores).sum())
-        expected = theirs(torch.from_numpy(ids)[None], torch.from_numpy(scores)[None])[0].numpy()
-        np.testing.assert_array_equal(own(ids.copy(), scores.copy()), expected)
+        expected = transformers_rules(torch.from_numpy(ids)[None], torch.from_numpy(scores)[None])[0].numpy()
+        np.testing.assert_array_equal(rules(ids.copy(), scores.copy()), expected)
 
 
-def test_on_the_command_line(made, tmp_path):
-    path = made[1]
+def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
+    path = exported[1]
     names = [tmp_path / "short.wav", tmp_path / "long.flac"]
     for name, sound in zip(names, (SHORT[0], LONG[0]), strict=True):
         soundfile.write(name, sound, RATE)
@@ -209,8 +216,10 @@ def test_on_the_command_line(made, tmp_path):
     timed = [
         line.split("\t") for line in run(path, names[1], "--timestamps", "--task", "translate").stdout.splitlines()
     ]
-    own = model.transcribe(sounds[1], task="translate")
-    assert [line[:2] for line in timed] == [[f"{s.start:.2f}", f"{s.end:.2f}"] for s in own.segments if s.text]
+    transcription = model.transcribe(sounds[1], task="translate")
+    assert [line[:2] for line in timed] == [
+        [f"{s.start:.2f}", f"{s.end:.2f}"] for s in transcription.segments if s.text
+    ]
     assert "language is one of de, en, fr, not 'xx'" in failed(run(path, names[0], "--language", "xx"), status=2)
     assert "takes no --top-p" in failed(run(path, names[0], "--top-p", "0.5"), status=2)
     assert run(path, *names, "--language", "de", "--json", "--max-memory", "64M").stdout == result.stdout
@@ -218,48 +227,46 @@ def test_on_the_command_line(made, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_file_of_integers_hears_the_same_at_first(made, tmp_path):
-    """Random weights soon go other ways; how soon, the report says."""
-    report = export(load_source(made[0]), tmp_path / "int8.onnx", quantization="int8")
+def test_int8_file_gives_the_same_first_tokens(exported, tmp_path):
+    """Quantised random weights soon give other tokens. The report has the agreement."""
+    report = export(load_source(exported[0]), tmp_path / "int8.onnx", quantization="int8")
     assert report.degradation.token_agreement > 0.7
     assert "tokens agree with the unquantised file" in dict(report.rows())["quantised"]
-    plain, eight = (Model.load(path).transcribe_batch(SHORT) for path in (made[1], tmp_path / "int8.onnx"))
-    assert sum(a.token_ids[:2] == b.token_ids[:2] for a, b in zip(plain, eight, strict=True)) >= 2
+    plain, int8_file = (Model.load(path).transcribe_batch(SHORT) for path in (exported[1], tmp_path / "int8.onnx"))
+    assert sum(a.token_ids[:2] == b.token_ids[:2] for a, b in zip(plain, int8_file, strict=True)) >= 2
 
 
-def test_what_does_not_fit_is_named_and_the_others_are_read(made):
-    limited = Model.load(made[1], max_memory=Model.load(made[1]).memory()["peak"] or 1)
+def test_memory_error_has_the_input_number_and_spares_other_sounds(exported, monkeypatch):
+    limited = Model.load(exported[1], max_memory=Model.load(exported[1]).memory()["peak"] or 1)
     with pytest.raises(MemoryBudgetError, match="input 1: the request may need"):
         limited.transcribe(SHORT[0])
-    model, dictator = Model.load(made[1]), None
+    model = Model.load(exported[1])
     expected = model.transcribe(SHORT[0])
-    dictator = model._transcriber
-    whole = dictator._transcribe
 
-    def none_together(sounds, asked):
-        if len(sounds) > 1 or sounds[0].index == 1:
+    def generate_single_requests(generator, requests, settings):
+        if len(requests) > 1 or requests[0].index == 1:
             raise OutOfMemoryError("there is not enough memory")
-        return whole(sounds, asked)
+        return generate_all(generator, requests, settings)
 
-    dictator._transcribe = none_together
+    monkeypatch.setattr(speech_to_text, "generate_all", generate_single_requests)
     results = model.transcribe_batch([SHORT[0], SHORT[1], SHORT[2]], batch_size=4)
     assert next(results) == expected
     with pytest.raises(OutOfMemoryError, match="input 2: there is not enough memory"):
         next(results)
 
 
-def test_long_sounds_wait_for_each_other(made, monkeypatch):
-    """Of spectrograms there are no more at once than have WINDOW_SPECTROGRAM_VALUES values."""
+def test_spectrograms_in_memory_are_limited(exported, monkeypatch):
+    """The number of values of spectrograms in memory is limited by WINDOW_SPECTROGRAM_VALUES."""
     monkeypatch.setattr("tformer_runtime.tasks.speech_to_text.WINDOW_SPECTROGRAM_VALUES", 1)
-    read = []
-    model = Model.load(made[1])
-    results = model.transcribe_batch((read.append(i) or sound for i, sound in enumerate(SHORT)), batch_size=3)
-    texts = [(next(results).text, len(read)) for _ in SHORT]
+    indices_read = []
+    model = Model.load(exported[1])
+    results = model.transcribe_batch((indices_read.append(i) or sound for i, sound in enumerate(SHORT)), batch_size=3)
+    texts = [(next(results).text, len(indices_read)) for _ in SHORT]
     assert texts == [(model.transcribe(sound).text, i + 1) for i, sound in enumerate(SHORT)]
 
 
-def test_what_cannot_be_is_refused(made):
-    model = Model.load(made[1])
+def test_invalid_options_and_sounds_raise_errors(exported):
+    model = Model.load(exported[1])
     with pytest.raises(OptionError, match="task is one of transcribe, translate, not 'sing'"):
         model.transcribe(SHORT[0], task="sing")
     with pytest.raises(OptionError, match="timestamps is True or False"):
@@ -272,7 +279,7 @@ def test_what_cannot_be_is_refused(made):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
 
 
-SET = {
+GENERATION_SETTINGS = {
     "bad_words_ids": lambda ids: [[ids[4]], list(ids[5:7])],
     "repetition_penalty": lambda ids: 3.0,
     "no_repeat_ngram_size": lambda ids: 2,
@@ -281,128 +288,133 @@ SET = {
 }
 
 
-@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("name", GENERATION_SETTINGS)
 @pytest.mark.parametrize("times", [False, True])
-def test_what_the_generation_config_asks_is_asked_of_the_file(made, name, times):
-    _, path, model, processor, _ = made
+def test_generation_config_applies_to_the_file(exported, name, times):
+    _, path, model, processor, _ = exported
     loaded = Model.load(path)
     plain = loaded.transcribe(SHORT[1], timestamps=times).token_ids
-    before = model.generation_config
+    original_config = model.generation_config
     try:
-        model.generation_config = copy.deepcopy(before)
-        setattr(model.generation_config, name, SET[name](plain))
+        model.generation_config = copy.deepcopy(original_config)
+        setattr(model.generation_config, name, GENERATION_SETTINGS[name](plain))
         source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
-        expected = theirs(made, SHORT[1], return_timestamps=times)
+        expected = transformers_results(exported, SHORT[1], return_timestamps=times)
     finally:
-        model.generation_config = before
+        model.generation_config = original_config
     (result,) = Transcriber(
         loaded.generator, replace(loaded.manifest, generation_defaults=source.generation_defaults)
     ).transcribe_all([SHORT[1]], 1, 1, 0, {"timestamps": times})
-    same(result, expected, times)
+    assert_same_transcription(result, expected, times)
     if name in ("bad_words_ids", "repetition_penalty", "sequence_bias"):
         assert result.token_ids != plain
 
 
-def test_what_a_file_does_not_carry_is_named(made, caplog):
-    _, _, model, processor, _ = made
-    asked = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9}
+def test_unsupported_generation_settings_are_logged(exported, caplog):
+    _, _, model, processor, _ = exported
+    config = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9}
     changed = copy.copy(model)
     changed.generation_config = copy.deepcopy(model.generation_config)
-    for name, value in asked.items():
+    for name, value in config.items():
         setattr(changed.generation_config, name, value)
     source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
     assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
     assert not {"temperature", "num_return_sequences", "min_new_tokens"} & set(source.generation_defaults)
 
 
-def test_what_it_hears_is_not_generated(made):
-    """Neither the first tokens of a language and a task nor windows are of generate()."""
-    model = Model.load(made[1])
-    features = model._transcriber._audio.from_samples(SHORT[0])
+def test_calls_of_text_generation_raise_unsupported_call_error(exported):
+    """generate() has no prompt of language and task, and no windows, so that it is refused."""
+    model = Model.load(exported[1])
+    _, audio = audio_of(model.manifest)
+    features = audio.from_samples(SHORT[0])
 
-    async def asked():
-        async with AsyncModel(model) as several:
-            await several.generate(features)
+    async def generate_async():
+        async with AsyncModel(model) as async_model:
+            await async_model.generate(features)
 
-    for call, ask in {
+    for call, run_call in {
         "generate": lambda: model.generate(features),
         "generate ": lambda: model.generate_batch([features]),
         "generate  ": lambda: model.stream(features),
-        "generate   ": lambda: asyncio.run(asked()),
+        "generate   ": lambda: asyncio.run(generate_async()),
         "score": lambda: model.score(features, [1, 2]),
         "chat": lambda: model.chat(),
     }.items():
         with pytest.raises(
             UnsupportedCallError, match=rf"transcribes speech: it cannot {call.strip()}; call transcribe\(\)"
         ):
-            ask()
+            run_call()
 
 
-FORCED = {
+GENERATION_CONFIGS = {
     "none": {},
     "a language and a task": {"forced_decoder_ids": [[1, ID["<|de|>"]], [2, ID["<|translate|>"]]]},
-    "a language to be found": {"forced_decoder_ids": [[1, None], [2, ID["<|transcribe|>"]]]},
-    "no times": {"forced_decoder_ids": [[1, ID["<|notimestamps|>"]]], "is_multilingual": False},
-    "asked for by the config": {"language": "fr", "task": "translate", "return_timestamps": True},
+    "a detected language": {"forced_decoder_ids": [[1, None], [2, ID["<|transcribe|>"]]]},
+    "no timestamps": {"forced_decoder_ids": [[1, ID["<|notimestamps|>"]]], "is_multilingual": False},
+    "options of the config": {"language": "fr", "task": "translate", "return_timestamps": True},
 }
 
 
 @pytest.mark.parametrize(
-    ("forced", "languages"), [*((name, True) for name in FORCED), ("none", False), ("no times", False)]
+    ("forced", "languages"), [*((name, True) for name in GENERATION_CONFIGS), ("none", False), ("no timestamps", False)]
 )
-def test_what_a_model_begins_with(made, forced, languages):
-    """transformers' own first tokens, whatever the generation config says and is asked for."""
-    model = made_model()
+def test_first_tokens_match_transformers(exported, forced, languages):
+    """The first tokens match transformers' for each generation config and each combination of options."""
+    model = seeded_model()
     model.config.forced_decoder_ids = None
     generation = model.generation_config
     if not languages:
         del generation.lang_to_id, generation.task_to_id
-    for name, value in FORCED[forced].items():
+    for name, value in GENERATION_CONFIGS[forced].items():
         setattr(generation, name, value)
-    opening = read_decoder_prompt(model)
-    found = model.detect_language(torch.zeros(1, 12, 2 * WINDOW), generation_config=generation) if languages else None
+    prompt = read_decoder_prompt(model)
+    detected = (
+        model.detect_language(torch.zeros(1, 12, 2 * WINDOW), generation_config=generation) if languages else None
+    )
     for language, task, times in itertools.product((None, "de"), (None, "transcribe"), (False, True)):
         if (language or task) and not languages:
             continue
-        asked = copy.deepcopy(generation)
-        asked.return_timestamps = times
-        asked.language = language or getattr(generation, "language", None)
-        asked.task = task or getattr(generation, "task", None)
+        config = copy.deepcopy(generation)
+        config.return_timestamps = times
+        config.language = language or getattr(generation, "language", None)
+        config.task = task or getattr(generation, "task", None)
         (expected,) = model._retrieve_init_tokens(
-            torch.zeros(1, 12, 2 * WINDOW), 1, asked, model.config, 2 * WINDOW, kwargs={}
+            torch.zeros(1, 12, 2 * WINDOW), 1, config, model.config, 2 * WINDOW, kwargs={}
         ).tolist()
-        ids = opening.ids(ID["<|startoftranscript|>"], language, task, times)
-        assert [int(found) if i is None else i for i in ids] == expected
+        ids = prompt.ids(ID["<|startoftranscript|>"], language, task, times)
+        assert [int(detected) if i is None else i for i in ids] == expected
 
 
-def test_a_model_of_one_language_is_not_asked_for_others(made, tmp_path):
-    manifest = Model.load(made[1]).manifest
+def test_language_and_task_are_refused_for_a_model_of_one_language(exported, tmp_path):
+    manifest = Model.load(exported[1]).manifest
     settings = {**manifest.output_meaning.settings, "multilingual": False}
     task = SpeechToText(replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings)))
     assert task.settings({"timestamps": True})["timestamps"]
-    for asked in ({"language": "en"}, {"task": "translate"}):
-        with pytest.raises(OptionError, match="knows no other than its own"):
-            task.settings(asked)
+    for options in ({"language": "en"}, {"task": "translate"}):
+        with pytest.raises(OptionError, match="this model has one language and one task"):
+            task.settings(options)
 
 
-def test_a_source_that_writes_something_else_is_refused(made):
-    """The gate compares what is written, not logits alone: a source whose own generate() is asked otherwise."""
-    folder, path, *_ = made
+def test_gate_refuses_a_source_with_other_tokens(exported):
+    """The gate compares the generated tokens too. The source here has another first token."""
+    folder, path, *_ = exported
     source = load_source(folder)
     engine = Engine(path)
     assert check_sounds(source, engine, 1e-3).count == 2
-    other = replace(source, transcribe=lambda sample, times, most: [5, *source.transcribe(sample, times, most)[1:]])
+    other_source = replace(
+        source, transcribe=lambda sample, times, max_tokens: [5, *source.transcribe(sample, times, max_tokens)[1:]]
+    )
     with pytest.raises(ParityError, match="writes other tokens than its source for a sound of 4960 samples"):
-        check_sounds(other, engine, 1e-3)
+        check_sounds(other_source, engine, 1e-3)
 
 
-def test_a_model_in_memory_is_the_folder_s(made):
-    folder, _, model, processor, _ = made
-    held = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
-    saved = load_source(folder)
-    assert held.digest() == saved.digest()
-    assert list(held.tokenizers) == list(saved.tokenizers) == ["decoder_input_ids"]
+def test_model_in_memory_and_its_folder_give_the_same_source(exported):
+    folder, _, model, processor, _ = exported
+    source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
+    folder_source = load_source(folder)
+    assert source.digest() == folder_source.digest()
+    assert list(source.tokenizers) == list(folder_source.tokenizers) == ["decoder_input_ids"]
     for name in ("output_meaning", "preprocessing", "special_tokens", "generation_defaults", "step_input", "axes"):
-        assert getattr(held, name) == getattr(saved, name)
+        assert getattr(source, name) == getattr(folder_source, name)
     with pytest.raises(SourceError, match="has no feature extractor"):
         from_transformers(model)

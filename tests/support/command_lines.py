@@ -1,4 +1,4 @@
-"""Running tformer-run in this process, and in one of its own where it has to be one."""
+"""Helpers that run tformer-run in this process or in a subprocess, and read its error messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ PROGRAM = [sys.executable, "-m", "tformer_runtime.cli.main"]
 
 
 def run(*arguments, stdin=""):
+    """Run tformer-run in this process."""
     return CliRunner().invoke(main, [str(a) for a in arguments], input=stdin)
 
 
-def begun(*arguments):
-    """A process that reads and writes pipes, and heeds an interrupt, which it would not where tests run in the
-    background."""
+def start_process(*arguments):
+    """Return a subprocess with pipes that handles SIGINT.
+
+    A shell may run the tests in the background with SIGINT ignored, and subprocesses inherit that.
+    """
     return subprocess.Popen(
         [str(a) for a in arguments],
         stdin=subprocess.PIPE,
@@ -31,7 +34,10 @@ def begun(*arguments):
 
 
 def failed(result, status=1, before=0):
-    """The one sentence of a failure; there is no traceback. before: results on standard output, of inputs before it."""
+    """Return the message of a failed run, which is one line without a traceback.
+
+    before: the number of results on standard output, of the inputs before the failed one.
+    """
     assert result.exit_code == status, result.output
     assert isinstance(result.exception, SystemExit)
     assert len(result.stdout.splitlines()) == before
@@ -41,10 +47,10 @@ def failed(result, status=1, before=0):
     return lines[0].removeprefix("tformer-run: ")
 
 
-def misused(result):
-    """What click says of options that do not go together."""
+def usage_error(result):
+    """Return click's message for a usage error."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    *_, last = result.stderr.splitlines()
-    assert last.startswith("Error: ")
-    return last.removeprefix("Error: ")
+    *_, last_line = result.stderr.splitlines()
+    assert last_line.startswith("Error: ")
+    return last_line.removeprefix("Error: ")

@@ -1,8 +1,7 @@
-"""The models that every release must export: tiny, seeded, and as unlike each other as people write them. Two layers
-decode, whose caches are to be told apart.
+"""Tiny, seeded source models of many families, with their reference logits and greedy tokens.
 
-A family is a source model and how to ask it: what its logits are for one row, and what it decodes greedily. The answers
-come from PyTorch's forward over the whole sequence and from transformers' generate(), never from anything of ours.
+Every release must export all of them. Each has two decoder layers, so that a test fails if caches of layers are
+swapped. The references come from PyTorch's forward over the whole sequence and from transformers' generate().
 """
 
 from __future__ import annotations
@@ -29,7 +28,11 @@ transformers.logging.set_verbosity_error()
 
 @dataclass(frozen=True)
 class Family:
-    """decoder_only: the step input is the prompt itself. hf: a transformers model, which exports without an example."""
+    """A source model with its reference logits and greedy tokens.
+
+    decoder_only: whether the step input is the prompt itself.
+    hf: whether it is a transformers model, which exports without an example.
+    """
 
     name: str
     build: Callable[[], nn.Module]
@@ -42,12 +45,12 @@ class Family:
 
     @property
     def request(self) -> str | None:
-        """The name of the request input."""
+        """Return the name of the request input."""
         return None if self.decoder_only else "input_ids" if self.hf else "src"
 
     @torch.no_grad()
     def logits(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
-        """(time, vocabulary) of one row alone, from one forward pass over all of it."""
+        """Return the logits (time, vocabulary) of a single row, from one forward pass over the whole row."""
         module, ids = self.module, torch.from_numpy(tokens)[None]
         if not self.hf:
             return module(torch.from_numpy(source)[None], ids)[0].numpy()
@@ -57,26 +60,30 @@ class Family:
         return module(input_ids=sources, decoder_input_ids=ids, use_cache=False).logits[0].numpy()
 
     @torch.no_grad()
-    def greedy(self, row: np.ndarray, most: int) -> list[int]:
-        """What the model decodes for one row alone, the end token included: generate(), or the best token of the whole
-        sequence's logits, again and again."""
+    def greedy(self, row: np.ndarray, max_new_tokens: int) -> list[int]:
+        """Return the greedy ids for a single row, with the end token.
+
+        A transformers model uses generate(). For others, each token is the best of
+        the whole sequence's logits.
+        """
         if self.hf:
             ids = torch.from_numpy(row)[None]
-            found = self.module.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most
+            ids_of_generate = self.module.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
             )[0].tolist()
-            return found[len(row) :] if self.decoder_only else found[1:]
+            return ids_of_generate[len(row) :] if self.decoder_only else ids_of_generate[1:]
         tokens = [START]
-        while len(tokens) <= most and tokens[-1] != END:
+        while len(tokens) <= max_new_tokens and tokens[-1] != END:
             tokens.append(int(self.logits(row, np.array(tokens))[-1].argmax()))
         return tokens[1:]
 
 
 def _seeded(build: Callable[[], nn.Module], seed: int, gain: float = 1.0) -> nn.Module:
-    """Built from a seed, and made lively: most untrained models repeat one token for ever, whatever they have read.
+    """Build a model from a seed and change its weights so that its tokens vary.
 
-    gain: of the matrices between embedding and output. Norms change signs, which keeps a tied output projection from
-    choosing its own input again, and biases and norms move away from values that would hide a mistake.
+    Most untrained models repeat one token for every input. Random signs of the norms keep a tied output projection from
+    choosing its own input again. Biases and norms move away from values that would hide a mistake.
+    gain: the factor for the matrices between embedding and output.
     """
     torch.manual_seed(seed)
     module = build()
@@ -99,7 +106,7 @@ def seq2seq(seed: int, gain: float = 1.0, **options: Any) -> nn.Module:
     return _seeded(lambda: Seq2SeqTransformer(VOCABULARY - 6, VOCABULARY, **{**sizes, **options}), seed, gain)
 
 
-# -- people's own ---------------------------------------------------------------------------------------------------
+# -- hand-written models --------------------------------------------------------------------------------------------
 
 
 class Positions(nn.Module):
@@ -119,7 +126,7 @@ class Positions(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention the way tutorials write it, mask == 0 filled with -1e9 and all."""
+    """Multi-head attention as tutorials write it, with scores of -1e9 where mask == 0."""
 
     def __init__(self, heads: int, d: int) -> None:
         super().__init__()
@@ -133,13 +140,15 @@ class Attention(nn.Module):
             for f, x in zip(self.linears, (q, k, v), strict=False)
         ]
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(self.d_k)
-        self.weights = torch.softmax(scores.masked_fill(mask.unsqueeze(1) == 0, -1e9), -1)  # kept to be looked at
+        self.weights = torch.softmax(
+            scores.masked_fill(mask.unsqueeze(1) == 0, -1e9), -1
+        )  # read by test_extra_outputs.py
         joined = torch.matmul(self.weights, v).transpose(1, 2).contiguous()
         return self.linears[3](joined.view(batch, -1, self.heads * self.d_k))
 
 
 class HandWritten(nn.Module):
-    """An encoder-decoder as people write it by hand, with a mask for padding in the target."""
+    """An encoder-decoder written by hand, with a padding mask for the target too."""
 
     def __init__(self, vocabulary: int = VOCABULARY, d: int = 32, layers: int = 2) -> None:
         super().__init__()
@@ -199,7 +208,7 @@ class AroundTorchTransformer(nn.Module):
 # -- transformers ---------------------------------------------------------------------------------------------------
 
 _IDS = dict(vocab_size=VOCABULARY, pad_token_id=PAD, eos_token_id=END, bos_token_id=START)
-_TWO_STACKS = dict(decoder_start_token_id=START, forced_eos_token_id=None)
+_ENCODER_DECODER_IDS = dict(decoder_start_token_id=START, forced_eos_token_id=None)
 
 
 def gpt2(attention: str) -> nn.Module:
@@ -228,7 +237,7 @@ def mixtral(attention: str) -> nn.Module:
 
 def marian(attention: str) -> nn.Module:
     config = transformers.MarianConfig(
-        **_IDS, **_TWO_STACKS, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        **_IDS, **_ENCODER_DECODER_IDS, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=MAX_LENGTH,
         init_std=0.1, tie_word_embeddings=False,
     )  # fmt: skip
@@ -237,7 +246,7 @@ def marian(attention: str) -> nn.Module:
 
 def t5(attention: str) -> nn.Module:
     config = transformers.T5Config(
-        **_IDS, **_TWO_STACKS, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=48,
+        **_IDS, **_ENCODER_DECODER_IDS, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=48,
         relative_attention_num_buckets=8, relative_attention_max_distance=20, initializer_factor=1.0,
     )  # fmt: skip
     return _hugging_face(transformers.T5ForConditionalGeneration, config, attention, 9)
@@ -253,7 +262,7 @@ def _hugging_face(kind: Any, config: Any, attention: str, seed: int, gain: float
 
 
 FAMILIES = [
-    Family("seq2seq", lambda: seq2seq(14, 0.5)),  # sinusoidal, post, relu, tied: the defaults
+    Family("seq2seq", lambda: seq2seq(14, 0.5)),  # the defaults: sinusoidal, post-norm, relu, tied
     Family("seq2seq-learned-pre-gelu", lambda: seq2seq(0, positions="learned", norm="pre", activation="gelu")),
     Family("seq2seq-pre-untied", lambda: seq2seq(5, norm="pre", tie_output=False)),
     Family(
@@ -271,20 +280,20 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-# -- for quantisation: weights are most of the file, and one token is louder than the others ------------------------
+# -- models for quantisation: weights are most of the file, and the embeddings of one token are 50 times larger ------
 
-LOUD = END + 1
+LOUD_ID = END + 1
 
 
 def _with_loud_token(module: nn.Module) -> nn.Module:
     for owner in module.modules():
         if isinstance(owner, nn.Embedding):
-            owner.weight.data[LOUD] *= 50
+            owner.weight.data[LOUD_ID] *= 50
     return module
 
 
-QUANTISED = [
+QUANTISED_FAMILIES = [
     Family("wide-seq2seq", lambda: _with_loud_token(seq2seq(3, width=192, feedforward=256))),
     Family("wide-llama", lambda: _with_loud_token(llama("sdpa", width=160)), decoder_only=True, hf=True),
 ]
-BY_NAME = {family.name: family for family in (*FAMILIES, *QUANTISED)}
+BY_NAME = {family.name: family for family in (*FAMILIES, *QUANTISED_FAMILIES)}

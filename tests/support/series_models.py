@@ -1,4 +1,4 @@
-"""Forecasters of numbers, written as tutorials write them, and their forecasts as a loop over the whole sequence."""
+"""Forecasters written as tutorials write them, and a reference loop that runs the whole sequence for each step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-WIDTH, LONGEST = 32, 64
+WIDTH, MAX_STEPS = 32, 64
 
 
 class Attention(nn.Module):
-    """By hand, with one projection for queries, keys and values."""
+    """Hand-written attention with one projection for queries, keys and values."""
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Attention(nn.Module):
 
 
 class DecoderOnly(nn.Module):
-    """Learned positions; three outputs, of which the last and the first are the next step's two features."""
+    """A decoder with learned positions and three outputs. Outputs 2 and 0 are the next step's two features."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.head = nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
-        self.positions = nn.Parameter(torch.randn(LONGEST, WIDTH) * 0.3)
+        self.positions = nn.Parameter(torch.randn(MAX_STEPS, WIDTH) * 0.3)
         self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
@@ -44,7 +44,7 @@ class DecoderOnly(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """torch.nn.Transformer with linear embeddings and sinusoidal positions; three columns in, one out."""
+    """torch.nn.Transformer with linear embeddings and sinusoidal positions: three columns in, one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class EncoderDecoder(nn.Module):
         return self.head(decoded)
 
 
-class AtOnce(nn.Module):
-    """History → horizon in one run: twelve steps of two columns in, five out."""
+class SinglePassForecaster(nn.Module):
+    """A model that returns the whole horizon in one run: twelve steps of two columns in, five steps out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,15 +84,17 @@ class AtOnce(nn.Module):
 
 
 @torch.inference_mode()
-def looped(
+def forecast_by_loop(
     model: nn.Module, history: np.ndarray, begin: np.ndarray | None, feedback: list[int], steps: int
 ) -> np.ndarray:
-    """(steps, targets) of a normalised history: the whole sequence anew for each step. begin: of a decoder beside an
-    encoder."""
-    read = torch.from_numpy(history.astype(np.float32))[None]
-    fed = read if begin is None else torch.from_numpy(begin.astype(np.float32))[None]
-    first = fed.shape[1]
+    """Return the forecast (steps, targets) of a normalised history. Each step runs the whole sequence.
+
+    begin: the first input of the decoder, for an encoder-decoder.
+    """
+    source = torch.from_numpy(history.astype(np.float32))[None]
+    inputs = source if begin is None else torch.from_numpy(begin.astype(np.float32))[None]
+    num_begin_rows = inputs.shape[1]
     for _ in range(steps):
-        out = model(fed) if begin is None else model(read, fed)
-        fed = torch.cat([fed, out[:, -1:, feedback]], 1)
-    return fed[0, first:].numpy()
+        out = model(inputs) if begin is None else model(source, inputs)
+        inputs = torch.cat([inputs, out[:, -1:, feedback]], 1)
+    return inputs[0, num_begin_rows:].numpy()

@@ -1,4 +1,4 @@
-"""One decoder, and attention inside it in all the ways in which people write projections, products and masks."""
+"""Cases of a decoder with many styles of attention: projections, products and masks."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ class MergedHeads(nn.Module):
 
 
 class HeadsInFront(nn.Module):
-    """Heads split off by chunks and concatenated along the batch, the first repositories' way; softmax of a tile."""
+    """Heads split off by chunks and concatenated along the batch, as the first repositories do; softmax of a tile."""
 
     def __init__(self):
         super().__init__()
@@ -445,7 +445,7 @@ def old_mask(sz):
 
 
 class TorchLayers(nn.Module):
-    """A language model out of nn.TransformerEncoder with a mask, pre-norm, gelu, padding told as well."""
+    """A language model out of nn.TransformerEncoder with a mask, pre-norm, gelu, with padding masks."""
 
     def __init__(self, norm_first, activation, batch_first=True):
         super().__init__()
@@ -531,9 +531,9 @@ CASES = [
     Case(
         "heads-in-front",
         attention(HeadsInFront),
-        full=True,
+        exports_file=True,
         seed=2,
-        fails="a table whose rows are equal, over heads and batch merged, heads first",
+        known_failure="a table whose rows are equal, over heads and batch merged, heads first",
     ),
     Case("merged-baddbmm", attention(MergedBaddbmm, positions=False)),
     Case("fairseq", FairseqDecoder, inputs=("prev_output_tokens",)),
@@ -552,7 +552,7 @@ CASES = [
         TorchTutorial,
         inputs=("src",),
         time_first=True,
-        refused="forward fixes a size to the example's: the length of",
+        refusal="forward fixes a size to the example's: the length of",
     ),
     Case("decoder-on-itself", DecoderOnItself),
 ]

@@ -1,4 +1,4 @@
-"""Decoders whose blocks have something of their own: norms, gates, caps, sinks, windows, shared caches, experts."""
+"""Cases of decoders with special blocks: norms, gates, caps, sinks, windows, shared caches, experts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class SoftCapped(Attention):
-    """Gemma 2's cap before the mask, Grok's beside."""
+    """Soft caps of scores before the mask, as in Gemma 2 and Grok."""
 
     def scores(self, q, k):
         return 5.0 * torch.tanh(super().scores(q, k) / 5.0)
@@ -518,7 +518,7 @@ class SwitchExperts(DenseExperts):
         return (out * prob.view(-1, 1)).view(x.shape)
 
 
-# -- what is expected to be refused ----------------------------------------------------------------------------------
+# -- models that are refused -----------------------------------------------------------------------------------------
 
 
 class CausalConvolution(Attention):
@@ -548,16 +548,16 @@ def lm(attention, block=PreNorm, **options):
 CASES = [
     Case("soft-capped", lm(SoftCapped, cap=10.0, norm=RMSNorm)),
     Case("cosine", lm(QKNorm, block=lambda a: PreNorm(a, norm=ScaleNorm))),
-    Case("sink", lm(Sink, block=SandwichNorm), full=True, seed=2),
+    Case("sink", lm(Sink, block=SandwichNorm), exports_file=True, seed=2),
     Case("softmax-one", lm(SoftmaxOne)),
-    Case("null-key-value", lm(NullKeyValue), fails="keys and values put in front of the step's own"),
-    Case("null-at-the-end", lm(NullAtTheEnd), fails="keys and values put behind the step's own"),
+    Case("null-key-value", lm(NullKeyValue), known_failure="keys and values put in front of the step's own"),
+    Case("null-at-the-end", lm(NullAtTheEnd), known_failure="keys and values put behind the step's own"),
     Case("sliding-window", lm(SlidingWindow, block=lambda a: PreNorm(a, SwiGLU, RMSNorm))),
     Case("strided", lm(Strided)),
     Case("talking-heads", lm(TalkingHeads, block=Parallel)),
     Case("sigmoid", lm(Sigmoid)),
     Case("differential", lm(Differential)),
-    Case("multi-latent", lm(MultiLatent), full=True, seed=4),
+    Case("multi-latent", lm(MultiLatent), exports_file=True, seed=4),
     Case("retention", lm(Retention)),
     Case("head-of-five", lm(lambda: Attention(head=5), block=lambda a: PreNorm(a, norm=AnnotatedNorm))),
     Case("values-of-another-size", lm(lambda: Attention(head=8, value=12))),
@@ -569,9 +569,9 @@ CASES = [
     Case("experts-dense", lm(Attention, block=lambda a: PreNorm(a, DenseExperts))),
     Case("experts-top-k", lm(Attention, block=lambda a: PreNorm(a, DenseTopK))),
     Case("experts-gathered", lm(Attention, block=lambda a: PreNorm(a, BmmExperts))),
-    Case("experts-index-add", lm(Attention, block=lambda a: PreNorm(a, SparseExperts)), full=True, seed=3),
+    Case("experts-index-add", lm(Attention, block=lambda a: PreNorm(a, SparseExperts)), exports_file=True, seed=3),
     Case("experts-masked", lm(Attention, block=lambda a: PreNorm(a, MaskedExperts))),
     Case("experts-switch", lm(Attention, block=lambda a: PreNorm(a, SwitchExperts))),
-    Case("causal-convolution", lm(CausalConvolution), refused="put attention in its place"),
-    Case("token-shift", lm(TokenShift), refused="put attention in its place"),
+    Case("causal-convolution", lm(CausalConvolution), refusal="put attention in its place"),
+    Case("token-shift", lm(TokenShift), refusal="put attention in its place"),
 ]

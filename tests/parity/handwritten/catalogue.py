@@ -1,4 +1,4 @@
-"""What a case is: a model as someone wrote it, how it is called, and what PyTorch says of it, a row at a time."""
+"""The class `Case`: a hand-written model, its call, and its reference logits and greedy tokens from PyTorch."""
 
 from __future__ import annotations
 
@@ -15,37 +15,43 @@ from tformer_export.sources import Mask
 
 PAD, START, END = 0, 1, 2
 SPECIAL = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD}
-VOCABULARY, BLOCK = 53, 32  # ids, and the longest sequence that the models have positions for
+VOCABULARY, BLOCK = 53, 32  # number of ids, and maximum sequence length
 
-MadeMask = tuple[Mask, Callable[..., torch.Tensor]]
+DescribedMask = tuple[Mask, Callable[..., torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """inputs: forward's parameters, the step input last. time_first: inputs and outputs are (time, batch, …).
+    """A hand-written model.
 
-    full: exported in full; the programs of the others are run in PyTorch. seed: one with which it decodes lively rows.
-    masks: forward's masks, each as it is described to `export` and as it is made from the inputs for the module itself.
-    refused: what the refusal says, for what cannot be decoded step by step or cannot be traced.
-    last: forward gives logits of the last position alone.
-    fails: what stands in the way of a model that ought to export.
+    inputs: the parameters of forward; the last one is the step input.
+    time_first: whether inputs and outputs are (time, batch, …).
+    exports_file: whether the test exports a file. For the other cases it runs the staged programs in PyTorch.
+    seed: a seed for which the greedy tokens vary.
+    masks: for each mask of forward, its description for `export` and a function that computes it from the inputs.
+    last_position_only: whether forward returns the logits of the last position only.
+    refusal: a part of the expected error message, for a model that cannot be traced or decoded step by step.
+    known_failure: the reason why a model that ought to export does not.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: tuple[str, ...] = ("idx",)
     time_first: bool = False
-    full: bool = False
+    exports_file: bool = False
     seed: int = 0
-    masks: Mapping[str, MadeMask] = field(default_factory=dict)
-    last: bool = False
-    refused: str | None = None
-    fails: str | None = None
+    masks: Mapping[str, DescribedMask] = field(default_factory=dict)
+    last_position_only: bool = False
+    refusal: str | None = None
+    known_failure: str | None = None
 
     @functools.cached_property
     def module(self) -> nn.Module:
-        """Built from a seed. Vectors (biases, norms, gates) are moved away from values that would hide a mistake, and
-        change signs, which keeps a tied output projection from choosing its own input again and again."""
+        """Return the model, built from the seed.
+
+        Vectors (biases, norms, gates) move away from values that would hide a mistake. Random signs keep a tied output
+        projection from choosing its own input repeatedly.
+        """
         torch.manual_seed(self.seed)
         module = self.build().eval()
         with torch.no_grad():
@@ -57,43 +63,46 @@ class Case:
 
     @property
     def request(self) -> str | None:
-        """The name of the request input of an encoder-decoder."""
+        """Return the name of the request input of an encoder-decoder."""
         return self.inputs[0] if len(self.inputs) > 1 else None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `export` and `from_module` take beside the module."""
+        """Return the arguments of `export` and `from_module` for this model."""
         ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "example": dict.fromkeys(self.inputs, ids.T if self.time_first else ids),
             "step_input": self.inputs[-1],
-            "masks": {name: described for name, (described, _) in self.masks.items()},
+            "masks": {name: description for name, (description, _) in self.masks.items()},
         }
-        return given | ({"axes": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
+        return arguments | ({"axes": dict.fromkeys(self.inputs, (1, 0))} if self.time_first else {})
 
     def logits(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
-        """(time, vocabulary) of one row alone, from one forward pass over all of it; if forward gives the last position
-        alone, from one over each of its beginnings."""
-        if self.last:
-            each = [self._forward(source, tokens[: i + 1]) for i in range(len(tokens))]
-            return np.concatenate([logits.reshape(1, VOCABULARY) for logits in each])
+        """Return the logits (time, vocabulary) of a single row from one forward pass over the whole row.
+
+        If forward returns the last position only, one pass runs for each prefix of the row.
+        """
+        if self.last_position_only:
+            logits_of_prefixes = [self._forward(source, tokens[: i + 1]) for i in range(len(tokens))]
+            return np.concatenate([logits.reshape(1, VOCABULARY) for logits in logits_of_prefixes])
         return self._forward(source, tokens)
 
     @torch.no_grad()
     def _forward(self, source: np.ndarray | None, tokens: np.ndarray) -> np.ndarray:
         axis = 1 if self.time_first else 0
         rows = [tokens] if source is None else [source, tokens]
-        given = {n: torch.from_numpy(r).unsqueeze(axis) for n, r in zip(self.inputs, rows, strict=True)}
-        output = self.module(**given, **{name: made(**given) for name, (_, made) in self.masks.items()})
+        arguments = {n: torch.from_numpy(r).unsqueeze(axis) for n, r in zip(self.inputs, rows, strict=True)}
+        output = self.module(
+            **arguments, **{name: compute_mask(**arguments) for name, (_, compute_mask) in self.masks.items()}
+        )
         while not isinstance(output, torch.Tensor):
             output = output["logits"] if isinstance(output, Mapping) else output[0]
         return output.select(axis, 0).numpy()
 
-    def greedy(self, row: np.ndarray, most: int) -> list[int]:
-        """The best token of the growing sequence's logits, again and again, until the end token: of a decoder after the
-        prompt `row`, else for the source `row`."""
+    def greedy(self, row: np.ndarray, max_new_tokens: int) -> list[int]:
+        """Return the greedy tokens after the prompt `row`, or for the source `row` of an encoder-decoder."""
         source, tokens = (None, list(row)) if self.request is None else (row, [START])
-        found: list[int] = []
-        while len(found) < most and END not in found:
-            found.append(int(self.logits(source, np.array([*tokens, *found]))[-1].argmax()))
-        return found
+        generated: list[int] = []
+        while len(generated) < max_new_tokens and END not in generated:
+            generated.append(int(self.logits(source, np.array([*tokens, *generated]))[-1].argmax()))
+        return generated

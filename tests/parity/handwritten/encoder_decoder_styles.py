@@ -1,4 +1,4 @@
-"""Encoder-decoders as well-known tutorials write them, with the masks that they make."""
+"""Cases of encoder-decoders of well-known tutorials, with their masks."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def make_model(N=2, d_model=D, d_ff=48, h=H, dropout=0.1):
 
 
 class Annotated(nn.Module):
-    """The model with its Batch's masks and its generator, which the original calls apart."""
+    """The model with the masks of its Batch and its generator, which the original calls separately."""
 
     def __init__(self):
         super().__init__()
@@ -663,8 +663,8 @@ def visible(src, tgt):
 
 
 CASES = [
-    Case("annotated", Annotated, PAIR, full=True, seed=1),
-    Case("annotated-in-2018", AnnotatedIn2018, PAIR, refused="forward fixes a size to the example's: the length of"),
+    Case("annotated", Annotated, PAIR, exports_file=True, seed=1),
+    Case("annotated-in-2018", AnnotatedIn2018, PAIR, refusal="forward fixes a size to the example's: the length of"),
     Case(
         "annotated-with-masks",
         AnnotatedWithMasks,
@@ -679,13 +679,13 @@ CASES = [
         "yu-hsiang",
         YuHsiang,
         ("src_seq", "trg_seq"),
-        full=True,
+        exports_file=True,
         seed=24,
-        fails="the padding mask is the same for all sources looked at, so the order of heads and batch is not seen",
+        known_failure="the padding mask is equal for all observed sources, so the order of heads and batch is unknown",
     ),
     Case("jamil", Jamil, ("encoder_input", "decoder_input")),
     Case("torch-translation-time-first", Seq2SeqTransformer, ("src", "trg"), time_first=True, seed=3),
-    Case("torch-pair-pre-gelu", TorchPair, PAIR, full=True, seed=6),
+    Case("torch-pair-pre-gelu", TorchPair, PAIR, exports_file=True, seed=6),
     Case("torch-pair-post-relu", lambda: TorchPair(False, "relu"), PAIR),
     Case(
         "tied-einsum-with-masks",
@@ -700,5 +700,5 @@ CASES = [
         },
     ),
     Case("perceiver-pooled", Captioner, PAIR),
-    Case("one-softmax-over-source-and-past", Gated, PAIR, refused="put attention in its place"),
+    Case("one-softmax-over-source-and-past", Gated, PAIR, refusal="put attention in its place"),
 ]

@@ -1,4 +1,4 @@
-"""Decoders as well-known tutorials write them, warts included; sizes made small, training left out."""
+"""Cases of decoders of well-known tutorials, with small sizes and without training."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ class FormerAttention(nn.Module):
 
 
 class FormerAttentionAdding(FormerAttention):
-    """The mask as people write it who do not write by index."""
+    """The mask without index assignment."""
 
     def apply_mask(self, dot):
         t = dot.size(-1)
@@ -586,7 +586,7 @@ class Llama(nn.Module):
 
 
 class NanoGPTSelect(NanoGPT):
-    """The position's axis is gone, and there is more than a product above."""
+    """Logits without a time axis, computed by more than one product."""
 
     def forward(self, idx):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
@@ -596,7 +596,7 @@ class NanoGPTSelect(NanoGPT):
 
 
 class Pooled(NanoGPT):
-    """The last position and the mean of all: not a pick alone."""
+    """Logits of the last position and of the mean of all positions."""
 
     def forward(self, idx):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.size(1)))
@@ -642,16 +642,16 @@ class ComplexLlama(nn.Module):
 CASES = [
     Case("gpt.py", GPTLanguageModel),
     Case("minGPT", MinGPT),
-    Case("nanoGPT", NanoGPT, full=True, last=True),
-    Case("nanoGPT-select", NanoGPTSelect, last=True),
-    Case("pooled", Pooled, refused="it must return logits for every position"),
+    Case("nanoGPT", NanoGPT, exports_file=True, last_position_only=True),
+    Case("nanoGPT-select", NanoGPTSelect, last_position_only=True),
+    Case("pooled", Pooled, refusal="it must return logits for every position"),
     Case("nanoGPT-everywhere", NanoGPTEverywhere),
     Case("raschka", RaschkaGPT, inputs=("in_idx",)),
     Case(
-        "former", GTransformer, inputs=("x",), refused="forward fixes a size to the example's: the length of"
+        "former", GTransformer, inputs=("x",), refusal="forward fixes a size to the example's: the length of"
     ),  # triu_indices takes no free size
     Case("former-adding", lambda: GTransformer(FormerAttentionAdding), inputs=("x",)),
-    Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), last=True, full=True),
-    Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",), last=True),
-    Case("llama-complex", ComplexLlama, inputs=("tokens",), full=True),
+    Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), last_position_only=True, exports_file=True),
+    Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",), last_position_only=True),
+    Case("llama-complex", ComplexLlama, inputs=("tokens",), exports_file=True),
 ]

@@ -1,7 +1,6 @@
-"""The staged programs of a model, run in PyTorch: all that the compiler does but the translation to ONNX, which is what
-takes its time.
+"""Runs the staged programs of a model in PyTorch, without the slow translation to ONNX.
 
-The operations that stand for an operator of onnxruntime's are done here as its documentation and the manifest have it.
+Operations that become operators of onnxruntime are computed here as its documentation and the manifest define them.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ from tformer_export.staging.emitter import Program
 from tformer_runtime.engine.padding import padded_request_arrays
 from tformer_runtime.format import manifest as names
 
+LOWEST = torch.finfo(torch.float32).min  # score of a masked position
+
 
 class Staged:
-    """encode and decode of a case. found: what the stages recognised."""
+    """The encode and decode programs of a case. found: the counts of recognised operations."""
 
     def __init__(self, case: Case) -> None:
         source = from_module(case.module, **case.arguments, special_tokens=parse_special_tokens(SPECIAL))
@@ -39,7 +40,7 @@ class Staged:
         self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 
     def start(self, requests: Mapping[str, list[np.ndarray]] | None, rows: int) -> State:
-        """requests: for each request input `rows` arrays of ids, of any lengths."""
+        """Return the state of a batch. requests: for each request input, `rows` arrays of ids of any lengths."""
         assert self.decode is not None
         context = {}
         if self.encode is not None:
@@ -58,41 +59,47 @@ class Staged:
 
 
 class State:
+    """The context, caches and lengths of a batch."""
+
     def __init__(
         self, staged: Staged, context: dict[str, torch.Tensor], caches: dict[str, torch.Tensor], lengths: torch.Tensor
     ) -> None:
         self.staged, self.context, self.caches, self.lengths = staged, context, caches, lengths
 
     def step(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Logits (rows, new, vocabulary) for new tokens (rows, new), of which `counts` are valid in each row."""
+        """Return logits (rows, new, vocabulary) for new tokens (rows, new). counts: of valid ones per row."""
         new, decode = tokens.shape[1], self.staged.decode
-        ahead, own = torch.arange(new), torch.from_numpy(counts)
+        new_positions, valid_counts = torch.arange(new), torch.from_numpy(counts)
         total = int(self.lengths.max()) + new
-        given = {
+        inputs = {
             decode.inputs[0].name: torch.from_numpy(tokens),
-            names.POSITIONS: (self.lengths[:, None] + ahead).clamp(max=BLOCK - 1),
-            names.LAST_POSITION: (self.lengths + own - 1).to(torch.int32),
+            names.POSITIONS: (self.lengths[:, None] + new_positions).clamp(max=BLOCK - 1),
+            names.LAST_POSITION: (self.lengths + valid_counts - 1).to(torch.int32),
             names.TOTAL_SLOTS: torch.tensor(total, dtype=torch.int32),
             names.START_SLOT: self.lengths.clone(),
             names.SLOT_INDICES: torch.arange(total),
-            names.SELECTED_TOKENS: ahead.expand(len(tokens), new),
+            names.SELECTED_TOKENS: new_positions.expand(len(tokens), new),
             **self.context,
             **self.caches,
         }
-        found = _run(decode, given)
-        self.caches = {cache.past: found[cache.present] for cache in decode.caches}
-        self.lengths = self.lengths + own
-        return next(iter(found.values())).numpy()
+        outputs = _run(decode, inputs)
+        self.caches = {cache.past: outputs[cache.present] for cache in decode.caches}
+        self.lengths = self.lengths + valid_counts
+        return next(iter(outputs.values())).numpy()
 
 
-def _run(program: Program, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The program's outputs by name."""
+def _run(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the program's outputs by name."""
     with torch.no_grad():
-        values = _Eager(program.module).run(*(given[port.name] for port in program.inputs))
+        values = _Eager(program.module).run(*(inputs[port.name] for port in program.inputs))
     for port, value in zip(program.outputs, values, strict=True):
         assert value.dtype == port.dtype, port
         assert value.dim() == len(port.shape), port
-        assert all(have == want for have, want in zip(value.shape, port.shape, strict=True) if isinstance(want, int))
+        assert all(
+            actual_size == expected_size
+            for actual_size, expected_size in zip(value.shape, port.shape, strict=True)
+            if isinstance(expected_size, int)
+        )
     return {port.name: value for port, value in zip(program.outputs, values, strict=True)}
 
 
@@ -104,7 +111,7 @@ class _Eager(torch.fx.Interpreter):
 def _write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis: int) -> torch.Tensor:
     present = past.clone()
     for row, first in enumerate(start.tolist()):
-        room = min(new.shape[axis], past.shape[axis] - first)  # what is beyond is padding of a shorter row
+        room = min(new.shape[axis], past.shape[axis] - first)  # tokens beyond it are padding of a shorter row
         present[row].narrow(axis - 1, first, room).copy_(new[row].narrow(axis - 1, 0, room))
     return present
 
@@ -128,10 +135,10 @@ def _grouped_query_attention(
     new, slots = query.shape[2], torch.arange(int(total))
     first = torch.zeros_like(last) if int(total) == new else last + 1 - new
     keys, values = _write_slots(past_key, key, first, 2), _write_slots(past_value, value, first, 2)
-    seen = slots <= (first[:, None] + torch.arange(new))[..., None]
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None]
+    is_visible = slots <= (first[:, None] + torch.arange(new))[..., None]
+    mask = torch.zeros(is_visible.shape).masked_fill(~is_visible, -torch.inf)[:, None]
     if bias is not None:
-        mask = mask + onnx_operators._additive(bias)
+        mask = mask + (torch.where(bias, 0.0, LOWEST) if bias.dtype == torch.bool else bias)
     present = keys.narrow(2, 0, len(slots)), values.narrow(2, 0, len(slots))
     return onnx_operators.plain_attention(query, *present, mask.expand(-1, query.shape[1], -1, -1), scale), keys, values
 

@@ -1,4 +1,4 @@
-"""Code that no one here wrote: lucidrains' x-transformers, over its options."""
+"""Cases of a third-party library: lucidrains' x-transformers with many of its options."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from loguru import logger
 from torch import nn
 from x_transformers import Decoder, Encoder, TransformerWrapper, XTransformer
 
-logger.disable("x_transformers")  # it advises on head sizes
+logger.disable("x_transformers")  # it logs advice on head sizes
 LAYERS: dict[str, Any] = {"dim": 24, "heads": 3, "attn_dim_head": 8}
 WRAPPER: dict[str, Any] = {"num_tokens": VOCABULARY, "max_seq_len": BLOCK}
 EINX = "einx makes a number of every size, so that torch.export fixes it"
 
 
 class Pair(nn.Module):
-    """XTransformer's encoder and decoder without its loss: the decoder's own network, called with the context."""
+    """XTransformer's encoder and the network of its decoder, without the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class EncoderAndDecoder(nn.Module):
 
 
 def decoder(options: dict[str, Any], wrapping: Mapping[str, Any] | None = None, depth: int = 1) -> nn.Module:
-    """`options` go to the attention layers, `wrapping` to TransformerWrapper."""
+    """Return a decoder. options: of the attention layers. wrapping: options of TransformerWrapper."""
     layers = Decoder(**{**LAYERS, "depth": depth, **options})
     return TransformerWrapper(**{**WRAPPER, **(wrapping or {})}, attn_layers=layers)
 
 
 def x(name: str, wrapping: Mapping[str, Any] | None = None, depth: int = 1, **options: Any) -> Case:
-    case = {field: options.pop(field) for field in ("full", "fails", "refused") if field in options}
+    case = {field: options.pop(field) for field in ("exports_file", "known_failure", "refusal") if field in options}
     return Case(f"x-{name}", lambda: decoder(options, wrapping, depth), ("x",), **case)
 
 
 CASES = [
     x("default", depth=2),
-    x("rotary-glu-kv-heads-flash", depth=2, full=True, rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True,
+    x("rotary-glu-kv-heads-flash", depth=2, exports_file=True, rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True,
       ff_swish=True, attn_kv_heads=1, attn_flash=True),
     x("rotary", rotary_pos_emb=True, attn_one_kv_head=True),
     x("polar", polar_pos_emb=True),
@@ -71,13 +71,14 @@ CASES = [
     x("post-norm-gates", pre_norm=False, gate_residual=True, attn_on_attn=True, attn_laser=True),
     x("sinusoidal-tied", {"scaled_sinu_pos_emb": True, "tie_embedding": True, "emb_frac_gradient": 0.1}),
     x("no-positions", {"use_abs_pos_emb": False, "post_emb_norm": True, "emb_dim": 12}),
-    x("alibi", alibi_pos_bias=True, alibi_num_heads=2, fails=EINX),
-    x("t5", rel_pos_bias=True, fails=EINX),
-    x("dynamic-pos-bias", dynamic_pos_bias=True, fails=EINX),
-    x("mem-kv", attn_num_mem_kv=2, fails="keys and values put in front of the step's own"),
-    x("memory-tokens", {"num_memory_tokens": 2}, refused="put attention in its place"),
-    x("shift-tokens", shift_tokens=1, refused="put attention in its place"),
-    x("xpos", rotary_xpos=True, refused="makes a table whose values change with the length"),  # counted from the middle
-    Case("x-XTransformer", Pair, ("src", "tgt"), fails=EINX),
-    Case("x-encoder-and-decoder", EncoderAndDecoder, ("src", "tgt"), fails=EINX),
+    x("alibi", alibi_pos_bias=True, alibi_num_heads=2, known_failure=EINX),
+    x("t5", rel_pos_bias=True, known_failure=EINX),
+    x("dynamic-pos-bias", dynamic_pos_bias=True, known_failure=EINX),
+    x("mem-kv", attn_num_mem_kv=2, known_failure="keys and values put in front of the step's own"),
+    x("memory-tokens", {"num_memory_tokens": 2}, refusal="put attention in its place"),
+    x("shift-tokens", shift_tokens=1, refusal="put attention in its place"),
+    # Positions are counted from the middle of the sequence.
+    x("xpos", rotary_xpos=True, refusal="makes a table whose values change with the length"),
+    Case("x-XTransformer", Pair, ("src", "tgt"), known_failure=EINX),
+    Case("x-encoder-and-decoder", EncoderAndDecoder, ("src", "tgt"), known_failure=EINX),
 ]  # fmt: skip
