@@ -145,7 +145,7 @@ def test_devices(path, monkeypatch):
         Session(path, "tpu")
     assert Session(path, "auto").device == "cpu"
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    with pytest.raises(DeviceError, match=r"holds no CUDA provider; pip install tformer\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"holds no CUDA provider: pip install 'tformer\[cuda\]"):
         Session(path, "cuda")
 
 
@@ -187,7 +187,7 @@ def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
 
 def test_a_missing_wheel(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"pip install tformer\[cpu\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tformer\[cpu\]'"):
         Session(path, "cpu")
 
 

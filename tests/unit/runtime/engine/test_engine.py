@@ -218,7 +218,7 @@ def test_wrong_numbers_of_rows_and_inputs(made):
         with pytest.raises(InputError, match="1 rows where 2"):
             engine.start({"src": [np.array([5])]}, 2)
     else:
-        with pytest.raises(UnsupportedCallError, match="no input besides the tokens"):
+        with pytest.raises(UnsupportedCallError, match="no input other than the tokens"):
             engine.encode({}, 1)
 
 
