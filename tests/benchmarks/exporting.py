@@ -26,7 +26,7 @@ from rich.table import Table
 from tformer_export import export
 from tformer_export.common.clock import peak_memory
 from tformer_export.sources import Source
-from tformer_export.sources.hugging_face import from_transformers
+from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model

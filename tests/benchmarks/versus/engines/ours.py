@@ -7,19 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tformer_export import Task
 from versus.client import ROOT
 from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, code_of, made
 from versus.shapes import END, PAD, START, Case, Shape
 
 QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
-ASKED: dict[str, dict[str, str]] = {"fixed": {"activations": "fixed"}, "latency": {"optimize_for": "latency"}}
+VARIANTS = ("fixed", "latency")  # static scales of activations, and kernels for latency
 
 
 def prepare(folder: Path, shape: Shape, precision: str, variant: str | None = None) -> int:
-    """variant: one of ASKED, or the defaults."""
+    """variant: one of VARIANTS; None for the defaults."""
     path = model_path(folder, precision, variant)
-    export = functools.partial(_export, folder, shape, precision, ASKED[variant] if variant else {})
+    export = functools.partial(_export, folder, shape, precision, variant)
     return made(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
 
 
@@ -27,19 +26,24 @@ def model_path(folder: Path, precision: str, variant: str | None = None) -> Path
     return folder / "-".join(filter(None, ["tformer", precision, variant])) / "model.onnx"
 
 
-def _export(folder: Path, shape: Shape, precision: str, asked: dict[str, str], path: Path) -> None:
+def _export(folder: Path, shape: Shape, precision: str, variant: str | None, path: Path) -> None:
     import torch
 
-    from tformer_export import export
+    from tformer_export import Quantization, Task, export
     from tformer_runtime import TformerError
 
     ids = torch.full((2, 6), 10)
-    options: dict[str, Any] = {"quantize": QUANTIZE[precision], "max_length": shape.max_length, **asked}
+    scales = "static" if variant == "fixed" else "per-row"
+    options: dict[str, Any] = {
+        "quantization": Quantization(QUANTIZE[precision], activation_scales=scales),
+        "max_length": shape.max_length,
+        "optimize_for": "latency" if variant == "latency" else "throughput",
+    }
     try:
         if shape.kind == "translate":
             from versus.engines.source import encoder_decoder
 
-            special = {"start": [START], "end": [END], "pad": PAD}
+            special = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD}
             module = encoder_decoder(folder / SOURCE, shape)
             export(module, path, {"src": ids, "tgt": ids}, "tgt", special_tokens=special, **options)
         elif shape.kind == "continue":
