@@ -136,7 +136,7 @@ def prepare(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         model = module()
         ids = torch.randint(10, 100, (2, 6))
-        special = {"start": [START], "end": [END], "pad": 0}
+        special = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": 0}
         for quantize, name in (("none", "float32"), ("int8", "int8")):
             export(
                 model,

@@ -89,7 +89,7 @@ def made(folder: Path, name: str, quantize: str, *described: Any) -> Path:
     path = folder / f"{name}.onnx"
     ids = torch.randint(FIRST, 40, (2, 6))
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).to_str()
-    special = {"start": [START], "end": [END], "pad": 0}
+    special = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": 0}
     export(
         written(*described), path, {"src": ids, "tgt": ids}, "tgt",
         quantization=quantize, special_tokens=special, tokenizer=words, max_length=LENGTH,

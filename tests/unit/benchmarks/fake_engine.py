@@ -1,4 +1,4 @@
-"""An engine that a worker can run: it answers with the prompt's last id, and misbehaves when it is asked to."""
+"""An engine for a worker process: it repeats the last id of the prompt, and fails for some prompt lengths."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 
 from versus.engines import UnavailableError
 
-DIES, FAILS, HANGS, FALLS_SHORT = 13, 14, 15, 16  # prompts of so many tokens
+# Prompt lengths, in tokens, for which the engine fails.
+EXITS, RAISES, HANGS, GENERATES_TOO_FEW = 13, 14, 15, 16
 
 
 def prepare(folder, shape, precision):
-    print("a library tells what it does")
+    print("output of a library")
     if precision != "fp32":
         raise UnavailableError(f"no {precision} on CPU")
     return 12
@@ -22,15 +23,15 @@ class Engine:
         self.folder = folder
 
     def run(self, case, inputs):
-        print("and again")
-        if case.prompt == DIES:
+        print("more output of a library")
+        if case.prompt == EXITS:
             os._exit(3)
         if case.prompt == HANGS:
             time.sleep(3600)
-        if case.prompt == FAILS:
+        if case.prompt == RAISES:
             raise ValueError("no such length\nand more lines")
-        count = case.new - (case.prompt == FALLS_SHORT)
-        return time.perf_counter(), [[ids[-1]] * count for ids in inputs]
+        num_tokens = case.new - (case.prompt == GENERATES_TOO_FEW)
+        return time.perf_counter(), [[ids[-1]] * num_tokens for ids in inputs]
 
     def score(self, inputs, last):
         return [-1.0] * last * len(inputs)

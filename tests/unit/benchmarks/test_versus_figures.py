@@ -1,4 +1,4 @@
-"""Figures without a clock: the floor's counts, the turns and their ratios, and the table that they end in."""
+"""Figures of the benchmark of several engines: counts of the floor, rounds, ratios and tables equal counts by hand."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ GATED = Shape(
 BOTH = Shape("both", "translate", vocabulary=10, width=4, heads=2, layers=3, feedforward=6, max_length=9, target=7)
 
 
-def test_a_decode_step_counted_by_hand():
+def test_work_of_a_decode_step_matches_hand_count():
     work = step(GATED, Case(batch=3, prompt=5, new=2), position=5)
     # A layer: queries and output 4 × 4 each, keys and values 4 × 2 each, three matrices of 4 × 8. Then 4 × 10.
     assert work.weights == 2 * (16 + 16 + 8 + 8 + 3 * 32) + 40
     assert work.rows == 3
     # 3 rows × 6 positions × 2 layers × (2 numbers of a key + 2 of a value) × 4 bytes
     assert work.cached == 3 * 6 * 2 * 4 * 4
-    # 3 rows × 2 layers × 6 positions × 4 numbers, in q·k and again in a·v: as many as all query heads have
+    # 3 rows × 2 layers × 6 positions × 4 numbers of all query heads, for q·k and for a·v
     assert work.attended == 3 * 2 * 6 * 4 * 2
     assert [work.bytes(precision) for precision in ("fp32", "int8", "int4")] == [
         328 * 4 + 576, 328 + 576, 164 + 576,
     ]  # fmt: skip
 
 
-def test_a_step_of_an_encoder_decoder_reads_one_source_for_all_beams():
+def test_step_of_an_encoder_decoder_reads_the_source_once_for_all_beams():
     work = step(BOTH, Case(batch=2, prompt=5, new=4, beams=3), position=0)
     # A layer: four of 4 × 4 and two of 4 × 6; query and output of the attention to the source. Then 4 × 7.
     assert work.weights == 3 * (4 * 16 + 2 * 24 + 2 * 16) + 28
@@ -47,19 +47,19 @@ def test_a_step_of_an_encoder_decoder_reads_one_source_for_all_beams():
     assert encode(BOTH, Case(batch=2, prompt=5)).weights == 3 * (4 * 16 + 2 * 24 + 2 * 16)
 
 
-def test_a_prompt_attends_to_what_is_before_it():
+def test_work_of_a_prompt_counts_earlier_positions_only():
     work = prompt(GATED, Case(batch=1, prompt=3))
     assert work.rows == 3
     assert work.attended == 2 * 4 * (1 + 2 + 3) * 2
 
 
-def test_the_room_of_a_case_counted_by_hand():
+def test_memory_of_a_case_matches_hand_count():
     # 2 layers × 2 numbers of a key and 2 of a value × 7 positions × 3 rows, and 2 heads × 5 × 5 scores × 3 rows: twice
     assert room(GATED, Case(batch=3, prompt=5, new=2)) == 4 * 2 * (2 * 4 * 7 * 3 + 2 * 25 * 3)
-    assert room(GATED, Case(batch=3, prompt=5)) == 4 * 2 * 2 * 25 * 3  # nothing is cached
+    assert room(GATED, Case(batch=3, prompt=5)) == 4 * 2 * 2 * 25 * 3  # a case without new tokens has no cache
 
 
-def test_the_floor_is_the_slower_of_reading_and_multiplying():
+def test_floor_is_the_slower_of_reading_and_multiplying():
     case = Case(batch=1, prompt=2, new=3)
     slow_to_read = floors(GATED, case, "int8", {"bandwidth": 1.0, "fp32": 1e9, "int8": 1e9})
     assert slow_to_read["step"] == (step(GATED, case, 2).bytes("int8") + step(GATED, case, 3).bytes("int8")) / 2
@@ -68,8 +68,8 @@ def test_the_floor_is_the_slower_of_reading_and_multiplying():
     assert slow_to_multiply["request"] == pytest.approx(slow_to_multiply["first"] + 2 * slow_to_multiply["step"])
 
 
-class Fake:
-    """Answers with given seconds, and notes in `turns` whose turn it was, at which case."""
+class FakeWorker:
+    """A worker that reports fixed seconds. It appends its name and the batch size of each request to `turns`."""
 
     def __init__(self, *seconds, name="", turns=(), fails_at=None):
         self.seconds, self.name, self.turns, self.fails_at, self.calls = list(seconds), name, turns, fails_at, 0
@@ -78,73 +78,86 @@ class Fake:
         assert do == "run"
         self.calls += 1
         if self.calls == self.fails_at:
-            raise PeerError("it fell over")
+            raise PeerError("it failed")
         if self.name:
             self.turns.append((self.name, case["batch"]))
         return {"seconds": self.seconds[self.calls - 1], "first": None}
 
 
-def undisturbed():
+def no_stolen_ticks():
+    """Return processor ticks of other processes and of all processes."""
     return 0, 0
 
 
-def test_the_first_round_warms_up_and_ratios_are_of_the_same_round():
+def test_first_round_is_discarded_and_ratios_compare_the_same_round():
     case = Case(1, 2, 3)
-    workers = {"tformer": Fake(99, 1, 2, 4), "other": Fake(99, 3, 4, 20), "weak": Fake(1, 1, 1, fails_at=2)}
-    made = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0, ticks=undisturbed)
-    assert [value["request"] for value in made.found[case]["tformer"]] == [1, 2, 4]
-    assert ratios(made.found[case]["other"], made.found[case]["tformer"]) == {"request": 3}  # of 3, 2 and 5
-    assert made.failed[case] == {"weak": "it fell over"}
-    assert "weak" not in made.found[case]
+    workers = {
+        "tformer": FakeWorker(99, 1, 2, 4),
+        "other": FakeWorker(99, 3, 4, 20),
+        "weak": FakeWorker(1, 1, 1, fails_at=2),
+    }
+    measured = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0, ticks=no_stolen_ticks)
+    assert [value["request"] for value in measured.found[case]["tformer"]] == [1, 2, 4]
+    assert ratios(measured.found[case]["other"], measured.found[case]["tformer"]) == {
+        "request": 3
+    }  # the median of 3, 2 and 5
+    assert measured.failed[case] == {"weak": "it failed"}
+    assert "weak" not in measured.found[case]
 
 
-def test_a_round_goes_through_all_cases_and_the_turns_alternate():
+def test_round_has_all_cases_and_the_order_of_engines_alternates():
     turns = []
-    workers = {name: Fake(*[1.0] * 9, name=name, turns=turns) for name in ("a", "b")}
-    rounds(workers, {Case(1, 2, 3): [[4]], Case(8, 2, 3): [[4]]}, repeats=2, budget=60, quiet=0, ticks=undisturbed)
-    forth, back = [("a", 1), ("b", 1), ("a", 8), ("b", 8)], [("b", 1), ("a", 1), ("b", 8), ("a", 8)]
-    assert turns == [*back, *forth, *back]
+    workers = {name: FakeWorker(*[1.0] * 9, name=name, turns=turns) for name in ("a", "b")}
+    rounds(workers, {Case(1, 2, 3): [[4]], Case(8, 2, 3): [[4]]}, repeats=2, budget=60, quiet=0, ticks=no_stolen_ticks)
+    forward, backward = [("a", 1), ("b", 1), ("a", 8), ("b", 8)], [("b", 1), ("a", 1), ("b", 8), ("a", 8)]
+    assert turns == [*backward, *forward, *backward]
 
 
-def test_no_round_begins_when_the_time_is_spent():
-    case, worker = Case(1, 2, 3), Fake(*[1.0] * 9)
-    made = rounds({"tformer": worker}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0, ticks=undisturbed)
-    assert len(made.found[case]["tformer"]) == 3
+def test_no_round_begins_after_the_time_budget():
+    case, worker = Case(1, 2, 3), FakeWorker(*[1.0] * 9)
+    measured = rounds({"tformer": worker}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0, ticks=no_stolen_ticks)
+    assert len(measured.found[case]["tformer"]) == 3
 
 
-def test_a_turn_of_which_others_took_much_is_taken_again():
+def test_disturbed_turn_is_repeated():
     case = Case(1, 2, 3)
-    taken = [0, 5, 0, 9, 8, 7, 9]  # of the 100 ticks of each turn, the one that warms up included
-    clock = iter([tick for i, own in enumerate(taken) for tick in ((0, 100 * i), (own, 100 * i + 100))])
-    made = rounds(
-        {"tformer": Fake(99, 1, 2, 11, 12, 13, 14)}, {case: [[4]]}, 2, budget=60, quiet=0, ticks=lambda: next(clock)
+    stolen_ticks = [0, 5, 0, 9, 8, 7, 9]  # of the 100 ticks of each turn, including the warm-up
+    clock = iter([tick for i, stolen in enumerate(stolen_ticks) for tick in ((0, 100 * i), (stolen, 100 * i + 100))])
+    measured = rounds(
+        {"tformer": FakeWorker(99, 1, 2, 11, 12, 13, 14)},
+        {case: [[4]]},
+        2,
+        budget=60,
+        quiet=0,
+        ticks=lambda: next(clock),
     )
-    # The first was disturbed and its second try was not; of the four of the next round the third was the least.
-    assert [value["request"] for value in made.found[case]["tformer"]] == [2, 13]
-    assert made.stolen[case]["tformer"] == [0, 0.07]
+    # The first turn is disturbed and its repetition is not. Of the four turns of the next round the third is the least
+    # disturbed.
+    assert [value["request"] for value in measured.found[case]["tformer"]] == [2, 13]
+    assert measured.stolen[case]["tformer"] == [0, 0.07]
 
 
-def test_agreement_counts_steps_that_began_alike():
+def test_agreement_counts_steps_with_equal_prefixes():
     source = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert agreement(source, source) == 1
-    assert agreement([[1, 2, 9, 9], [5, 6, 7, 8]], source) == 6 / 7  # what follows a change is another text
+    assert agreement([[1, 2, 9, 9], [5, 6, 7, 8]], source) == 6 / 7  # steps after a difference are not comparable
     assert cosine([[1.0, 0.0], [3.0, 4.0]], [[1.0, 0.0], [4.0, -3.0]]) == 0.5
 
 
-def test_engines_are_loaded_together_as_far_as_they_fit():
+def test_engines_are_grouped_by_their_memory():
     sizes = {"tformer": 3.0, "a": 4.0, "b": 2.0, "c": 9.0}
     assert groups(sizes, "tformer", room=20) == [["tformer", "a", "b", "c"]]
     assert groups(sizes, "tformer", room=10) == [["tformer", "a", "b"], ["tformer", "c"]]
     assert groups({"a": 1.0}, "tformer", room=10) == [["a"]]
 
 
-# A machine on which the request of the records takes 16 ms to read: an encoder's pass with 22,020,096 weights of a byte
-# each; 32 steps with 38,404,096, and 4,718,592 bytes of sources; in the n-th of them, n × 196,608 bytes of the cache.
-READ = 22_020_096 + 32 * (38_404_096 + 4_718_592) + 196_608 * sum(range(1, 33))
-RATES = {"bandwidth": READ / 0.016, "fp32": 1e18, "int8": 1e18}
-# The same for one row.
-ONE = 22_020_096 + 32 * (38_404_096 + 4_718_592 // 8) + 196_608 // 8 * sum(range(1, 33))
-ONE_ROW = {**RATES, "bandwidth": ONE / 0.015}
+# Rates of a machine that reads the bytes of a request in 16 ms: 22,020,096 weights of one byte for the encoder;
+# 38,404,096 weights and 4,718,592 bytes of the context for each of 32 steps; n × 196,608 bytes of the cache for step n.
+REQUEST_BYTES = 22_020_096 + 32 * (38_404_096 + 4_718_592) + 196_608 * sum(range(1, 33))
+RATES = {"bandwidth": REQUEST_BYTES / 0.016, "fp32": 1e18, "int8": 1e18}
+# The same for one row in 15 ms.
+ONE_ROW_BYTES = 22_020_096 + 32 * (38_404_096 + 4_718_592 // 8) + 196_608 // 8 * sum(range(1, 33))
+ONE_ROW_RATES = {**RATES, "bandwidth": ONE_ROW_BYTES / 0.015}
 
 
 def records():
@@ -166,7 +179,7 @@ def records():
     ]
 
 
-def test_the_table_tells_time_ratio_share_of_the_floor_and_why_a_column_is_empty():
+def test_table_has_times_ratios_shares_of_the_floor_and_errors():
     text = table.markdown(records(), RATES)
     assert "| int8 | batch 8, 24 tokens | 1.25 −20% (40%) | 1.00 −38% (0.62 ×, 50%) | 0.50 |" in text
     assert "| int8 | steps that choose the source's token | 98.0% | – |" in text
@@ -174,50 +187,50 @@ def test_the_table_tells_time_ratio_share_of_the_floor_and_why_a_column_is_empty
     assert "| int8 | seconds from the process's start to its first result | 0.30 | 0.25 |" in text
 
 
-def test_where_another_engine_is_ahead_is_listed_and_the_bare_session_is_none():
-    (found,) = table.behind(records())
-    assert found[0] == 0.625
-    assert found[1].startswith("encoder-decoder 60M, int8, batch 8, 24 tokens, request: CTranslate2 took 0.62 ×")
+def test_faster_engines_are_listed_without_the_bare_session():
+    ((ratio, text),) = table.behind(records())
+    assert ratio == 0.625
+    assert text.startswith("encoder-decoder 60M, int8, batch 8, 24 tokens, request: CTranslate2 took 0.62 ×")
 
 
-def test_what_was_to_be_reached_stands_beside_what_was():
+def test_table_compares_results_with_targets_and_the_floor():
     latency = {**records()[0], "peer": "tformer, for latency", "ratio": {"request": 0.5}}
     text = table.markdown([*records(), latency], RATES)
     assert (
         "| encoder-decoder 60M | int8 | batch 8, 24 tokens, request | CTranslate2 | 3.00 × | 0.62 × | 1.25 × |" in text
     )
     case = {"case": Case(1, 24, 32).to_dict(), "seconds": {"request": [0.02]}}
-    assert "| the floor | 80% | 75% | – |" in table.markdown([{**records()[0], **case}], ONE_ROW)
+    assert "| the floor | 80% | 75% | – |" in table.markdown([{**records()[0], **case}], ONE_ROW_RATES)
 
 
-def test_what_an_engine_took_in_two_groups_is_one_record():
+def test_records_of_one_engine_in_two_groups_are_merged():
     key = {"row": "a", "precision": "int8", "peer": "ours", "case": {}}
     one = {**key, "seconds": {"step": [1.0]}, "stolen": [0.0]}
     two = {**key, "seconds": {"step": [2.0, 3.0]}, "stolen": [0.1, 0.2]}
     other, failed = {**one, "peer": "other"}, {**key, "error": "no memory"}
     both = {**key, "seconds": {"step": [1.0, 2.0, 3.0]}, "stolen": [0.0, 0.1, 0.2]}
-    for given, kept in (((one, two), both), ((failed, two), failed), ((one, failed), failed)):
+    for added, expected in (((one, two), both), ((failed, two), failed), ((one, failed), failed)):
         records = [other]
-        for record in given:
+        for record in added:
             add(records, record)
-        assert records == [other, kept]
+        assert records == [other, expected]
     assert one["seconds"] == {"step": [1.0]}
 
 
-def test_how_much_others_took_is_told():
+def test_table_reports_time_taken_by_other_processes():
     shares = [{**record, "stolen": [0.0, 0.5, 0.01, 0.0]} for record in records()[:1]]
     assert "In 25% of the turns others took more than 2% of the processors' time, 50% at most." in table.markdown(
         shares, RATES
     )
 
 
-def test_figures_of_several_states_of_the_code_are_told():
+def test_table_reports_figures_of_several_versions_of_the_code():
     mixed = [{**record, "code": code} for record, code in zip(records()[:3:2], ("one", "two"), strict=True)]
     assert "tformer was measured in 2 states of its code" in table.markdown(mixed, RATES)
     assert "states of its code" not in table.markdown([{**record, "code": "one"} for record in records()], RATES)
 
 
-def test_files_are_made_again_by_other_code(tmp_path):
+def test_model_files_are_rebuilt_after_a_change_of_the_code(tmp_path):
     calls = []
 
     def make(folder):
@@ -229,7 +242,7 @@ def test_files_are_made_again_by_other_code(tmp_path):
         assert len(calls) == times
 
 
-def test_the_chart_is_a_picture(tmp_path):
+def test_chart_is_a_png_file(tmp_path):
     pytest.importorskip("matplotlib")
     chart.draw(records(), tmp_path / "chart.png", "a machine")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
