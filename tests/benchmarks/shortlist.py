@@ -79,7 +79,13 @@ def prepared(folder: Path, precision: str) -> Path:
     plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
     if not plain.exists():
         ids = torch.randint(10, 100, (2, 6))
-        export(module(), plain, {"src": ids, "tgt": ids}, "tgt", special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0})
+        export(
+            module(),
+            plain,
+            {"src": ids, "tgt": ids},
+            "tgt",
+            special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+        )
     model = ir.load(plain)
     manifest = Manifest.from_json(model.metadata_props[MANIFEST_KEY])
     separate_projection(model)

@@ -88,7 +88,7 @@ def steps(engine, sources, prompts, count):
 
 
 @toys
-def test_a_stage_alone_reads_what_it_needs_and_gives_what_is_its_own(files, name):
+def test_stage_session_has_only_the_inputs_and_outputs_of_its_stage(files, name):
     manifest = TOYS[name].manifest()
     if not manifest.staged:
         with pytest.raises(ModelFileError, match="not the branches of one If"):
@@ -107,7 +107,7 @@ def test_a_stage_alone_reads_what_it_needs_and_gives_what_is_its_own(files, name
 
 
 @toys
-def test_stages_apart_compute_what_one_session_does(files, name):
+def test_separate_stage_sessions_equal_one_session(files, name):
     """Bit for bit: the same kernels on the same numbers."""
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (3, 1, 6))
     one, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 12)
@@ -116,7 +116,7 @@ def test_stages_apart_compute_what_one_session_does(files, name):
 
 
 @toys
-def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
+def test_steps_in_fixed_buffers_equal_other_steps(files, name):
     """Through three lengths of buffers. A graph is told that its longest row fills them, which must change nothing
     but, in plain attention, where a sum of zeros is added."""
     engine = Engine(Apart(files[name]))
@@ -136,7 +136,7 @@ def test_steps_in_buffers_that_stay_compute_what_others_do(files, name):
     assert {graph for graph in engine.session.runs if graph is not None} == set(numbers)
 
 
-def test_nothing_is_captured_where_it_would_write_beyond_the_buffers(files):
+def test_no_graph_is_captured_near_the_end_of_the_buffers(files):
     """Capturing may run a step eight times, each a slot further; and each thread captures for itself."""
     engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
     prompt = rows_of(4, (26,))[0]
@@ -155,7 +155,7 @@ def test_nothing_is_captured_where_it_would_write_beyond_the_buffers(files):
     np.testing.assert_allclose(engine.step(state, np.array([[7]])), whole, rtol=0, atol=2e-6 * np.ptp(whole))
 
 
-def test_buffers_are_lent_once_at_a_time(files):
+def test_pooled_buffers_have_one_user_at_a_time(files):
     engine = Engine(Apart(files["decoder-only"]))
     plain = Engine(files["decoder-only"], "cpu", threads=1)
     first, second = (engine.start(None, 1) for _ in range(2))
@@ -179,7 +179,7 @@ def test_buffers_are_lent_once_at_a_time(files):
 
 @toys
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.5, "top_k": 9, "seed": 5}])
-def test_generation_on_a_device_finds_what_the_cpu_finds(files, name, options):
+def test_generation_on_a_device_equals_generation_on_the_cpu(files, name, options):
     """Rows that leave, beams that move and caches that grow, all of which pass through the device's buffers."""
     inputs = rows_of(8, (4, 9, 2, 6, 3))
     found, expected = (
@@ -194,7 +194,7 @@ def test_generation_on_a_device_finds_what_the_cpu_finds(files, name, options):
 
 
 @toys
-def test_what_is_likeliest_is_chosen_on_the_device_and_fed_from_there(files, name):
+def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
     """Tokens and log-probabilities against numpy's of the same logits; nothing is written to the device any more."""
     engine = Engine(Apart(files[name]))
     state = engine.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
@@ -248,7 +248,7 @@ class Counted:
         monkeypatch.setattr(DeviceLogits, "top_logits", counted_heads)
 
 
-def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
+def test_top_logits_have_the_best_tokens_and_the_normaliser_of_each_row(wide):
     engine = Engine(Apart(wide))
     state = engine.start(None, 3)
     engine.step(state, np.array([[5, 6], [7, 8], [9, 3]]))
@@ -282,7 +282,7 @@ def test_a_head_is_the_rows_likeliest_tokens_and_what_all_weigh(wide):
         ({"top_k": 300}, "all"),
     ],
 )
-def test_samples_of_heads_are_those_of_whole_rows(wide, monkeypatch, options, rows):
+def test_samples_from_top_logits_equal_samples_from_whole_rows(wide, monkeypatch, options, rows):
     """Token for token; and whole rows come from the device only where a head does not tell."""
     inputs = rows_of(8, (4, 9, 2, 6, 3), 900)
 
@@ -305,7 +305,7 @@ def test_samples_of_heads_are_those_of_whole_rows(wide, monkeypatch, options, ro
     assert counted.heads == (0 if rows == "all" else 22)
 
 
-def test_greedy_rows_samples_and_rows_with_rules_beside_each_other(wide, monkeypatch):
+def test_batch_of_greedy_sampled_and_ruled_rows_equals_each_row_alone(wide, monkeypatch):
     """Each is what it is alone on the host."""
     asked = [{}, {"top_k": 30, "seed": 1}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}]
     inputs = rows_of(9, (4, 9, 2, 6), 900)
@@ -329,7 +329,7 @@ def test_greedy_rows_samples_and_rows_with_rules_beside_each_other(wide, monkeyp
 @pytest.mark.cuda
 @pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 @pytest.mark.parametrize("options", [{"top_k": 40}, {"temperature": 0.6, "top_p": 0.9}, {"min_p": 0.05}])
-def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options):
+def test_samples_on_a_gpu_equal_samples_from_whole_rows(wide, monkeypatch, options):
     model, inputs = Model(Engine(wide, "cuda")), rows_of(8, (4, 9, 2, 6, 3), 900)
 
     def generated():
@@ -346,7 +346,7 @@ def test_samples_on_a_gpu_are_those_of_its_whole_rows(wide, monkeypatch, options
 @pytest.mark.cuda
 @pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 @toys
-def test_graphs_on_a_gpu(files, name):
+def test_captured_graphs_on_a_gpu_equal_the_cpu(files, name):
     engine = Engine(files[name], "cuda")
     assert engine.session.captures_graphs
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))

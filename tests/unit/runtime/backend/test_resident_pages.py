@@ -28,7 +28,7 @@ def resident(path):
     return total
 
 
-def test_pages_of_a_file_are_dropped_and_read_again(tmp_path):
+def test_dropped_pages_of_a_file_are_read_again(tmp_path):
     """Of this file alone; what a private mapping has written is kept."""
     contents = {tmp_path / name: bytes(range(256)) * 4096 for name in ("weights with a space", "other")}
     maps = {}
@@ -48,12 +48,12 @@ def test_pages_of_a_file_are_dropped_and_read_again(tmp_path):
     assert maps[mine][:] == contents[mine][:5] + b"mine" + contents[mine][9:]
 
 
-def test_a_file_that_is_not_mapped(tmp_path):
+def test_dropping_pages_of_an_unmapped_file_changes_no_mapping(tmp_path):
     resident_pages.drop_file_pages(tmp_path / "none")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_what_was_freed_is_given_back():
+def test_trimming_the_heap_returns_freed_memory():
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
@@ -63,12 +63,12 @@ def test_what_was_freed_is_given_back():
         ctypes.memset(block, 1, size)
     for block in blocks[:-1]:
         library.free(block)
-    kept = held()
+    kept = resident_bytes()
     resident_pages.trim_heap()
-    assert held() < kept - size * count / 2
+    assert resident_bytes() < kept - size * count / 2
     library.free(blocks[-1])
 
 
-def held():
+def resident_bytes():
     """Bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

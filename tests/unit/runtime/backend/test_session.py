@@ -24,12 +24,12 @@ def path(tmp_path_factory):
     return Toy().write(tmp_path_factory.mktemp("session") / "toy.onnx")
 
 
-def test_the_manifest_is_read_without_the_graph(path):
+def test_manifest_is_read_without_the_graph(path):
     assert read_manifest(path) == Toy().manifest()
     assert read_metadata(path) == {MANIFEST_KEY: Toy().manifest().to_json()}
 
 
-def test_metadata_before_the_graph_are_found_as_well(path, tmp_path):
+def test_metadata_before_the_graph_are_found(path, tmp_path):
     model = onnx.load(path)
     meta, graph = onnx.ModelProto(metadata_props=model.metadata_props), onnx.ModelProto()
     graph.CopyFrom(model)
@@ -40,7 +40,7 @@ def test_metadata_before_the_graph_are_found_as_well(path, tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.8, 0.999])
-def test_a_truncated_file(path, tmp_path, share):
+def test_truncated_file_is_refused(path, tmp_path, share):
     cut = tmp_path / "cut.onnx"
     cut.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     with pytest.raises(ModelFileError, match=r"cut\.onnx is not a whole ONNX file"):
@@ -48,14 +48,14 @@ def test_a_truncated_file(path, tmp_path, share):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello\n" * 50, b"PK\x03\x04" * 9, bytes(1000), b"\xff" * 99])
-def test_a_foreign_file(tmp_path, content):
+def test_file_of_another_kind_is_refused(tmp_path, content):
     other = tmp_path / "other.onnx"
     other.write_bytes(content)
     with pytest.raises(ModelFileError, match=r"other\.onnx is not a whole ONNX file"):
         Session(other, "cpu")
 
 
-def test_a_session_is_opened_as_the_manifest_says(path, tmp_path, monkeypatch):
+def test_session_has_the_options_of_the_manifest(path, tmp_path, monkeypatch):
     """What is asked of onnxruntime; threads that the caller gives come first."""
     asked = {}
     real = onnxruntime.InferenceSession
@@ -81,14 +81,14 @@ def test_a_session_is_opened_as_the_manifest_says(path, tmp_path, monkeypatch):
     assert read_manifest(tuned).session == settings
 
 
-def test_no_file_and_a_folder(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(ModelFileError, match="does not exist"):
         Session(tmp_path / "none.onnx", "cpu")
     with pytest.raises(ModelFileError, match="is a folder"):
         Session(tmp_path, "cpu")
 
 
-def test_an_onnx_file_without_a_manifest(path, tmp_path):
+def test_onnx_file_without_a_manifest_is_refused(path, tmp_path):
     model = onnx.load(path)
     helper.set_model_props(model, {"other": "1"})
     onnx.save(model, tmp_path / "plain.onnx")
@@ -96,7 +96,7 @@ def test_an_onnx_file_without_a_manifest(path, tmp_path):
         Session(tmp_path / "plain.onnx", "cpu")
 
 
-def test_a_newer_or_damaged_manifest(path, tmp_path):
+def test_newer_or_damaged_manifest_is_refused(path, tmp_path):
     newer = with_manifest(path, tmp_path / "newer.onnx", version=99)
     with pytest.raises(ModelFileError, match=r"newer\.onnx: .*version 99 .*upgrade tformer"):
         Session(newer, "cpu")
@@ -107,7 +107,7 @@ def test_a_newer_or_damaged_manifest(path, tmp_path):
         Session(tmp_path / "damaged.onnx", "cpu")
 
 
-def test_missing_external_data(path, tmp_path):
+def test_missing_external_data_is_refused(path, tmp_path):
     moved = tmp_path / "big.onnx"
     onnx.save(onnx.load(path), moved, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
     assert Engine(moved, device="cpu").manifest.task == "translate"
@@ -116,7 +116,7 @@ def test_missing_external_data(path, tmp_path):
         Session(moved, "cpu")
 
 
-def test_truncated_external_data(path, tmp_path):
+def test_truncated_external_data_is_refused(path, tmp_path):
     moved = tmp_path / "big.onnx"
     onnx.save(onnx.load(path), moved, save_as_external_data=True, location="big.onnx.data", size_threshold=0)
     os.truncate(tmp_path / "big.onnx.data", 100)
@@ -124,14 +124,14 @@ def test_truncated_external_data(path, tmp_path):
         Session(moved, "cpu")
 
 
-def test_a_link_to_a_file(path, tmp_path):
+def test_link_to_a_file_finds_its_external_data(path, tmp_path):
     """As model caches keep them: the file is elsewhere under another name."""
     link = tmp_path / "model.onnx"
     link.symlink_to(path)
     assert Engine(link, device="cpu").manifest == Toy().manifest()
 
 
-def test_a_graph_that_onnxruntime_refuses(path, tmp_path):
+def test_graph_that_onnxruntime_refuses_is_one_sentence(path, tmp_path):
     model = onnx.load(path)
     model.graph.node[0].op_type = "NoSuchOperator"
     onnx.save(model, tmp_path / "odd.onnx")
@@ -140,7 +140,7 @@ def test_a_graph_that_onnxruntime_refuses(path, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_devices(path, monkeypatch):
+def test_unknown_or_missing_device_is_refused(path, monkeypatch):
     with pytest.raises(DeviceError, match="no device 'tpu': choose one of auto, cpu, cuda"):
         Session(path, "tpu")
     assert Session(path, "auto").device == "cpu"
@@ -152,20 +152,20 @@ def test_devices(path, monkeypatch):
 @pytest.mark.skipif(
     os.path.exists("/proc/driver/nvidia") or sys.platform != "linux", reason="there is an NVIDIA driver"
 )
-def test_cuda_without_a_driver(path):
+def test_cuda_without_a_driver_is_refused(path):
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime holds no CUDA provider")
     with pytest.raises(DeviceError, match="cuda cannot be had: there is no NVIDIA driver"):
         Session(path, "cuda")
 
 
-def test_auto_falls_back_where_a_file_for_cuda_cannot_have_it(path, tmp_path, monkeypatch):
+def test_auto_device_falls_back_to_the_cpu(path, tmp_path, monkeypatch):
     other = with_manifest(path, tmp_path / "cuda.onnx", target="cuda")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     assert Session(other, "auto").device == "cpu"
 
 
-def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
+def test_cuda_provider_that_fails_to_start_is_one_sentence(path, tmp_path, monkeypatch):
     other, opened = with_manifest(path, tmp_path / "cuda.onnx", target="cuda"), onnxruntime.InferenceSession
 
     def refuse(file, options, providers, **others):
@@ -185,16 +185,16 @@ def test_a_cuda_provider_that_fails_to_start(path, tmp_path, monkeypatch):
         Session(other, "cuda")
 
 
-def test_a_missing_wheel(path, monkeypatch):
+def test_missing_onnxruntime_names_the_extra(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'tformer\[cpu\]'"):
         Session(path, "cpu")
 
 
-def test_threads(path):
+def test_number_of_threads_is_checked(path):
     assert Session(path, "cpu", threads=1).threads == 1
 
 
-def test_manifests_survive_json():
+def test_manifest_survives_a_json_round_trip():
     for toy in (Toy(), Toy(encoder=False), Toy(attention="scatter-pair", defaults={"num_beams": 4})):
         assert Manifest.from_json(toy.manifest().to_json()) == toy.manifest()

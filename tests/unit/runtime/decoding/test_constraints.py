@@ -178,7 +178,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("make", SUBWORDS)
-def test_the_texts_admitted_are_the_choices(make):
+def test_admitted_texts_equal_the_choices(make):
     m = model(make)
     choices = [c for c in CHOICES if c != "don't"] if make is word_piece else CHOICES  # decode writes "don ' t"
     grammar = m.grammar("choices", choices[:6])
@@ -190,7 +190,7 @@ def test_the_texts_admitted_are_the_choices(make):
 
 
 @pytest.mark.parametrize("choices", [["T R AE N S", "T R", "TH", "T"], ["", "AH"], ["D", "DH IY"]])
-def test_words_joined_by_spaces(choices):
+def test_words_joined_by_spaces_admit_the_choices(choices):
     m = model(phonemes)
     assert sorted(m.texts(m.grammar("choices", choices).start())) == sorted(choices)
     one = m.grammar("choices", ["TH"]).start()
@@ -199,7 +199,7 @@ def test_words_joined_by_spaces(choices):
     assert {m.decode([i]) for i in m.allowed(either)} == {"T", "SH"}  # for there is no Q to go on with
 
 
-def test_more_words_than_an_automaton_holds():
+def test_vocabulary_larger_than_an_automaton_is_refused():
     names = {END: 0} | {f"{a}{b}": i + 1 for i, (a, b) in enumerate((a, b) for a in "abcdefghij" for b in range(60))}
     tokenizer = Tokenizer(models.WordLevel(names))
     tokenizer.add_special_tokens([END])
@@ -227,7 +227,7 @@ REGEXES = [
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(regex=st.sampled_from(REGEXES), seed=seeds)
 @settings(max_examples=60)
-def test_regex(make, regex, seed):
+def test_generated_text_matches_the_regex(make, regex, seed):
     m = model(make)
     ids = m.walk(m.grammar("regex", regex).start(), seed)
     assert re.fullmatch(regex, m.decode(ids)), m.decode(ids)
@@ -238,7 +238,7 @@ def test_regex(make, regex, seed):
     seed=seeds,
 )
 @settings(max_examples=60)
-def test_regex_of_words(regex, seed):
+def test_regex_over_a_vocabulary_of_words(regex, seed):
     m = model(phonemes)
     assert re.fullmatch(regex, m.decode(m.walk(m.grammar("regex", regex).start(), seed)))
 
@@ -246,7 +246,7 @@ def test_regex_of_words(regex, seed):
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(seed=seeds)
 @settings(max_examples=40)
-def test_an_end_is_possible_exactly_where_the_text_is_complete(make, seed):
+def test_end_token_is_allowed_only_after_a_complete_text(make, seed):
     m = model(make)
     regex = r"(the|cat|a|t)( (the|cat|at|a))*"
     guide, rng, ids = m.grammar("regex", regex).start(), np.random.default_rng(seed), []
@@ -261,7 +261,7 @@ def test_an_end_is_possible_exactly_where_the_text_is_complete(make, seed):
 
 
 @pytest.mark.parametrize("make", SUBWORDS)
-def test_nothing_is_refused_that_could_be_completed(make):
+def test_token_is_allowed_if_the_text_can_be_completed(make):
     """Against decode itself: a token is allowed exactly if some token of one character or more completes it."""
     m = model(make)
     regex = re.compile(r"(a|t|at|the)( (a|t|the))?")
@@ -283,7 +283,7 @@ def test_nothing_is_refused_that_could_be_completed(make):
 
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
-def test_copies_go_their_own_ways(make):
+def test_copies_are_independent(make):
     m = model(make)
     grammar = m.grammar("regex", r"(the|cat)( (the|cat))*")
     parent = grammar.start()
@@ -299,7 +299,7 @@ def test_copies_go_their_own_ways(make):
 
 @given(seed=seeds, width=st.integers(2, 4))
 @settings(max_examples=30)
-def test_beams(seed, width):
+def test_each_beam_ends_with_one_of_the_choices(seed, width):
     """Rows copied and dropped as a beam search does: each one's text is one of the choices in the end."""
     m, rng = model(unigram), np.random.default_rng(seed)
     beams = [(m.grammar("choices", CHOICES).start(), [], 0.0)]
@@ -348,7 +348,7 @@ def check(value: object) -> None:
 @pytest.mark.parametrize("make", [make for make in SUBWORDS if make is not word_piece])
 @given(seed=seeds)
 @settings(max_examples=20)
-def test_json_schema(make, seed):
+def test_generated_text_matches_the_json_schema(make, seed):
     m = model(make)
     check(json.loads(m.decode(m.walk(m.grammar("json_schema", SCHEMA).start(), seed))))
     assert m.grammar("json_schema", json.dumps(SCHEMA, ensure_ascii=False)) is m.grammar("json_schema", SCHEMA)
@@ -367,7 +367,7 @@ NUMBER: /[1-9][0-9]{0,3}/
 @pytest.mark.parametrize("make", SUBWORDS)
 @given(seed=seeds)
 @settings(max_examples=20)
-def test_grammar(make, seed):
+def test_generated_text_matches_the_grammar(make, seed):
     m = model(make)
     text = m.decode(m.walk(m.grammar("grammar", SUMS).start(), seed))
     assert re.fullmatch(r"[-+*() 0-9]+", text)
@@ -375,14 +375,14 @@ def test_grammar(make, seed):
     assert isinstance(eval(text.strip()), int)
 
 
-def test_a_character_that_takes_several_tokens():
+def test_character_of_several_tokens_is_generated():
     m = model(byte_level)
     grammar = m.grammar("choices", ["語", "誤"])
     assert m.takes(grammar, m.tokenizer.encode("語").ids)
     assert set(m.texts(grammar.start())) == {"語", "誤"}
 
 
-def test_a_smaller_vocabulary_than_the_tokenizers():
+def test_vocabulary_smaller_than_the_tokenizers():
     m = model(byte_level)
     size = 300
     grammar = Grammar.compile("regex", "[a-z ]{1,9}", m.json, size, (m.end, 10_000))
@@ -392,7 +392,7 @@ def test_a_smaller_vocabulary_than_the_tokenizers():
     assert set(np.flatnonzero(scores == 0)) == known
 
 
-def test_an_end_token_is_no_part_of_the_text():
+def test_end_token_is_not_part_of_the_text():
     m = model(byte_level)
     stop = m.tokenizer.token_to_id("!")
     guide = Grammar.compile("regex", "a+!?b?", m.json, m.size, (m.end, stop)).start()
@@ -401,7 +401,7 @@ def test_an_end_token_is_no_part_of_the_text():
     assert {stop, m.end} <= set(m.allowed(guide))
 
 
-def test_a_row_that_takes_what_it_may_not_is_lost():
+def test_row_with_a_forbidden_token_allows_nothing():
     m = model(byte_level)
     guide = m.grammar("choices", ["cat"]).start()
     guide.accept(m.tokenizer.token_to_id("x"))
@@ -412,7 +412,7 @@ def test_a_row_that_takes_what_it_may_not_is_lost():
     assert ended.must_end
 
 
-def test_threads_share_a_grammar():
+def test_threads_share_one_grammar():
     m, grammar, found = model(byte_level), model(byte_level).grammar("json_schema", SCHEMA), []
 
     def work(seed: int) -> None:
@@ -450,13 +450,13 @@ def test_threads_share_a_grammar():
         ("xml", "a", '"regex", "json_schema", "grammar" or "choices"'),
     ],
 )
-def test_a_definition_that_does_not_compile(kind, definition, says):
+def test_invalid_definition_is_refused(kind, definition, says):
     with pytest.raises(OptionError, match=says) as caught:
         model(byte_level).grammar(kind, definition)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_vocabulary_cannot_spell():
+def test_text_outside_the_vocabulary_is_refused():
     with pytest.raises(OptionError, match="the choice 'a語' needs '語'"):
         model(unigram).grammar("choices", ["a", "a語"])
     with pytest.raises(OptionError, match="holds 'Q', which is not a word"):
@@ -485,21 +485,21 @@ def test_what_a_vocabulary_cannot_spell():
         decoders.Sequence([decoders.Fuse(), decoders.Strip("a", 2, 0)]),
     ],
 )
-def test_a_tokenizer_whose_text_is_not_the_tokens_texts_is_refused(decoder):
+def test_tokenizer_with_a_context_dependent_decoder_is_refused(decoder):
     tokenizer = letters()
     tokenizer.decoder = decoder
     with pytest.raises(OptionError, match="this tokenizer cannot be constrained"):
         Model(tokenizer).grammar("regex", "a+")
 
 
-def test_an_unknown_token_stands_for_no_text():
+def test_unknown_token_is_never_allowed():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, END: 2}, unk_token="<unk>"))
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     m = Model(tokenizer)
     assert m.allowed(m.grammar("regex", ".+").start()) == [1]
 
 
-def test_without_llguidance(monkeypatch):
+def test_missing_llguidance_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"pip install tformer\[constrain\]"):
         model(letters).grammar("regex", "never asked for before")

@@ -132,7 +132,7 @@ def ruled(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", list(WAYS))
-def test_what_is_forbidden_changes_no_more_than_it_did(way, seed, ruled):
+def test_forbidden_ids_give_the_results_of_a_logits_processor(way, seed, ruled):
     model, options = Random(seed), WAYS[way]
     fast = decoded(model, options)
     # A first token is a rule that does more, at one step; beams of one kind are ranked together, one way or the other.
@@ -151,7 +151,7 @@ def test_what_is_forbidden_changes_no_more_than_it_did(way, seed, ruled):
 
 @pytest.mark.parametrize("rule", list(FORBIDDING))
 @pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_each_alone(rule, way, ruled):
+def test_each_forbidding_option_alone_equals_a_logits_processor(rule, way, ruled):
     model = Random(7)
     fast = decoded(model, WAYS[way], [rule])
     assert len(ruled) == (3 if rule == "first token" else 0)
@@ -159,7 +159,7 @@ def test_each_alone(rule, way, ruled):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_row_comes_from_a_device_where_what_is_likeliest_there_is_forbidden(way):
+def test_row_is_read_from_the_device_if_its_best_token_is_forbidden(way):
     host, device = Random(11), Random(11, device=True)
     OnDevice.reads = 0
     for rule in FORBIDDING:
@@ -173,7 +173,7 @@ def test_a_row_comes_from_a_device_where_what_is_likeliest_there_is_forbidden(wa
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"temperature": 1.0}])
 @pytest.mark.parametrize("device", [False, True])
-def test_no_id_that_may_come(options, device):
+def test_forbidding_every_id_is_an_error(options, device):
     settings = Settings.of(GenerationOptions(suppress_tokens=range(VOCABULARY), max_new_tokens=3, **options), {})
     rules = make_rules(settings, SpecialTokens((1,), (END,), 0), VOCABULARY)
     tasks = [

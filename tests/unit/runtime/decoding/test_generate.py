@@ -84,7 +84,7 @@ def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
 
 @KINDS
 @pytest.mark.parametrize(("most", "least"), [(12, 0), (12, 5), (1, 0), (3, 3)])
-def test_greedy_yields_the_tokens_of_generate(kind, most, least):
+def test_greedy_tokens_equal_generate(kind, most, least):
     same_as_generate(
         kind, [0, 1, 2, 3], 1, {"min_new_tokens": least or None}, max_new_tokens=most, min_new_tokens=least
     )
@@ -98,7 +98,7 @@ BEAMS = [
 
 @pytest.mark.parametrize("kind", ["marian", "gpt2"])
 @pytest.mark.parametrize("options", BEAMS, ids=lambda o: "-".join(str(v) for v in o.values()))
-def test_beams_find_the_hypotheses_of_generate(kind, options):
+def test_beam_hypotheses_equal_generate(kind, options):
     theirs = {"length_penalty": options["length_penalty"], "early_stopping": options["early_stopping"]}
     seed = 1 if options["num_beams"] == 2 else 2
     same_as_generate(
@@ -108,7 +108,7 @@ def test_beams_find_the_hypotheses_of_generate(kind, options):
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 @pytest.mark.parametrize("early", [False, True, "never"])
-def test_beams_of_other_models(kind, early):
+def test_beam_hypotheses_of_other_models_equal_generate(kind, early):
     theirs = {"early_stopping": early}
     same_as_generate(
         kind, [3, 0, 2], 5, theirs, max_new_tokens=12, num_beams=3, num_return_sequences=3, early_stopping=early
@@ -124,7 +124,7 @@ def test_beams_of_other_models(kind, early):
     ],
 )
 @KINDS
-def test_beams_with_several_ends_and_a_minimum(kind, theirs, ends, least):
+def test_beams_with_several_end_tokens_and_a_minimum_equal_generate(kind, theirs, ends, least):
     same_as_generate(
         kind, [3, 0, 2], 3, theirs, ends, max_new_tokens=9, num_beams=3, num_return_sequences=3, min_new_tokens=least
     )
@@ -151,7 +151,7 @@ WAYS = {
 @KINDS
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("rule", list(RULES))
-def test_each_rule(kind, way, rule):
+def test_each_rule_equals_generate(kind, way, rule):
     ours, theirs = RULES[rule]
     penalty = {"length_penalty": WAYS[way]["length_penalty"]} if "length_penalty" in WAYS[way] else {}
     same_as_generate(kind, [1, 0, 2], 4, {**theirs, **penalty}, max_new_tokens=10, **ours, **WAYS[way])
@@ -159,7 +159,7 @@ def test_each_rule(kind, way, rule):
 
 @KINDS
 @pytest.mark.parametrize("draw", range(6))
-def test_rules_together(kind, draw):
+def test_rules_together_equal_generate(kind, draw):
     chosen = random.Random(draw).sample([r for r in RULES if r != "encouraged"], 4)
     ours = {name: value for rule in chosen for name, value in RULES[rule][0].items()}
     theirs = {name: value for rule in chosen for name, value in RULES[rule][1].items()}
@@ -169,14 +169,14 @@ def test_rules_together(kind, draw):
 
 @pytest.mark.parametrize("kind", ["marian", "t5"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_forced_first_token(kind, beams):
+def test_forced_first_token_equals_generate(kind, beams):
     same_as_generate(
         kind, [0, 1, 2], 2, {"forced_bos_token_id": 9}, max_new_tokens=8, forced_bos_token_id=9, num_beams=beams
     )
 
 
 @pytest.mark.parametrize("early", [False, True, "never"])
-def test_a_beam_search_does_not_depend_on_its_neighbours(early):
+def test_beam_search_is_independent_of_its_batch(early):
     options = {"num_beams": 3, "num_return_sequences": 3, "early_stopping": early, "max_new_tokens": 12}
     most, model = [8, 3, 12, 5], hf.gpt2(4)
     together, _ = decoded(model, tasks_for("gpt2", [0, 1, 2, 3], most=most, **options)[0])
@@ -185,7 +185,7 @@ def test_a_beam_search_does_not_depend_on_its_neighbours(early):
         assert [h.ids for h in alone] == [h.ids for h in together[row]]
 
 
-def test_patience_waits_for_more():
+def test_patience_waits_for_more_hypotheses():
     """More complete hypotheses are waited for, so the best is never worse, and sometimes better."""
     better = []
     for seed in range(6):
@@ -219,7 +219,7 @@ def diverse(model, source, groups, beams, penalty, most):
 
 
 @pytest.mark.parametrize(("groups", "penalty"), [(2, 0.5), (4, 1.5), (2, 0.0)])
-def test_diverse_groups(groups, penalty):
+def test_diverse_beam_search_equals_the_published_algorithm(groups, penalty):
     model, most = hf.marian(3), 5
     options = {
         "num_beams": 4,
@@ -236,7 +236,7 @@ def test_diverse_groups(groups, penalty):
         assert task.error is None
 
 
-def test_scores_and_alternatives_add_up():
+def test_scores_equal_the_sums_of_log_probabilities():
     tasks, _ = tasks_for(
         "marian", [0, 2], max_new_tokens=8, num_beams=4, num_return_sequences=4, length_penalty=0.5, top_logprobs=3
     )
@@ -254,7 +254,7 @@ def test_scores_and_alternatives_add_up():
                 assert likely[0][1] >= logprob - 1e-6
 
 
-def test_no_token_that_may_come():
+def test_options_that_allow_no_token_are_an_error():
     tasks, _ = tasks_for("gpt2", [0], max_new_tokens=4, suppress_tokens=list(range(hf.VOCABULARY)), num_beams=2)
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(0)))
     scheduler.submit(tasks[0])
@@ -264,7 +264,7 @@ def test_no_token_that_may_come():
 
 
 @pytest.mark.parametrize("columns", [6, 255, 640, 641, 1000, 5121, 12000])
-def test_best_is_a_sort(columns):
+def test_best_candidates_equal_a_sort(columns):
     rng = np.random.default_rng(columns)
     scores = rng.standard_normal((3, columns)).astype(np.float32)
     scores[1] = np.round(scores[1])  # many equals
@@ -278,14 +278,14 @@ def test_best_is_a_sort(columns):
     assert len(set(picks[1].tolist())) == 5
 
 
-def test_best_pads_when_there_are_too_few_candidates():
+def test_best_candidates_are_padded_if_there_are_too_few():
     top, picks = best(np.zeros((1, 3), np.float32), 6)
     assert np.isfinite(top[0]).sum() == 3
     assert sorted(picks[0, :3].tolist()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_children_take_their_parents_places(seed):
+def test_hypotheses_take_the_rows_of_their_parents(seed):
     rng = np.random.default_rng(seed)
     present, count = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     parents = rng.integers(0, present, count)
@@ -296,7 +296,7 @@ def test_children_take_their_parents_places(seed):
 
 
 @hypothesis.given(st.data())
-def test_rows_of_a_request_are_placed_beside_each_other(data):
+def test_rows_of_a_request_are_adjacent(data):
     size, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     present = data.draw(st.permutations(range(2 * count)))  # some have one row yet, and some are through
     requests = np.concatenate([[r] * data.draw(st.sampled_from([1, size])) for r in present])
@@ -312,7 +312,7 @@ def test_rows_of_a_request_are_placed_beside_each_other(data):
         assert int((order == np.arange(len(parents))).sum()) == len(set(parents.tolist()))
 
 
-def test_padded_keeps_each_rows_length():
+def test_padded_rows_keep_their_lengths():
     tokens, counts = pad_rows([np.array([1, 2, 3]), np.array([4])])
     assert tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert counts.tolist() == [3, 1]

@@ -76,7 +76,7 @@ def settled(defaults=None, **options):
         ({"choices": ["a"], "regex": "a"}, "regex and choices cannot be had at once: set one"),
     ],
 )
-def test_what_is_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(OptionError) as caught:
         GenerationOptions(**options)
     assert message in str(caught.value)
@@ -103,18 +103,18 @@ def test_what_is_refused(options, message):
         ),
     ],
 )
-def test_what_contradicts_itself(options, message):
+def test_contradictory_options_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         settled(**options)
 
 
-def test_the_callers_over_the_files_over_the_built_in():
+def test_caller_overrides_the_file_and_the_file_the_built_in_defaults():
     settings = settled({"num_beams": 4, "length_penalty": 0.6}, num_beams=2)
     assert (settings.num_beams, settings.length_penalty, settings.num_return_sequences) == (2, 0.6, 1)
     assert settled({"num_beams": 4}, num_beams=1).num_beams == 1
 
 
-def test_a_caller_who_samples_overrules_the_files_beams_and_the_other_way_round():
+def test_sampling_of_the_caller_overrides_beams_of_the_file_and_vice_versa():
     assert settled({"num_beams": 4, "num_return_sequences": 3}, temperature=0.7) == Settings(temperature=0.7)
     assert settled({"top_k": 5}, num_beams=4) == Settings(num_beams=4)
     assert settled({"num_beams": 4}, temperature=0).num_beams == 4
@@ -125,14 +125,14 @@ def test_a_caller_who_samples_overrules_the_files_beams_and_the_other_way_round(
     assert settled({"min_p": 0.1}, num_beams=4) == Settings(num_beams=4)
 
 
-def test_a_callers_constraint_overrules_the_files():
+def test_constraint_of_the_caller_overrides_the_file():
     assert settled({"regex": "a+"}, choices=["b"]) == Settings(choices=("b",))
     with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar cannot"):
         settled({"regex": "a+", "grammar": "start: /a/"})
 
 
 @pytest.mark.parametrize(("patience", "enough"), [(1.0, 5), (2.0, 10), (0.5, 3), (0.3, 2)])
-def test_how_many_hypotheses_are_enough(patience, enough):
+def test_number_of_hypotheses_follows_patience(patience, enough):
     assert settled(num_beams=5, patience=patience).enough == enough  # halves up, as C++ rounds
 
 
@@ -148,11 +148,11 @@ def test_how_many_hypotheses_are_enough(patience, enough):
         ({"seed": 1}, False),
     ],
 )
-def test_when_tokens_are_drawn(options, sampling):
+def test_sampling_options_switch_to_sampling(options, sampling):
     assert settled(**options).sampling is sampling
 
 
-def test_bad_defaults_are_the_files_fault():
+def test_invalid_defaults_are_an_error_of_the_file():
     with pytest.raises(OptionError, match="the model file's generation defaults: there is no option 'beam_size'"):
         settled({"beam_size": 4})
 
@@ -171,7 +171,7 @@ JSON = {
 }
 
 
-def test_a_files_defaults_come_as_json_and_python_gives_the_same():
+def test_defaults_from_json_equal_python_values():
     from_file = settled(json.loads(json.dumps(JSON)))
     from_python = settled(
         **{
@@ -192,19 +192,19 @@ def test_a_files_defaults_come_as_json_and_python_gives_the_same():
     assert list(json.loads(from_file.json_schema)["properties"]) == ["b", "a"]
 
 
-def test_what_is_kept_is_taken_again():
+def test_stored_defaults_are_read_back():
     options = GenerationOptions(**JSON)
     assert GenerationOptions(**options.given()) == options
     assert options.with_({"seed": 1}).with_({"seed": None}) == options
 
 
-def test_an_empty_prefix_is_none():
+def test_empty_prefix_means_no_prefix():
     assert (
         settled({"forced_prefix": "a"}, forced_prefix="").forced_prefix == settled(forced_prefix=[]).forced_prefix == ()
     )
 
 
-def test_settings_with_one_processor_are_equal_and_with_two_are_not():
+def test_settings_are_equal_only_with_the_same_processor():
     class Unhashable:
         __hash__ = None
 
@@ -216,12 +216,12 @@ def test_settings_with_one_processor_are_equal_and_with_two_are_not():
     assert hash(settled(logits_processor=one)) == hash(settled())
 
 
-def test_no_file_holds_a_callable():
+def test_file_cannot_hold_a_callable():
     with pytest.raises(OptionError, match="defaults: logits_processor is a callable, which a file cannot hold"):
         settled({"logits_processor": max})
 
 
-def test_options_are_frozen_and_compare():
+def test_options_are_frozen_and_comparable():
     options = GenerationOptions(stop_strings=["a", "b"])
     assert options == GenerationOptions(stop_strings=("a", "b"))
     assert GenerationOptions(stop_strings="a").stop_strings == ("a",)
@@ -231,7 +231,7 @@ def test_options_are_frozen_and_compare():
         options.seed = 1
 
 
-def test_every_setting_is_an_option_and_has_a_value():
+def test_every_setting_is_an_option_with_a_value():
     names = [f.name for f in dataclasses.fields(GenerationOptions)]
     assert [f.name for f in dataclasses.fields(Settings)] == names
     assert list(OPTIONS) == names

@@ -103,14 +103,14 @@ def possible(options, row):
 @pytest.mark.parametrize("name", THEIRS)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_each_is_that_of_transformers(name, data):
+def test_each_rule_equals_its_processor_of_transformers(name, data):
     options, *row = possible(options_like(data.draw, [name]), data.draw(rows()))
     np.testing.assert_array_equal(ruled(options, *row), processed(options, *row))
 
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_all_together_are_in_the_order_of_transformers(data):
+def test_rules_together_follow_the_order_of_transformers(data):
     class Own(LogitsProcessor):
         def __call__(self, input_ids, scores):
             return scores.clamp(min=-9) / 2 + input_ids[:, -1:] % 3  # what was impossible no longer is
@@ -125,7 +125,7 @@ def test_all_together_are_in_the_order_of_transformers(data):
 
 @settings(max_examples=60)
 @given(st.floats(-2, 2), st.floats(-2, 2), rows())
-def test_presence_and_frequency_are_what_openai_documents(presence, frequency, row):
+def test_presence_and_frequency_penalties_equal_the_formula_of_openai(presence, frequency, row):
     ids, prompt, scores = row
     ids = ids % VOCABULARY
     counts = Counter(ids[prompt:].tolist())
@@ -137,7 +137,7 @@ def test_presence_and_frequency_are_what_openai_documents(presence, frequency, r
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_counts_are_taken_off_after_the_repetition_penalty_and_before_what_is_suppressed():
+def test_presence_penalty_follows_repetition_penalty_and_precedes_suppression():
     scores = np.array([4, -4, 4, 4], np.float32)
     actual = ruled(
         {"repetition_penalty": 2.0, "presence_penalty": 1, "frequency_penalty": 0.5, "suppress_tokens": [3]},
@@ -149,19 +149,19 @@ def test_counts_are_taken_off_after_the_repetition_penalty_and_before_what_is_su
     assert actual.tolist() == [4 / 2 - 1.5, -4 * 2 - 2, 4 / 2 - 1.5, -np.inf]
 
 
-def test_a_first_token_goes_before_a_prefix_and_so_is_of_the_prompt():
+def test_forced_first_token_precedes_the_prefix():
     ids, scores = np.array([0, 5, 6]), np.zeros(VOCABULARY, np.float32)
     actual = ruled({"forced_bos_token_id": 5, "forced_prefix": [6], "begin_suppress_tokens": [1]}, ids, 3, scores)
     assert np.flatnonzero(np.isinf(actual)).tolist() == [1]
 
 
-def test_a_first_token_is_forced_after_a_prompt_of_any_length():
+def test_first_token_is_forced_after_a_prompt_of_any_length():
     actual = ruled({"forced_bos_token_id": 5}, np.array([0, 1, 2]), 3, np.ones(VOCABULARY, np.float32))
     assert actual.argmax() == 5
     assert np.isfinite(actual).sum() == 1
 
 
-def test_no_option_is_no_rule():
+def test_default_options_make_no_rule():
     assert make_rules(Settings(), SpecialTokens(eos_token_ids=ENDS), VOCABULARY) == []
 
 
@@ -175,7 +175,7 @@ def test_no_option_is_no_rule():
         ({"logit_bias": {12: 1.0}}, "logit_bias"),
     ],
 )
-def test_ids_that_the_model_does_not_have_are_refused(options, name):
+def test_ids_outside_the_vocabulary_are_refused(options, name):
     with pytest.raises(OptionError, match=f"^{name} names the id 12, and the model's end at 11$"):
         ruled(options, np.array([0]), 1, np.zeros(VOCABULARY, np.float32))
 
@@ -190,12 +190,12 @@ def test_ids_that_the_model_does_not_have_are_refused(options, name):
         (np.full(12, np.nan), "some that it returned are NaN"),
     ],
 )
-def test_what_a_processor_may_not_return(returned, message):
+def test_invalid_results_of_a_processor_are_refused(returned, message):
     with pytest.raises(OptionError, match=message):
         ruled({"logits_processor": lambda ids, logits: returned}, np.array([0]), 1, np.zeros(VOCABULARY, np.float32))
 
 
-def test_a_processor_gets_copies():
+def test_processor_receives_copies():
     kept = []
 
     def spoil(ids, logits):
@@ -248,7 +248,7 @@ def _generated(model, input_ids, beams, processors=(), options=None, **more):
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_decoder_generates_with_the_rules_what_it_does_with_the_options(seed, beams):
+def test_rules_in_generate_of_a_decoder_equal_its_options(seed, beams):
     torch.manual_seed(seed)
     sizes = dict(n_embd=16, n_layer=1, n_head=2, n_positions=40, initializer_range=0.5)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=2, **sizes)).eval()
@@ -260,7 +260,7 @@ def test_a_decoder_generates_with_the_rules_what_it_does_with_the_options(seed, 
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_encoder_decoder_generates_with_the_rules_what_it_does_with_the_options(seed, beams):
+def test_rules_in_generate_of_an_encoder_decoder_equal_its_options(seed, beams):
     torch.manual_seed(seed)
     sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     sizes |= dict(encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=40, init_std=0.5)

@@ -103,7 +103,7 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", list(CONSTRAINTS))
-def test_a_constrained_text_is_what_was_asked_for(made, kind, way):
+def test_constrained_text_satisfies_its_constraint(made, kind, way):
     toy, model = made
     definition, holds, beginning, most = CONSTRAINTS[kind]
     for more in (
@@ -135,7 +135,7 @@ def test_a_constrained_text_is_what_was_asked_for(made, kind, way):
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
-def test_a_text_of_a_file_without_end_tokens_is_complete(tmp_path, way):
+def test_constrained_text_of_a_file_without_end_tokens_is_complete(tmp_path, way):
     model = Model.load(written(Toy(seed=27, vocabulary=len(NAMES), tokenizer=False, end=()), tmp_path), "cpu")
     for kind, (definition, holds, beginning, most) in CONSTRAINTS.items():
         for more in ({}, {"forced_prefix": beginning}, {"forced_bos_token_id": FRENCH}):
@@ -148,7 +148,7 @@ def test_a_text_of_a_file_without_end_tokens_is_complete(tmp_path, way):
             assert kind in ("regex", "grammar") or result.finish_reason == "stop"
 
 
-def test_what_ends_a_constrained_text_before_its_end(made):
+def test_length_and_stop_strings_end_a_constrained_text(made):
     _, model = made
     cut = model.generate("hello", regex="(ab){9}", max_new_tokens=5)
     assert (cut.text, cut.finish_reason) == ("ababa", "length")
@@ -160,7 +160,7 @@ def test_what_ends_a_constrained_text_before_its_end(made):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_first_token_that_shows_nothing_is_no_part_of_the_text(made, way):
+def test_first_token_without_text_is_outside_the_constraint(made, way):
     """A constraint that allows every text changes nothing."""
     _, model = made
     options = {"max_new_tokens": 9, "forced_bos_token_id": FRENCH, "suppress_tokens": [0, 1], **WAYS[way]}
@@ -178,14 +178,14 @@ def test_a_first_token_that_shows_nothing_is_no_part_of_the_text(made, way):
 
 @pytest.mark.parametrize("kind", list(CONSTRAINTS))
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
-def test_a_prefix_that_is_no_beginning_is_refused(made, kind, options):
+def test_prefix_that_violates_the_constraint_is_refused(made, kind, options):
     definition, _, beginning, _ = CONSTRAINTS[kind]
     for wrong in ("q", beginning + "q"):
         with pytest.raises(OptionError, match=f"no text that the constraint allows begins with the prefix {wrong!r}"):
             made[1].generate("hello", forced_prefix=wrong, **{kind: definition}, **options)
 
 
-def test_constraints_need_text(tmp_path):
+def test_constraint_without_a_tokenizer_is_refused(tmp_path):
     model = Model.load(TOYS["decoder-only"].write(tmp_path / "toy.onnx"), "cpu")
     for kind, (definition, *_) in CONSTRAINTS.items():
         with pytest.raises(OptionError, match=f"{kind} needs text and the file has no tokenizer"):
@@ -197,7 +197,7 @@ def test_constraints_need_text(tmp_path):
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("prefix", ["", "maybe"])
-def test_top_logprobs_are_the_models_own(made, way, prefix):
+def test_top_logprobs_equal_numpy(made, way, prefix):
     toy, model = made
     options = {
         "max_new_tokens": 7,
@@ -220,7 +220,7 @@ def test_top_logprobs_are_the_models_own(made, way, prefix):
 
 @pytest.mark.parametrize("penalty", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_score_is_of_what_follows_the_prefix(made, way, penalty):
+def test_score_excludes_the_prefix(made, way, penalty):
     _, model = made
     options = {"max_new_tokens": 6, "length_penalty": penalty, **WAYS[way]}
     if way == "groups":
@@ -233,7 +233,7 @@ def test_a_score_is_of_what_follows_the_prefix(made, way, penalty):
             assert r.text.startswith(prefix)
 
 
-def test_a_prefix_is_given_as_the_model_itself_would_have_begun(made):
+def test_prefix_equals_the_tokens_that_the_model_would_generate(made):
     toy, model = made
     whole = model.generate("hello", max_new_tokens=12, min_new_tokens=12)
     for cut in range(1, 12):
@@ -249,7 +249,7 @@ def test_a_prefix_is_given_as_the_model_itself_would_have_begun(made):
     np.testing.assert_allclose(forced.token_logprobs[:3], logprobs(toy, "hello", forced.token_ids)[at], **CLOSE)
 
 
-def test_prefixes_that_cannot_be(made, tmp_path):
+def test_invalid_prefixes_are_refused(made, tmp_path):
     toy, model = made
     for wrong, message in (("é", "'é' .* is not in the model's vocabulary"), ([99], "id 99 .* is not in the model's")):
         with pytest.raises(InputError, match=message):
@@ -263,7 +263,7 @@ def test_prefixes_that_cannot_be(made, tmp_path):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_a_request_tells_its_time(made, way, monkeypatch):
+def test_timing_of_a_request_follows_the_clock(made, way, monkeypatch):
     """By a clock that only the model moves: 7 seconds to read prompts, 1 for each step."""
     _, model = made
     clock, step, task = [0.0], model.engine.step, model.generator.make_task
@@ -287,7 +287,7 @@ def test_a_request_tells_its_time(made, way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
-def test_a_logits_processor_has_the_last_word(made, way):
+def test_logits_processor_changes_scores_last(made, way):
     toy, model = made
     seen = []
 
@@ -324,7 +324,7 @@ def test_a_logits_processor_has_the_last_word(made, way):
         (lambda s: s - np.inf, "the options leave no token that may come next"),
     ],
 )
-def test_what_a_logits_processor_may_not_return(made, returned, message, options):
+def test_invalid_results_of_a_logits_processor_fail_their_request(made, returned, message, options):
     with pytest.raises(OptionError, match=message):
         made[1].generate("hello", logits_processor=lambda ids, scores: returned(scores), **options)
 
@@ -336,7 +336,7 @@ WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx",
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("prefix", ["", "ab"])
-def test_alignments_and_hidden_states_are_each_rows_own(tmp_path, way, prefix):
+def test_cross_attentions_and_hidden_states_of_each_row_equal_numpy(tmp_path, way, prefix):
     toy = Toy(seed=27, extras=True, layers=2)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
     options = {
@@ -393,7 +393,7 @@ def company(request, tmp_path_factory):
     workers=st.integers(1, 2),
     way=ANY_WAY,
 )
-def test_a_result_is_the_same_alone_and_in_any_company(company, words, batch_size, workers, way):
+def test_result_is_the_same_alone_and_in_any_batch(company, words, batch_size, workers, way):
     options = GenerationOptions(max_new_tokens=9).with_(way)
     results = company.generate_batch(words, options, batch_size=batch_size, workers=workers)
     alone = [next(company.generate_batch([word], options, batch_size=1)) for word in words]
@@ -408,7 +408,7 @@ def test_a_result_is_the_same_alone_and_in_any_company(company, words, batch_siz
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_never_fits_is_refused_before_it_starts(made):
+def test_request_that_never_fits_is_refused_before_it_starts(made):
     _, model = made
     limited = Model(model.engine, max_memory=10_000)
     calls = []
@@ -423,7 +423,7 @@ def test_what_never_fits_is_refused_before_it_starts(made):
     assert limited.memory()["held"] == 0
 
 
-def test_what_reads_a_given_target_is_counted_too(tmp_path):
+def test_memory_of_scores_and_alignments_is_counted(tmp_path):
     toy = Toy(seed=27, extras=True)
     engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1).engine
     free, limited, narrow = Model(engine), Model(engine, max_memory=20_000), Model(engine, max_memory=4_000)
@@ -437,7 +437,7 @@ def test_what_reads_a_given_target_is_counted_too(tmp_path):
     assert narrow.memory()["peak"] == 0
 
 
-def test_what_does_not_fit_yet_waits(made):
+def test_request_waits_until_it_fits(made):
     """Rows for all would need several times as much; one that never fits fails in its turn, by its number."""
     toy, model = made
     words = [word * (1 + i % 3) for i, word in enumerate(WORDS * 2)]
@@ -459,7 +459,7 @@ def test_what_does_not_fit_yet_waits(made):
         assert narrow.memory()["held"] == 0
 
 
-def test_memory_is_given_back_when_results_are_not_wanted(made):
+def test_abandoned_results_release_their_memory(made):
     _, model = made
     results = model.generate_batch(WORDS * 2, batch_size=3, max_new_tokens=30, temperature=1.0, seed=1)
     while next(results):

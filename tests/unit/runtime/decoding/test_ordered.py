@@ -53,5 +53,5 @@ def windows(weights, **how):
         ([], {"max_inputs": 4, "enough_values": 6}, []),
     ],
 )
-def test_a_window_ends_where_its_inputs_are_many_or_large(weights, how, expected):
+def test_window_ends_at_its_number_or_size_of_inputs(weights, how, expected):
     assert windows(weights, **how) == expected

@@ -33,7 +33,7 @@ def _logits(seed: int, size: int = 40) -> np.ndarray:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 100])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 0.01])
 @pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5, 1.0])
-def test_warping_is_that_of_transformers(temperature, top_k, top_p, min_p):
+def test_warped_distribution_equals_transformers(temperature, top_k, top_p, min_p):
     warpers = [hf.TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
     warpers += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -48,7 +48,7 @@ def test_warping_is_that_of_transformers(temperature, top_k, top_p, min_p):
         np.testing.assert_allclose(probabilities, expected[tokens], atol=1e-6)
 
 
-def test_ties_at_the_k_th_are_kept():
+def test_ties_at_the_kth_token_are_kept():
     tokens, _ = warp(np.array([1, 3, 2, 2, 0], np.float32), 1.0, 2, 1.0)
     assert tokens.tolist() == [1, 2, 3]
 
@@ -86,7 +86,7 @@ def test_draws_follow_the_distribution_of_transformers(options):
 
 @pytest.mark.parametrize("distance", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "min_p": 0.05}])
-def test_what_comes_after_a_guess_follows_the_models_distribution_not_the_drafts(options, distance):
+def test_speculative_samples_follow_the_distribution_of_the_model(options, distance):
     """And guesses are taken as often as can be: Σ min(p, q) (Leviathan et al. 2023, corollary 3.6)."""
     logits, draws = _logits(1, 9), 10_000
     drafts = (logits + distance * _logits(2, 9)).astype(np.float32)
@@ -107,7 +107,7 @@ def test_what_comes_after_a_guess_follows_the_models_distribution_not_the_drafts
     assert taken == pytest.approx(np.minimum(p, q).sum(), abs=0.02)
 
 
-def test_a_guess_that_was_not_drawn_changes_no_draw():
+def test_guess_without_a_draw_changes_no_draw():
     samplers = Sampler(3, 0, 0), Sampler(3, 0, 0)
     for i in range(50):
         assert samplers[0](_logits(i), Guess(i % 40)) == samplers[1](_logits(i))
@@ -124,12 +124,12 @@ def test_draws_of_another_seed_index_or_sample_are_independent(other):
     assert _chance(((counts - expected) ** 2 / expected).sum(), 16) > 0.001
 
 
-def test_nothing_to_draw_is_refused():
+def test_row_without_a_possible_token_is_refused():
     with pytest.raises(OptionError, match="no token that may come next"):
         warp(np.full(4, -np.inf, np.float32), 1.0, 0, 1.0)
 
 
-def test_draws_are_those_of_the_seed_the_index_and_the_sample():
+def test_draws_follow_from_seed_index_and_sample():
     keys = [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]
     draws = {key: [sampler(_logits(i)) for i in range(20)] for key, sampler in ((key, Sampler(*key)) for key in keys)}
     assert len({tuple(own) for own in draws.values()}) == len(keys)
@@ -138,12 +138,12 @@ def test_draws_are_those_of_the_seed_the_index_and_the_sample():
         assert [again(_logits(i)) for i in range(20)] == draws[key]
 
 
-def test_the_normalizer():
+def test_normaliser_equals_logsumexp():
     logits = np.stack([_logits(1), _logits(2) + 300])
     np.testing.assert_allclose(log_normalizer(logits), torch.tensor(logits).logsumexp(-1).numpy(), rtol=1e-6)
 
 
-def _head(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> TopLogits:
+def top_logits(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> TopLogits:
     """What a device would find. off: how far its sum is off, as a share of it."""
     order = np.lexsort((np.arange(len(logits)), -logits))[:count]
     tokens = np.sort(order)
@@ -152,7 +152,7 @@ def _head(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) 
     return TopLogits(tokens, logits[tokens], float(total), count >= len(logits))
 
 
-def _same_or_none(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
+def assert_equal_or_undecided(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
     """Whether the head tells what may be drawn; if so, it is what the row tells, bit for bit."""
     found = warp_top_logits(head, *way)
     if found is None:
@@ -178,13 +178,13 @@ def _same_or_none(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
         ((1.0, 0, 1.0, 0.0), 0.0),  # any token may come
     ],
 )
-def test_a_head_tells_what_its_row_does_or_nothing(way, told):
+def test_sampling_from_top_k_matches_full_row(way, told):
     """And it tells as often as it must, whatever its sum is off by, up to what is allowed."""
     count = 0
     for seed in range(60):
         logits = (np.random.default_rng(seed).standard_normal(2000) * 3).astype(np.float32)
-        head = _head(logits, 64, way[0], DEVICE_SUM_TOLERANCE * (-1, 0, 1)[seed % 3] * 0.99)
-        count += _same_or_none(logits, head, *way)
+        head = top_logits(logits, 64, way[0], DEVICE_SUM_TOLERANCE * (-1, 0, 1)[seed % 3] * 0.99)
+        count += assert_equal_or_undecided(logits, head, *way)
     assert count == 0 if told == 0 else count >= told * 60
 
 
@@ -201,30 +201,32 @@ _near = st.sampled_from([0.0, -0.0, 1e-40, 1e-8, 1.0, 1.0 + 2**-23, 2.0, 3.0, 50
     min_p=st.sampled_from([0.0, 1.0, 0.5, 0.0]) | st.floats(0, 1),
     off=st.floats(-0.99 * DEVICE_SUM_TOLERANCE, 0.99 * DEVICE_SUM_TOLERANCE),
 )
-def test_a_head_never_tells_otherwise(logits, count, temperature, top_k, top_p, min_p, off):
+def test_sampling_from_top_k_never_differs_from_full_row(logits, count, temperature, top_k, top_p, min_p, off):
     """Ties, numbers that are next to each other, and rows of which rules have left little."""
     row = np.array(logits, np.float32)
     hypothesis.assume(np.isfinite(row).any())
-    _same_or_none(row, _head(row, min(count, len(row)), temperature, off), temperature, top_k, top_p, min_p)
+    assert_equal_or_undecided(
+        row, top_logits(row, min(count, len(row)), temperature, off), temperature, top_k, top_p, min_p
+    )
 
 
-def test_a_nucleus_that_ends_at_a_tie_or_close_to_its_share_is_not_told():
+def test_nucleus_that_ends_at_a_tie_needs_the_full_row():
     even = np.zeros(100, np.float32)  # any 50 of 100 are a half
-    assert warp_top_logits(_head(even, 64, 1.0), 1.0, 0, 0.5) is None
+    assert warp_top_logits(top_logits(even, 64, 1.0), 1.0, 0, 0.5) is None
     steps = np.log(np.array([0.5, 0.25, 0.125, *[0.125 / 97] * 97])).astype(np.float32)
-    assert warp_top_logits(_head(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
-    assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.74, 0.0)
-    assert _same_or_none(steps, _head(steps, 8, 1.0), 1.0, 0, 0.76, 0.0)
+    assert warp_top_logits(top_logits(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
+    assert assert_equal_or_undecided(steps, top_logits(steps, 8, 1.0), 1.0, 0, 0.74, 0.0)
+    assert assert_equal_or_undecided(steps, top_logits(steps, 8, 1.0), 1.0, 0, 0.76, 0.0)
 
 
-def test_a_sampler_that_a_head_does_not_help_has_drawn_nothing():
+def test_sampler_draws_nothing_when_it_needs_the_full_row():
     """So that its next draw is that of the whole row."""
     logits = _logits(4, 500)
     one, other = Sampler(5, 0, 0, top_p=0.999), Sampler(5, 0, 0, top_p=0.999)
     for _ in range(10):
-        assert one.draw_from_top_logits(_head(logits, 16, 1.0)) is None
+        assert one.draw_from_top_logits(top_logits(logits, 16, 1.0)) is None
         assert one(logits) == other(logits)
     few = Sampler(5, 0, 0, top_k=5), Sampler(5, 0, 0, top_k=5)
-    assert [few[0].draw_from_top_logits(_head(logits, 16, 1.0)) for _ in range(50)] == [
+    assert [few[0].draw_from_top_logits(top_logits(logits, 16, 1.0)) for _ in range(50)] == [
         few[1](logits) for _ in range(50)
     ]

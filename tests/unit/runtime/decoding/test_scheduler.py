@@ -41,7 +41,7 @@ def found(task):
     st.sampled_from([4, 7, 32]),
 )
 @settings(max_examples=25)
-def test_a_task_yields_the_same_in_any_company(plan, rows):
+def test_task_yields_the_same_in_any_batch(plan, rows):
     """Greedy, sampling and beams of all kinds, some of them submitted while others decode."""
     model = hf.gpt2(4)
     scheduler = Scheduler(hf.HfStarter(model), rows)
@@ -61,7 +61,7 @@ def test_a_task_yields_the_same_in_any_company(plan, rows):
         assert found(together) == found(alone)
 
 
-def test_rows_that_are_free_are_taken():
+def test_free_rows_are_used():
     """Never more rows than allowed, and those that finish make room before the others are through."""
     starter = hf.HfStarter(hf.marian(1))
     scheduler = Scheduler(starter, rows=8)
@@ -86,7 +86,7 @@ def test_finished_rows_leave_at_once():
     assert starter.batches[0].calls == [sum(n > i + 1 for n in limits) for i in range(max(limits) - 1)]
 
 
-def test_a_task_that_fails_fails_alone():
+def test_failing_task_fails_alone():
     """A rule of the caller's that raises, at a step of its own; in a greedy row and in beams."""
 
     def fails(ids, prompt, scores):
@@ -113,14 +113,14 @@ class Picky(hf.HfStarter):
         return super().begin(tasks)
 
 
-def test_a_task_that_cannot_begin_keeps_no_other_from_it():
+def test_task_that_cannot_begin_does_not_block_others():
     tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=4)
     run(Scheduler(Picky(hf.gpt2(4))), tasks)
     assert [t.error is None for t in tasks] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 3, "seed": 1}])
-def test_what_is_cancelled_or_late_gives_its_rows_away(options):
+def test_cancelled_or_late_tasks_free_their_rows(options):
     model = hf.gpt2(4)
     tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=12, suppress_tokens=[hf.END], **options)
     tasks[2].deadline = time.monotonic() - 1
@@ -142,7 +142,7 @@ def test_what_is_cancelled_or_late_gives_its_rows_away(options):
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_beams_keep_to_their_rows_when_others_have_left(steps):
+def test_beams_keep_their_rows_after_others_finish(steps):
     model = hf.gpt2(0)
     options = {"max_new_tokens": 10, "num_beams": 2, "suppress_tokens": [hf.END]}
     tasks, _ = tasks_for("gpt2", [0, 1, 2], **options)
@@ -159,7 +159,7 @@ def test_beams_keep_to_their_rows_when_others_have_left(steps):
         assert found(tasks[i]) == found(alone)
 
 
-def test_a_long_prompt_is_begun_beside_what_runs():
+def test_long_prompt_begins_while_other_tasks_run():
     starter = hf.HfStarter(hf.gpt2(4))
     tasks, _ = tasks_for("gpt2", [0, 1, 2], max_new_tokens=6, suppress_tokens=[hf.END])
     scheduler = Scheduler(starter, positions=1)
@@ -174,7 +174,7 @@ def test_a_long_prompt_is_begun_beside_what_runs():
     assert starter.begun == [1, 1, 1]
 
 
-def test_a_budget_of_memory():
+def test_memory_limit_bounds_the_running_rows():
     """HfStarter says that a task needs as many bytes as it has rows."""
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=MemoryBudget(5).new_share())
     ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, num_beams=6)
@@ -189,7 +189,7 @@ def test_a_budget_of_memory():
     assert all(t.hypotheses for t in tasks)
 
 
-def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
+def test_failing_step_ends_all_tasks_and_later_tasks_run():
     class Broken(hf.HfStarter):
         def begin(self, tasks):
             rows, logits = super().begin(tasks)
@@ -213,7 +213,7 @@ def test_a_step_that_raises_ends_everything_and_the_next_ones_run():
     assert len(again[0].hypotheses[0].ids) == 6
 
 
-def test_prompts_are_read_in_portions():
+def test_long_prompts_are_read_in_chunks():
     starter = hf.HfStarter(hf.gpt2(4))
     tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress_tokens=[hf.END])
     run(Scheduler(starter, rows=32, positions=12), tasks)
@@ -224,7 +224,7 @@ def test_prompts_are_read_in_portions():
 
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
-def test_a_token_is_told_before_the_model_reads_it(way):
+def test_token_is_reported_before_the_model_reads_it(way):
     told = []
     tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     for t in tasks:
@@ -247,7 +247,7 @@ def test_a_token_is_told_before_the_model_reads_it(way):
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
-def test_times_are_of_when_tokens_are_known(way, monkeypatch):
+def test_timing_follows_the_clock_of_the_model(way, monkeypatch):
     """By a clock that only the model moves: 10 seconds to read prompts, 1 for each step."""
     clock = [0.0]
     monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -274,7 +274,7 @@ def test_times_are_of_when_tokens_are_known(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
-def test_what_comes_and_goes_while_the_model_runs(way):
+def test_tasks_join_and_leave_while_the_model_runs(way):
     """It is taken in before the next tokens are chosen: who comes has its first token with the others' next, and who
     goes, or is late by then, is told of no more."""
     model, starter = hf.gpt2(4), hf.HfStarter(hf.gpt2(4))

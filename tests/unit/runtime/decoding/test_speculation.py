@@ -50,7 +50,7 @@ DRAWN = {
 
 
 @pytest.fixture(autouse=True)
-def _cheap(monkeypatch):
+def cheap_draft(monkeypatch):
     """Drafts of the size of the model would never pay."""
     monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)
 
@@ -91,7 +91,7 @@ def assert_same(result, plain):
 
 
 @pytest.mark.parametrize(("way", "draft"), [*itertools.product(WAYS, DRAFTS), *itertools.product(DRAWN, ["prompt"])])
-def test_the_result_is_that_without_a_draft(models, draft, way):
+def test_result_equals_the_result_without_a_draft(models, draft, way):
     """Samples too, if the guesses are not drawn."""
     model = models["model"]
     extras = {"hidden_states": True} if model.manifest.extras else {}
@@ -107,14 +107,14 @@ def test_the_result_is_that_without_a_draft(models, draft, way):
 
 
 @pytest.mark.parametrize("way", list(DRAWN))
-def test_a_draft_that_is_always_right_is_always_taken(models, way):
+def test_all_guesses_of_an_equal_draft_are_accepted(models, way):
     result = models["model"].generate("hello", max_new_tokens=30, draft_model=models["twin"], **DRAWN[way])
     assert result.speculation.guessed == result.speculation.accepted > 0
     again = models["model"].generate("hello", max_new_tokens=30, draft_model=models["twin"], **DRAWN[way])
     assert again.token_ids == result.token_ids
 
 
-def test_alignments(files):
+def test_cross_attentions_equal_those_without_a_draft(files):
     model = Model.load(files["encoder-decoder"], "cpu", threads=1)
     plain = model.generate("hello", cross_attentions=True, max_new_tokens=20)
     for draft in ("prompt", Model.load(files["encoder-decoder"], "cpu", threads=1)):
@@ -180,7 +180,7 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_streams_batches_and_asyncio_give_the_same(models, draft):
+def test_streams_batches_and_asyncio_equal_plain_decoding(models, draft):
     model, words = models["model"], ["hello", "abcabc", "q"]
     for way in ({}, {"temperature": 1.3, "seed": 5}):
         options = GenerationOptions(max_new_tokens=20, **guesses(models[draft]), **way)
@@ -203,7 +203,7 @@ def test_streams_batches_and_asyncio_give_the_same(models, draft):
                 assert_alike(result, expected)
 
 
-def test_several_samples_are_those_without_a_draft(models):
+def test_several_samples_equal_those_without_a_draft(models):
     options = {"temperature": 1.0, "seed": 2, "num_return_sequences": 3, "max_new_tokens": 12}
     plain = models["model"].generate("hello", **options)
     assert_alike(models["model"].generate("hello", **options, draft_model=models["twin"]), plain)
@@ -211,7 +211,7 @@ def test_several_samples_are_those_without_a_draft(models):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("way", ["greedy", "regex", "prefix"])
-def test_after_a_prefix_and_in_a_conversation(files, draft, way):
+def test_speculation_after_a_prefix_and_in_a_chat(files, draft, way):
     name = "decoder-only"
     model = Model.load(files[name], "cpu", threads=1)
     paths = {"twin": files[name], "other": files[name, "other"]}
@@ -227,7 +227,7 @@ def test_after_a_prefix_and_in_a_conversation(files, draft, way):
         assert result.speculation.accepted == result.speculation.guessed > 0
 
 
-def test_a_task_that_is_cancelled_or_fails_leaves_nothing_behind(models):
+def test_cancelled_or_failed_task_releases_its_memory(models):
     model = models["model"]
     seen = []
 
@@ -248,7 +248,7 @@ def test_a_task_that_is_cancelled_or_fails_leaves_nothing_behind(models):
 
 @pytest.mark.parametrize("name", ["decoder-only", "encoder-decoder", "portable"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
+def test_memory_of_model_and_draft_is_reserved(files, name, draft, monkeypatch):
     take = MemoryShare.acquire
 
     def checked(share, count):
@@ -276,7 +276,7 @@ def test_memory_is_promised_for_both(files, name, draft, monkeypatch):
 # -- samples by a draft model ---------------------------------------------------------------------------------------
 
 
-def test_samples_follow_the_models_distribution(tmp_path):
+def test_samples_follow_the_distribution_of_the_model(tmp_path):
     """Four tokens, of which three are drawn with guesses of another model, against their probabilities."""
     sizes = {
         "encoder": False,
@@ -323,7 +323,7 @@ def nucleus(logits, temperature, top_p):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=9))
-def test_what_is_looked_up_followed_the_longest_match_last(ids, source):
+def test_prompt_lookup_continues_the_last_longest_match(ids, source):
     lookup, every = PromptLookup(source, ids), [*source, -1, *ids]
     found = [guess.token for guess in lookup.guess(5)]
     for size in (3, 2, 1):
@@ -344,7 +344,7 @@ def test_what_is_looked_up_followed_the_longest_match_last(ids, source):
     assert found == []
 
 
-def test_a_source_is_copied_from_if_it_has_the_tokenizer_of_the_target(files, tmp_path):
+def test_prompt_lookup_reads_a_source_with_the_tokenizer_of_the_target(files, tmp_path):
     def guessed(path):
         model = Model.load(path, "cpu", threads=1)
         task = SimpleNamespace(sources={"src": np.array([7, 8, 9])}, prompt=np.array([1]))
@@ -362,7 +362,7 @@ def test_a_source_is_copied_from_if_it_has_the_tokenizer_of_the_target(files, tm
 
 
 @given(st.floats(0, 1), st.floats(0.01, 1.2), st.integers(1, 12))
-def test_as_many_guesses_are_made_as_pay(rate, cost, most):
+def test_number_of_guesses_maximises_tokens_per_cost(rate, cost, most):
     """Against the expected tokens a step by their definition: so many guesses in a row come true, then one does not."""
 
     def tokens(k):
@@ -372,7 +372,7 @@ def test_as_many_guesses_are_made_as_pay(rate, cost, most):
     assert gains[DraftLengthController(cost, most)._best(rate)] == pytest.approx(max(gains))
 
 
-def test_guesses_that_do_not_come_true_are_given_up_and_tried_again():
+def test_rejected_guesses_stop_and_are_tried_again():
     pace, made = DraftLengthController(0.3, 8), []
     for _ in range(400):
         made.append(pace.num_guesses(0))
@@ -389,7 +389,7 @@ def test_guesses_that_do_not_come_true_are_given_up_and_tried_again():
     assert pace.num_guesses(1) == made[0]  # of another kind nothing is known yet
 
 
-def test_a_draft_that_costs_as_much_as_the_model_is_not_asked(files, monkeypatch):
+def test_draft_as_costly_as_the_model_is_not_used(files, monkeypatch):
     monkeypatch.setattr(drafting, "relative_cost", lambda *_: 1.0)
     model, twin = (Model.load(files["decoder-only"], "cpu", threads=1) for _ in range(2))
     plain = model.generate("hello", max_new_tokens=40)
@@ -399,7 +399,7 @@ def test_a_draft_that_costs_as_much_as_the_model_is_not_asked(files, monkeypatch
     assert twin.memory()["peak"] == 0
 
 
-def test_a_draft_costs_by_what_it_reads(files, monkeypatch, tmp_path):
+def test_cost_of_a_draft_follows_its_weights(files, monkeypatch, tmp_path):
     monkeypatch.undo()
     large = Toy(encoder=False, seed=1, vocabulary=20_000, tokenizer=False).write(tmp_path / "large.onnx")
     small, large = (Model.load(path, "cpu", threads=1).engine for path in (files["decoder-only"], large))
@@ -409,7 +409,7 @@ def test_a_draft_costs_by_what_it_reads(files, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("few", [None, 1, 2, 3])
 @pytest.mark.parametrize("draft", ["prompt", "twin"])
-def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeypatch, few, draft):
+def test_step_stays_within_the_small_batch_limit(files, tmp_path, monkeypatch, few, draft):
     decode = replace(Toy(encoder=False, seed=5, extras=True).manifest().decode, small_batch_limit=few)
     path = with_manifest(files["decoder-only"], tmp_path / "few.onnx", decode=decode)
     model, sizes = Model.load(path, "cpu", threads=1), []
@@ -431,7 +431,7 @@ def test_a_step_stays_within_the_kernels_for_few_tokens(files, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("changes", [{"max_length": 12}, {"source_max": 4}])
-def test_a_draft_that_holds_less_makes_no_guesses_beyond(tmp_path, changes):
+def test_draft_makes_no_guesses_beyond_its_maximum_length(tmp_path, changes):
     toy = Toy(seed=27, end=())
     model = Model.load(toy.write(tmp_path / "model.onnx"), "cpu", threads=1)
     short = Model.load(Toy(seed=27, end=(), **changes).write(tmp_path / "short.onnx"), "cpu", threads=1)
@@ -445,7 +445,7 @@ def test_a_draft_that_holds_less_makes_no_guesses_beyond(tmp_path, changes):
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_drafts_that_cannot_be(files, tmp_path):
+def test_invalid_drafts_are_refused(files, tmp_path):
     model = Model.load(files["decoder-only"], "cpu", threads=1)
 
     def refused(draft, **options):
@@ -474,7 +474,7 @@ def test_drafts_that_cannot_be(files, tmp_path):
         model.generate("hello", num_draft_tokens=3)
 
 
-def test_a_file_may_ask_for_guesses(tmp_path):
+def test_defaults_of_a_file_may_enable_prompt_lookup(tmp_path):
     model = Model.load(Toy(seed=27, defaults={"prompt_lookup": True}).write(tmp_path / "toy.onnx"), "cpu", threads=1)
     assert model.generate("hello", max_new_tokens=9).speculation is not None
     assert model.generate("hello", max_new_tokens=9, num_beams=2).speculation is None

@@ -41,7 +41,7 @@ def ours() -> int:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_workers_take_turns_where_there_is_memory_for_few(path, free, requests):
+def test_workers_take_turns_under_a_memory_limit(path, free, requests):
     model = limited(path, free, requests)
     expected = list(free.generate_batch(WORDS * 4, **LONG))
     for result, alone in zip(model.generate_batch(WORDS * 4, batch_size=2, workers=3, **LONG), expected, strict=True):
@@ -51,7 +51,7 @@ def test_workers_take_turns_where_there_is_memory_for_few(path, free, requests):
     assert not ours()
 
 
-def test_what_the_caller_holds_itself_is_not_waited_for(path, free):
+def test_workers_do_not_wait_for_an_open_stream_of_the_caller(path, free):
     """It is in the middle of a stream, which it will not read on before the workers are through."""
     model = limited(path, free, 1.5)
     stream = model.stream("hello", **LONG)
@@ -62,7 +62,7 @@ def test_what_the_caller_holds_itself_is_not_waited_for(path, free):
     assert len(list(model.generate_batch(WORDS, workers=2, **LONG))) == len(WORDS)
 
 
-def test_what_the_caller_holds_for_a_while_is_waited_for(path, free):
+def test_workers_wait_for_memory_that_the_caller_releases(path, free):
     """Between two results it reads a stream to its end."""
     model = limited(path, free, 1.5)
     results = model.generate_batch(WORDS * 4, batch_size=2, workers=2, **LONG)
@@ -70,7 +70,7 @@ def test_what_the_caller_holds_for_a_while_is_waited_for(path, free):
     assert texts == [(free.generate(word, **LONG).text, free.generate("zebra", **LONG).text) for word in WORDS * 4]
 
 
-def test_workers_that_wait_for_memory_end_when_they_are_left(path, free):
+def test_waiting_workers_end_with_an_abandoned_iterator(path, free):
     model = limited(path, free, 1.5)
     results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
     next(results)
@@ -84,7 +84,7 @@ def test_workers_that_wait_for_memory_end_when_they_are_left(path, free):
 
 
 @pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
-def test_whatever_a_worker_meets_reaches_the_caller(free, error):
+def test_errors_of_a_worker_reach_the_caller(free, error):
     def fails(ids, logits):
         raise error("of the caller's")
 
@@ -105,7 +105,7 @@ sys.exit()
 """
 
 
-def test_an_interrupt_while_they_begin_is_all_that_is_told(free, monkeypatch):
+def test_interrupt_at_the_start_of_workers_is_the_only_error(free, monkeypatch):
     """The second thread has not begun when the interpreter ends."""
     at_exit, started, start = [], [], threading.Thread.start
 
@@ -125,6 +125,6 @@ def test_an_interrupt_while_they_begin_is_all_that_is_told(free, monkeypatch):
     assert not started[0].is_alive()
 
 
-def test_the_interpreter_may_end_at_any_time(path):
+def test_interpreter_may_exit_at_any_time(path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

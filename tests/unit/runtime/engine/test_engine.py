@@ -60,18 +60,18 @@ def made(request, tmp_path_factory):
     return request.param, Engine(path, device="cpu", threads=1)
 
 
-def test_ragged_prompts_and_steps(made):
+def test_ragged_prompts_and_steps_equal_the_full_computation(made):
     rows = Rows(*made, rows=3)
     rows.feed([4, 1, 7], "all")
     for _ in range(30):  # past a growth of the buffers
         rows.feed([1, 1, 1], counted=False)
 
 
-def test_last_of_a_ragged_prompt(made):
+def test_last_logits_of_ragged_prompts_equal_the_full_computation(made):
     Rows(*made, rows=3).feed([2, 9, 5])
 
 
-def test_several_tokens_with_a_past(made):
+def test_chunks_after_a_past_equal_the_full_computation(made):
     rows = Rows(*made, rows=3)
     rows.feed([3, 5, 1])
     rows.feed([4, 1, 6], "all")
@@ -79,7 +79,7 @@ def test_several_tokens_with_a_past(made):
     rows.feed([1, 3, 5])
 
 
-def test_one_row_in_chunks_up_to_the_maximum(made):
+def test_one_row_in_chunks_reaches_the_maximum_length(made):
     rows = Rows(*made, rows=1)
     for count in (20, 1, 30, 13):
         rows.feed([count], "all")
@@ -87,7 +87,7 @@ def test_one_row_in_chunks_up_to_the_maximum(made):
         rows.engine.step(rows.state, np.array([[5]]))
 
 
-def test_a_short_row_may_take_a_chunk_beside_a_full_one(made):
+def test_short_row_reads_a_chunk_in_a_batch_with_a_full_row(made):
     rows = Rows(*made, rows=2)
     rows.feed([62, 3])
     rows.feed([2, 9], "all")
@@ -95,7 +95,7 @@ def test_a_short_row_may_take_a_chunk_beside_a_full_one(made):
         rows.engine.step(rows.state, np.full((2, 9), 5), np.array([1, 9]))
 
 
-def test_one_row_rewinds_and_reads_on_in_calls_of_many_shapes(made):
+def test_rewound_row_continues_in_calls_of_many_shapes(made):
     rows, random = Rows(*made, rows=1), np.random.default_rng(3)
     rows.feed([9])
     shapes = set()
@@ -111,7 +111,7 @@ def test_one_row_rewinds_and_reads_on_in_calls_of_many_shapes(made):
     assert {new for new, _ in rows.state.calls} <= shapes | {9}
 
 
-def test_rows_drop_repeat_and_move(made):
+def test_reordered_rows_equal_the_full_computation(made):
     rows = Rows(*made, rows=4)
     rows.feed([4, 2, 7, 3])
     rows.reorder([0, 3, 2])
@@ -125,7 +125,7 @@ def test_rows_drop_repeat_and_move(made):
         rows.feed([1])
 
 
-def test_repeat_gives_each_request_rows_next_to_each_other(made):
+def test_repeat_places_rows_of_a_request_next_to_each_other(made):
     toy, engine = made
     rows = Rows(toy, engine, rows=2)
     sources = {"src": [np.array([5, 6]), np.array([7])]} if toy.encoder else None
@@ -139,7 +139,7 @@ def test_repeat_gives_each_request_rows_next_to_each_other(made):
     assert rows.state.rows == 2
 
 
-def test_memory_follows_the_need(made):
+def test_memory_follows_the_number_of_rows_and_tokens(made):
     rows = Rows(*made, rows=2)
     rows.feed([3, 1])
     small = rows.state.cache.nbytes
@@ -149,7 +149,7 @@ def test_memory_follows_the_need(made):
     assert rows.state.nbytes >= rows.state.cache.nbytes
 
 
-def test_a_row_is_the_same_alone_and_in_company(made):
+def test_row_is_the_same_alone_and_in_a_batch(made):
     toy, engine = made
     together = Rows(toy, engine, rows=3)
     together.feed([3, 8, 5])
@@ -176,7 +176,7 @@ def test_threads_share_an_engine(made):
     side_by_side(work, range(6))
 
 
-def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
+def test_engine_is_freed_with_its_last_reference(made):
     """Its session holds the weights, and whoever has several after one another must not wait for the collector."""
     toy, engine = made
     gc.collect()
@@ -194,7 +194,7 @@ def test_an_engine_goes_as_soon_as_nobody_refers_to_it(made):
         gc.enable()
 
 
-def test_the_logits_array_is_reused_from_step_to_step(made):
+def test_logits_array_is_reused_from_step_to_step(made):
     rows = Rows(*made, rows=1)
     rows.feed([2])
     first = rows.engine.step(rows.state, np.array([[5]]))
@@ -202,7 +202,7 @@ def test_the_logits_array_is_reused_from_step_to_step(made):
     assert np.shares_memory(first, second)
 
 
-def test_wrong_numbers_of_rows_and_inputs(made):
+def test_wrong_numbers_of_rows_and_inputs_are_refused(made):
     toy, engine = made
     with pytest.raises(ValueError, match="2 rows of tokens for a state of 1"):
         engine.step(Rows(toy, engine, rows=1).state, np.zeros((2, 1), np.int64))
@@ -228,7 +228,7 @@ def test_ids_outside_the_embedding_are_an_input_error(made):
         engine.step(Rows(toy, engine, rows=1).state, np.array([[99]]))
 
 
-def test_a_manifest_that_does_not_fit_its_graph(tmp_path):
+def test_manifest_that_does_not_match_its_graph_is_refused(tmp_path):
     path = Toy().write(tmp_path / "toy.onnx")
     manifest = Toy().manifest()
     fewer = type(manifest.encode)(manifest.encode.inputs, manifest.encode.outputs[:1])
@@ -236,7 +236,7 @@ def test_a_manifest_that_does_not_fit_its_graph(tmp_path):
         Engine(with_manifest(path, tmp_path / "other.onnx", encode=fewer), device="cpu")
 
 
-def test_a_file_that_is_run_once(tmp_path):
+def test_single_pass_file_has_no_steps(tmp_path):
     engine = Engine(write_encoder(tmp_path / "toy.onnx"), device="cpu")
     outputs = engine.encode({"src": [np.array([5, 6, 7]), np.array([8])]}, 2)
     assert outputs["context.k"].numpy().shape == (2, 2, 3, 8)
@@ -245,7 +245,7 @@ def test_a_file_that_is_run_once(tmp_path):
         engine.start({"src": [np.array([5])]}, 1)
 
 
-def test_an_input_that_the_manifest_leaves_out(tmp_path):
+def test_input_missing_from_the_manifest_is_refused(tmp_path):
     toy = Toy(encoder=False)
     decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL_SLOTS, SELECTED_TOKENS))
     other = with_manifest(toy.write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=decode)

@@ -45,7 +45,7 @@ def loaded(files, name="decoder-only", limit=None):
     return Model.load(files[name], "cpu", threads=1, max_memory=limit)
 
 
-def cost(model: Model, words: list[str], **options) -> int:
+def bytes_of_batch(model: Model, words: list[str], **options) -> int:
     """The bytes that one batch of words is promised."""
     generator, settings = model.generator, model.settings(None, options)
     tasks = [
@@ -59,13 +59,13 @@ def of_length(model: Model, length: int) -> SequenceTask:
     return model.generator.make_task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
 
 
-def until_waiting(budget: MemoryBudget, count: int) -> None:
+def wait_for_waiting_shares(budget: MemoryBudget, count: int) -> None:
     with budget.changed:
         assert budget.changed.wait_for(lambda: len(budget._waiting) == count)
 
 
 @pytest.fixture
-def strict(monkeypatch):
+def checked_reservations(monkeypatch):
     """A batch that takes more than it was promised fails, free bytes or not."""
     take = MemoryShare.acquire
 
@@ -78,10 +78,10 @@ def strict(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(TOYS))
 @pytest.mark.parametrize("tightness", [1.0, 2.5, 6.0])
-def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
+def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_reservations):
     """Tasks of all kinds come at random to two batches that share a budget, and leave at random."""
     free, alone = loaded(files, name), {}
-    limit = int(tightness * max(cost(free, [word], **way) for word in WORDS for way in WAYS))
+    limit = int(tightness * max(bytes_of_batch(free, [word], **way) for word in WORDS for way in WAYS))
     model = loaded(files, name, limit)
     generator, budget = model.generator, model.budget
     schedulers = [generator.new_scheduler(None, 16, waits=False) for _ in range(2)]
@@ -113,11 +113,11 @@ def test_no_task_that_has_started_runs_out(files, name, tightness, strict):
     assert sum(isinstance(task.error, KeyError) for task, *_ in tasks) < 30
 
 
-def test_threads_wait_for_each_other(files):
+def test_threads_share_the_memory_of_one_request(files):
     """The memory is that of one request at a time, and all of them come at once."""
     free = loaded(files, "encoder-decoder")
     expected = [free.generate(word) for word in WORDS]
-    model = loaded(files, "encoder-decoder", max(cost(free, [word]) for word in WORDS))
+    model = loaded(files, "encoder-decoder", max(bytes_of_batch(free, [word]) for word in WORDS))
     barrier = threading.Barrier(len(WORDS))
 
     def run(word):
@@ -130,18 +130,20 @@ def test_threads_wait_for_each_other(files):
     assert 0 < model.memory()["peak"] <= model.memory()["limit"]
 
 
-def test_a_batch_of_more_than_fits_goes_through_in_parts(files, strict):
+def test_batch_larger_than_the_limit_runs_in_parts(files, checked_reservations):
     free = loaded(files, "decoder-only")
     expected = list(free.generate_batch(WORDS * 3))
-    model = loaded(files, "decoder-only", 3 * cost(free, ["onnx" * 8]))
-    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
+    model = loaded(files, "decoder-only", 3 * bytes_of_batch(free, ["onnx" * 8]))
+    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, checked_reservations=True):
         assert_alike(result, wanted)
     assert model.memory()["held"] == 0
 
 
-def test_rows_that_left_make_room_for_others(files, strict):
+def test_finished_rows_make_room_for_waiting_rows(files, checked_reservations):
     """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
-    model = loaded(files, "encoder-decoder", cost(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30))
+    model = loaded(
+        files, "encoder-decoder", bytes_of_batch(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30)
+    )
     scheduler = model.generator.new_scheduler(None, 32)
     tasks = [of_length(model, length) for length in (2, 30, 2, 30, 2, 30)]
     for task in tasks:
@@ -152,12 +154,12 @@ def test_rows_that_left_make_room_for_others(files, strict):
     assert all(task.hypotheses for task in tasks)
 
 
-def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
+def test_buffers_of_a_finished_long_row_are_counted(files, checked_reservations):
     """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
     scheduler = model.generator.new_scheduler(None, 32)
     tasks = [of_length(model, length) for length in (50, 30, 30)]
-    for task, steps in zip(tasks, (25, 27, 30), strict=True):
+    for task, steps in zip(tasks, (25, 27, 30), checked_reservations=True):
         scheduler.submit(task)
         for _ in range(steps):
             scheduler.step()
@@ -165,9 +167,9 @@ def test_buffers_that_a_long_row_has_left_behind_count(files, strict):
     assert all(task.hypotheses for task in tasks)
 
 
-def test_a_request_that_never_fits_says_what_it_needs(files):
+def test_request_that_never_fits_is_refused_with_its_bytes(files):
     options = {"num_beams": 2, "max_new_tokens": 5}
-    need = cost(loaded(files), ["hello"], **options)
+    need = bytes_of_batch(loaded(files), ["hello"], **options)
     model = loaded(files, limit=need - 1)
     said = rf"may need {need:,} bytes of cache and max_memory allows {need - 1:,}"
     with pytest.raises(MemoryBudgetError, match=said):
@@ -176,9 +178,9 @@ def test_a_request_that_never_fits_says_what_it_needs(files):
     assert model.generate("hello", max_new_tokens=5).token_ids
 
 
-def test_what_is_kept_is_not_waited_for(files):
+def test_request_does_not_wait_for_prefixes_and_open_streams(files):
     """A prefix ends when its owner says so, and a stream when its owner has read it: here they would never."""
-    model = loaded(files, limit=cost(loaded(files), ["hello"]))
+    model = loaded(files, limit=bytes_of_batch(loaded(files), ["hello"]))
     prefix = model.cache_prefix("ab")
     for word in ("hello", "a"):
         with pytest.raises(MemoryBudgetError, match=r"384 of max_memory=8,192 are held by what does not end before"):
@@ -195,7 +197,7 @@ def test_what_is_kept_is_not_waited_for(files):
     assert model.generate("hello") == loaded(files).generate("hello")
 
 
-def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
+def test_unreferenced_prefix_and_chat_release_their_memory(files):
     model = loaded(files)
     prefix = model.cache_prefix("hello")
     chat = model.chat()
@@ -209,7 +211,7 @@ def test_a_prefix_that_nobody_has_any_more_holds_nothing(files):
     assert model.memory()["held"] == 0
 
 
-def test_nothing_follows_what_was_released(files):
+def test_released_prefix_and_chat_are_refused(files):
     model = loaded(files)
     prefix, chat = model.cache_prefix("hello"), model.chat()
     chat.send("ab", max_new_tokens=3)
@@ -222,7 +224,7 @@ def test_nothing_follows_what_was_released(files):
 
 
 @pytest.mark.parametrize("words", [["ab"], ["ab", "cd"]])
-def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
+def test_request_that_fails_at_its_start_releases_its_memory(files, words, monkeypatch):
     """Not even while somebody looks at the error, whose traceback has the frames and what is in them."""
     model = loaded(files, "encoder-decoder")
     before = model.generate(words[-1])
@@ -236,7 +238,7 @@ def test_a_request_that_cannot_begin_holds_nothing(files, words, monkeypatch):
     assert model.generate(words[-1]) == before
 
 
-def test_who_asks_first_is_served_first():
+def test_reservations_are_granted_in_order_of_arrival():
     budget = MemoryBudget(10)
     large, small, running = (budget.new_share(blocking=False) for _ in range(3))
     assert running.reserve(6)
@@ -251,7 +253,7 @@ def test_who_asks_first_is_served_first():
     assert not budget._waiting
 
 
-def test_who_leaves_the_queue_keeps_nobody_waiting():
+def test_withdrawn_reservation_lets_the_next_one_pass():
     budget = MemoryBudget(10)
     first, second, running = (budget.new_share(blocking=False) for _ in range(3))
     assert running.reserve(6)
@@ -263,20 +265,20 @@ def test_who_leaves_the_queue_keeps_nobody_waiting():
     assert second.reserve(4)
 
 
-def test_a_thread_that_holds_what_others_wait_for_is_not_behind_them():
+def test_thread_with_reserved_bytes_passes_waiting_threads():
     budget = MemoryBudget(10)
     mine, more = budget.new_share(), budget.new_share()
     assert mine.reserve(4)
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(budget.new_share().reserve, 8)
-        until_waiting(budget, 1)
+        wait_for_waiting_shares(budget, 1)
         assert more.reserve(5)
         more.release_reservation()
         mine.release_reservation()
         assert waiting.result()
 
 
-def test_threads_that_could_only_wait_for_each_other_do_not():
+def test_deadlock_between_threads_is_refused():
     """Each is in the middle of a stream and wants as much again: one waits for the other, and that one is refused."""
     budget = MemoryBudget(10)
     mine, more = budget.new_share(), budget.new_share()
@@ -293,21 +295,21 @@ def test_threads_that_could_only_wait_for_each_other_do_not():
     with ThreadPoolExecutor(1) as threads:
         over = threads.submit(other)
         assert ready.wait()
-        until_waiting(budget, 1)
+        wait_for_waiting_shares(budget, 1)
         with pytest.raises(MemoryBudgetError):
             more.reserve(5)
         mine.release_reservation()
         over.result()
 
 
-def test_what_is_kept_grows_when_there_is_room():
+def test_persistent_share_grows_when_memory_is_free():
     budget = MemoryBudget(10)
     kept, running = budget.new_share(persistent=True), budget.new_share(blocking=False)
     kept.acquire(3)
     assert running.reserve(6)
     with ThreadPoolExecutor(1) as threads:
         growing = threads.submit(kept.acquire, 3)
-        until_waiting(budget, 1)
+        wait_for_waiting_shares(budget, 1)
         running.release_reservation()
         growing.result()
     assert budget.used_bytes == kept.used_bytes == 6
@@ -318,7 +320,7 @@ def test_what_is_kept_grows_when_there_is_room():
     assert budget.used_bytes == 0
 
 
-def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
+def test_model_without_a_limit_refuses_nothing(files):
     model = loaded(files)
     assert isinstance(model.generator, Generator)
     scheduler = model.generator.new_scheduler(None, 4)
@@ -329,5 +331,5 @@ def test_a_model_without_a_limit_counts_and_refuses_nothing(files):
 
 
 @pytest.mark.parametrize("kind", [KVCache, EncoderContext, Candidates])
-def test_what_an_interrupt_kept_from_being_made_has_nothing_to_give_back(kind):
+def test_partially_constructed_object_is_deleted_without_error(kind):
     kind.__new__(kind).__del__()

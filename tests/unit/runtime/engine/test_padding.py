@@ -13,7 +13,7 @@ IDS = RequestInput("src", "int64", (BATCH_AXIS, "time"), pad=9)
 ROWS = {"src": [np.array([1, 2, 3]), np.array([4])]}
 
 
-def test_ids_are_padded_with_the_inputs_own_id():
+def test_ids_are_padded_with_the_pad_id_of_their_input():
     assert padded_request_arrays([IDS], ROWS, 2)["src"].tolist() == [[1, 2, 3], [4, 9, 9]]
 
 
@@ -33,7 +33,7 @@ def test_masks_follow_lengths(dtype, keep, expected):
     assert made.tolist() == expected
 
 
-def test_a_mask_may_have_axes_of_one():
+def test_mask_may_have_axes_of_size_one():
     mask = RequestInput("mask", "bool", (BATCH_AXIS, 1, 1, "time"), "mask", of="src")
     assert padded_request_arrays([mask, IDS], ROWS, 2)["mask"].shape == (2, 1, 1, 3)
 
@@ -49,7 +49,7 @@ def test_features_are_padded_along_free_axes():
         padded_request_arrays([audio], {"audio": [np.ones(3)]}, 1)
 
 
-def test_a_mask_of_nothing():
+def test_mask_of_no_rows_is_refused():
     mask = RequestInput("mask", "bool", (BATCH_AXIS, "time"), "mask", of="other")
     with pytest.raises(InputError, match="mask of other"):
         padded_request_arrays([mask, IDS], ROWS, 2)

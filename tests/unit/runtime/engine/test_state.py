@@ -247,13 +247,13 @@ class Plan(RuleBasedStateMachine):
         assert self.world.budget.used_bytes == 0
 
 
-def test_any_plan(made):
+def test_random_operations_keep_states_exact_and_counted(made):
     once = (Phase.generate,)  # to shrink a plan takes minutes
     plan = settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True, phases=once)
     run_state_machine_as_test(lambda: Plan(*made), settings=plan)
 
 
-def test_what_nobody_refers_to_is_given_back(made):
+def test_unreferenced_states_release_their_bytes(made):
     world = World(*made)
     group = world.start([[5, 6], [7]])
     world.feed(group, [[4], [5]])
@@ -269,7 +269,7 @@ def test_what_nobody_refers_to_is_given_back(made):
         gc.enable()
 
 
-def test_states_of_different_lengths_join_and_part(made):
+def test_states_of_different_lengths_join_and_split(made):
     world = World(*made)
     first = world.start([[5, 6, 7, 8], [9]])
     world.feed(first, [[4, 5, 6], [7]])
@@ -287,7 +287,7 @@ def test_states_of_different_lengths_join_and_part(made):
     world.count()
 
 
-def test_a_state_that_has_read_nothing_joins_and_is_joined(made):
+def test_empty_state_joins_and_is_joined(made):
     world = World(*made)
     one, two, three = (world.start([[5, 6], [7]][:n]) for n in (1, 2, 1))
     world.engine.join(one.state, two.state)
@@ -300,7 +300,7 @@ def test_a_state_that_has_read_nothing_joins_and_is_joined(made):
     world.count()
 
 
-def test_a_copy_goes_its_own_way(made):
+def test_copy_is_independent_of_its_source(made):
     world = World(*made)
     group = world.start([[5, 6, 7], [8]])
     world.feed(group, [[4, 5, 6], [7]])
@@ -314,7 +314,7 @@ def test_a_copy_goes_its_own_way(made):
     world.count()
 
 
-def test_a_copy_of_a_short_row_has_room_to_the_end(made):
+def test_copy_of_a_short_row_reaches_the_maximum_length(made):
     """What a longer row beside it had read does not count for it."""
     world = World(*made)
     group = world.start([[5], [6]])
@@ -327,7 +327,7 @@ def test_a_copy_of_a_short_row_has_room_to_the_end(made):
         world.engine.step(copy.state, np.array([[5]]))
 
 
-def test_rewinding_forgets(made):
+def test_rewound_state_equals_a_fresh_one(made):
     world = World(*made)
     group = world.start([[5, 6], [7, 8, 9]])
     world.feed(group, [list(range(3, 28)), [4, 5]])
@@ -339,7 +339,7 @@ def test_rewinding_forgets(made):
     world.feed(group, [[25], [26]])
 
 
-def test_buffers_grow_with_the_need_and_shrink_with_it(made):
+def test_buffers_grow_and_shrink_with_rows_and_tokens(made):
     world = World(*made)
     group = world.start([[5, 6, 7]])
     world.feed(group, [[4] * 5])
@@ -360,7 +360,7 @@ def test_buffers_grow_with_the_need_and_shrink_with_it(made):
 
 
 @pytest.mark.parametrize("used", ["step", "reorder", "join", "joined", "copy"])
-def test_a_state_that_was_released_is_of_no_more_use(made, used):
+def test_released_state_is_refused(made, used):
     world = World(*made)
     gone, there = world.start([[5]]), world.start([[6]])
     for group in (gone, there):
@@ -381,7 +381,7 @@ def test_a_state_that_was_released_is_of_no_more_use(made, used):
     assert world.budget.used_bytes == there.state.nbytes
 
 
-def test_what_is_needed_is_no_less_than_what_is_held(made):
+def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(made):
     """need() is told before anything is computed: the context and caches of the rows come to no more."""
     world = World(*made)
     toy, engine = made
@@ -399,7 +399,7 @@ def test_what_is_needed_is_no_less_than_what_is_held(made):
     assert engine.join_padding == 1 or toy.stride > 1
 
 
-def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
+def test_padding_of_a_context_axis_shorter_than_the_source(tmp_path):
     for stride, least in ((1, 1), (2, 2), (5, 5)):
         engine = Engine(Toy(stride=stride, source_max=200).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
         assert least <= engine.join_padding <= 4 * stride
@@ -420,7 +420,7 @@ def test_padding_for_an_axis_that_is_shorter_than_the_source(tmp_path):
         (40, None, 64, 128),
     ],
 )
-def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_first, in_the_end):
+def test_buffers_have_room_for_the_known_maximum_of_tokens(tmp_path, prompt, most, at_first, in_the_end):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
     state = engine.start({"src": [np.full(3, 5)] * 2}, 2, max_tokens=most and [most, 1])
     engine.step(state, np.ones((2, prompt), np.int64))
@@ -433,7 +433,7 @@ def test_buffers_are_made_for_what_is_known_to_come(tmp_path, prompt, most, at_f
     assert state.cache.slot_capacity == buffer_slots(in_the_end + (most is not None), 512)
 
 
-def test_buffers_are_no_larger_than_what_the_rows_that_are_left_come_to(tmp_path):
+def test_buffers_fit_the_remaining_rows(tmp_path):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
     request = {"src": [np.full(3, 5)]}
     state = engine.start(request, 1, joins=True, max_tokens=[300])
@@ -466,7 +466,7 @@ class Device:
 
 
 @pytest.mark.parametrize("attention", ["gqa", "scatter-pair"])
-def test_buffers_on_another_device(attention):
+def test_buffers_on_another_device_move_their_present_values(attention):
     """What the device has changed since is what is moved."""
     specs = Toy(attention=attention, layers=2).manifest().decode.caches
     caches = [KVCache(Device(), specs, 64, rows) for rows in (2, 1)]

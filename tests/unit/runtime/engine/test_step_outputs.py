@@ -40,7 +40,7 @@ def sources(model, word):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["greedy", "beams", "sampling"])
-def test_every_result_has_the_values_of_its_own_tokens(toy, model, way):
+def test_each_result_has_the_values_of_its_own_tokens(toy, model, way):
     results = model.generate_batch(WORDS, cross_attentions=True, hidden_states=True, max_new_tokens=12, **way)
     lengths = set()
     for word, result in zip(WORDS, results, strict=True):
@@ -56,7 +56,7 @@ def test_every_result_has_the_values_of_its_own_tokens(toy, model, way):
     assert len(lengths) > 1  # some rows left the batch before others
 
 
-def test_nothing_is_given_that_was_not_asked_for(model):
+def test_results_have_no_values_without_the_option(model):
     plain = model.generate("hello")
     assert plain.cross_attentions is None
     assert plain.hidden_states == {}
@@ -66,7 +66,7 @@ def test_nothing_is_given_that_was_not_asked_for(model):
     assert model.generate("hello", hidden_states=True).cross_attentions is None
 
 
-def test_a_given_target_is_aligned_and_read(toy, model):
+def test_align_and_hidden_states_of_a_target_equal_numpy(toy, model):
     result = model.generate("transformer", cross_attentions=True, hidden_states=True, max_new_tokens=6)
     np.testing.assert_allclose(model.align("transformer", result.token_ids), result.cross_attentions, **CLOSE)
     hidden = model.hidden_states("transformer", result.token_ids)
@@ -77,7 +77,7 @@ def test_a_given_target_is_aligned_and_read(toy, model):
     assert set(model.hidden_states("transformer")) == {"source"}
 
 
-def test_a_decoder_alone(tmp_path):
+def test_hidden_states_of_a_decoder_without_an_encoder(tmp_path):
     toy = Toy(encoder=False, extras=True, seed=3)
     model = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1)
     result = model.generate("abc", hidden_states=True, max_new_tokens=5)
@@ -89,7 +89,7 @@ def test_a_decoder_alone(tmp_path):
         model.generate("abc", cross_attentions=True)
 
 
-def test_a_file_without_them_says_how_to_have_them(tmp_path):
+def test_file_without_extra_outputs_names_the_export_option(tmp_path):
     model = Model.load(Toy().write(tmp_path / "toy.onnx"), "cpu")
     path = tmp_path / "toy.onnx"
     with pytest.raises(UnsupportedCallError) as caught:
@@ -109,20 +109,20 @@ def test_a_file_without_them_says_how_to_have_them(tmp_path):
             call()
 
 
-def test_options_that_cannot_be(model):
+def test_incompatible_options_are_refused(model):
     with pytest.raises(OptionError, match="cross_attentions must be True or False, not 2"):
         model.generate("hello", cross_attentions=2)
     with pytest.raises(OptionError, match="a stream gives text alone"):
         next(model.stream("hello", hidden_states=True))
 
 
-def test_the_manifest_keeps_what_there_is(toy):
+def test_manifest_keeps_the_extra_outputs(toy):
     manifest = toy.manifest()
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert manifest.extras
 
 
-def test_labels_are_the_tokens(toy, model):
+def test_labels_equal_the_tokens(toy, model):
     result = model.generate("ab", cross_attentions=True, max_new_tokens=3)
     columns, rows = model.labels("ab", result)
     assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # a column is no token there
@@ -131,7 +131,7 @@ def test_labels_are_the_tokens(toy, model):
 
 
 @given(st.data())
-def test_trails_follow_rows_through_any_moves(data):
+def test_histories_follow_rows_through_any_moves(data):
     """Each value is the whole history of its row, so a trail is right if it is all the prefixes of its last value."""
     trails, rows = [None], [""]
     for step in range(data.draw(st.integers(1, 6))):

@@ -61,25 +61,25 @@ def onnx_number(name):
 
 
 @pytest.mark.parametrize("name", [name for name in vars(onnx_fields) if name.isupper()])
-def test_field_numbers_are_those_of_onnx(name):
+def test_field_numbers_equal_those_of_onnx(name):
     assert getattr(onnx_fields, name) == onnx_number(name)
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_a_number(number):
+def test_varints_round_trip_through_protobuf(number):
     read = onnx.AttributeProto.FromString(tag(3, VARINT) + varint(number))
     assert read.i % 2**64 == number
     assert varint(number) == read.SerializeToString(deterministic=True)[1:]
 
 
 @given(st.text(), st.text())
-def test_texts(key, value):
+def test_text_fields_round_trip_through_protobuf(key, value):
     expected = onnx.StringStringEntryProto(key=key, value=value).SerializeToString()
     assert bytes_field(1, key.encode()) + bytes_field(2, value.encode()) == expected
 
 
 @pytest.mark.parametrize("proto", [TENSOR, ATTRIBUTE], ids=["tensor", "attribute"])
-def test_fields(proto):
+def test_fields_equal_those_of_protobuf(proto):
     content = proto.SerializeToString()
     found = list(iter_fields(content))
     assert sorted({field.number for field in found}) == [described.number for described, _ in proto.ListFields()]
@@ -94,7 +94,7 @@ def test_fields(proto):
 
 
 @pytest.mark.parametrize("proto", [TENSOR, ATTRIBUTE], ids=["tensor", "attribute"])
-def test_what_is_cut_short(proto):
+def test_truncated_message_is_refused(proto):
     content = proto.SerializeToString()
     ends = {0}
     for field in iter_fields(content):
@@ -109,11 +109,11 @@ def test_what_is_cut_short(proto):
     [tag(1, 3), tag(1, 6), tag(0, VARINT) + varint(1), b"\xff" * 11, tag(1, BYTES) + varint(1)],
     ids=["a group", "no kind", "no number", "no end", "too long"],
 )
-def test_what_is_no_field(content):
+def test_invalid_field_header_is_refused(content):
     with pytest.raises(WireError):
         read_field_header(io.BytesIO(content), len(content))
 
 
-def test_a_damaged_graph_has_no_stages():
+def test_damaged_graph_has_no_stages():
     with pytest.raises(ModelFileError, match="damaged, export the model again"):
         extract_stage(bytes_field(7, b"\x0a\x7f"), "decode")  # a node of 127 bytes, of which there are none
