@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def side_by_side(work, arguments):
-    """Call `work` with each of them, in a thread for each, all at the same moment; what one raises is raised."""
+    """Call `work` with each argument in a thread of its own, all at the same moment; raise the first error."""
     arguments = list(arguments)
     begin = threading.Barrier(len(arguments))
 

@@ -64,7 +64,7 @@ def _plain(model: Any) -> Any:
 
 
 class HfRows:
-    """Rows over a transformers model that recomputes every row whole: what the scheduler asks for, and simple."""
+    """Rows of a transformers model, which recomputes every row from its beginning: a simple `RunningBatch`."""
 
     def __init__(self, model: Any, sources: list[np.ndarray | None], ids: list[list[int]]) -> None:
         self.model, self.sources, self.ids = model, sources, ids
@@ -113,7 +113,7 @@ class HfRows:
 
 
 class HfStarter:
-    """Starts rows. begun: how many tasks each time. batches: the rows, for what was called."""
+    """Starts rows. begun: the number of tasks of each start. batches: the started rows."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -81,7 +81,7 @@ def spelt_out(model: ModelProto, saturating: bool) -> ModelProto:
 
 
 def integer_products(graph: GraphProto) -> list[NodeProto]:
-    """Those of a graph and of its branches."""
+    """Yield the nodes of a graph and of its branches."""
     own = [node for node in graph.node if node.op_type in PRODUCTS]
     branches = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
     return own + [node for branch in branches for node in integer_products(branch)]

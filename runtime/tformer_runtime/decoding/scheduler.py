@@ -92,11 +92,12 @@ class Scheduler:
         positions: int = MAX_PREFILL_POSITIONS["cpu"],
         memory: MemoryShare | None = None,
     ) -> None:
-        """rows: the maximum number of rows of the batch.
+        """model: starts and runs the batches; it is the attribute `starter`.
+        rows: the maximum number of rows of the batch.
         positions: the maximum number of positions that are computed in one call before the first tokens.
         memory: the share of the memory budget that the tasks use.
         """
-        self._starter, self._max_rows, self._positions = model, rows, positions
+        self.starter, self._max_rows, self._positions = model, rows, positions
         self.memory = memory or MemoryBudget().new_share()
         self._waiting: deque[SequenceTask] = deque()
         self._searches: dict[object, SequenceSearch] = {}
@@ -136,7 +137,7 @@ class Scheduler:
         memory.
         """
         limit = self.memory.limit
-        if limit is not None and (need := self._starter.bytes_needed((), [task])) > limit:
+        if limit is not None and (need := self.starter.bytes_needed((), [task])) > limit:
             raise never_fits_error(need, limit)
         self._waiting.append(task)
 
@@ -294,15 +295,15 @@ class Scheduler:
         """Reserve memory for new tasks together with the running tasks. Return False if it is not free now."""
         if self.memory.limit is None:
             return True
-        if self.memory.reserve(self._starter.bytes_needed(self.running, coming, self._rows), idle):
+        if self.memory.reserve(self.starter.bytes_needed(self.running, coming, self._rows), idle):
             return True
         if self._rows is None or not self._rows.fit():
             return False
-        return self.memory.reserve(self._starter.bytes_needed(self.running, coming, self._rows), idle)
+        return self.memory.reserve(self.starter.bytes_needed(self.running, coming, self._rows), idle)
 
     def _begin(self, tasks: Sequence[SequenceTask]) -> None:
         try:
-            rows, logits = self._starter.begin(tasks)
+            rows, logits = self.starter.begin(tasks)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].error = error

@@ -165,7 +165,7 @@ class SpeculativeStarter:
         try:
             for task in tasks:
                 batch, row_logits = self._starter.begin([task])
-                rows.append(SpeculativeRow(self._engine, batch, task, self._new_guesser(task)))
+                rows.append(SpeculativeRow(self._engine, batch, task, self.new_guesser(task)))
                 logits.append(row_logits)
         except BaseException:
             SpeculativeBatch(rows).release()
@@ -183,7 +183,7 @@ class SpeculativeStarter:
             Drafter.bytes_needed(draft, self._engine, task) if draft else 0
         )
 
-    def _new_guesser(self, task: SequenceTask) -> Guesser:
+    def new_guesser(self, task: SequenceTask) -> Guesser:
         draft = _draft(task)
         if draft is None:
             return PromptLookup.of(self._engine.manifest, task)

@@ -67,6 +67,11 @@ class EncoderContext:
         return len(self._buffer_requests)
 
     @property
+    def buffers(self) -> list[Array]:
+        """The allocated arrays, with room for more rows than there are."""
+        return self._arrays
+
+    @property
     def arrays(self) -> list[Array]:
         """The rows of the buffers that are in use."""
         return [_row_range(array, axis, self.rows) for array, axis in zip(self._arrays, self._axes, strict=True)]

@@ -126,6 +126,11 @@ class KVCache:
             sides = 1 if specs[members[0]].in_place else 2
             self._groups.append(_TensorGroup(specs[members[0]], members, [None] * sides, [[] for _ in range(sides)]))
 
+    @property
+    def buffers(self) -> list[Array]:
+        """The allocated arrays of all caches and sides."""
+        return [array for group in self._groups for array in group.arrays if array is not None]
+
     def past(self, side: int) -> list[Any]:
         """Return the OrtValues to bind as past, in the order of the manifest's caches."""
         values: list[Any] = [None] * len(self._specs)

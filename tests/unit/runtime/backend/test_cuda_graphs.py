@@ -1,5 +1,6 @@
-"""Stages as sessions of their own, decode steps in buffers that stay where they are, and the greedy choice on a device:
-on the CPU, with a session that has its tensors apart from the host's, as a device has. Capturing needs a GPU.
+"""One session per stage, decode steps in fixed buffers, and the greedy choice on a device.
+
+The tests run on the CPU, with a session whose tensors are copies, as on a device. Capturing CUDA graphs needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ toys = pytest.mark.parametrize("name", TOYS)
 
 
 class Apart(Session):
-    """A device that is the CPU: what is there is a copy, and stays where it is."""
+    """A CPU in the place of a device: its tensors are copies at fixed addresses."""
 
     def __init__(self, path):
         super().__init__(path, "cpu", threads=1, split_stages=True)
@@ -72,7 +73,7 @@ def rows_of(seed, lengths, most=20):
 
 
 def steps(engine, sources, prompts, count):
-    """Logits after the prompts, and after each of `count` greedy tokens."""
+    """Return the logits after the prompts, and after each of `count` greedy tokens."""
     requests = {"src": sources} if engine.manifest.encode else None
     state = engine.start(requests, len(sources))
     counts = np.array([len(prompt) for prompt in prompts])
@@ -108,7 +109,7 @@ def test_stage_session_has_only_the_inputs_and_outputs_of_its_stage(files, name)
 
 @toys
 def test_separate_stage_sessions_equal_one_session(files, name):
-    """Bit for bit: the same kernels on the same numbers."""
+    """The results are equal bit for bit: the same kernels compute the same numbers."""
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (3, 1, 6))
     one, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 12)
     other, _ = steps(Engine(Session(files[name], "cpu", threads=1, split_stages=True)), sources, prompts, 12)
@@ -117,8 +118,8 @@ def test_separate_stage_sessions_equal_one_session(files, name):
 
 @toys
 def test_steps_in_fixed_buffers_equal_other_steps(files, name):
-    """Through three lengths of buffers. A graph is told that its longest row fills them, which must change nothing
-    but, in plain attention, where a sum of zeros is added."""
+    """The buffers take three lengths. A graph computes as if its longest row filled them, which may add zeros to the
+    sums of plain attention and must change nothing else."""
     engine = Engine(Apart(files[name]))
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
     expected, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 40)
@@ -126,7 +127,7 @@ def test_steps_in_fixed_buffers_equal_other_steps(files, name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert all(isinstance(call, CudaGraphCall) for call in calls)
     numbers = [graph for graph in engine.session.runs if graph is not None]
-    assert len(numbers) == 40 + 2  # each graph's first step runs again, from what it began with
+    assert len(numbers) == 40 + 2  # the first step of each graph runs twice, from the same state
     assert len(set(numbers)) == 2  # 32 slots, then 64
     # Another batch of the same shape replays the same graphs, in the same buffers.
     step = calls[-1].step
@@ -137,7 +138,7 @@ def test_steps_in_fixed_buffers_equal_other_steps(files, name):
 
 
 def test_no_graph_is_captured_near_the_end_of_the_buffers(files):
-    """Capturing may run a step eight times, each a slot further; and each thread captures for itself."""
+    """Capturing may run a step eight times, each one slot further. Each thread captures its own graphs."""
     engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
     prompt = rows_of(4, (26,))[0]
     found, expected = (steps(e, [prompt], [prompt], 14)[0] for e in (engine, plain))
@@ -145,7 +146,7 @@ def test_no_graph_is_captured_near_the_end_of_the_buffers(files):
     assert sum(graph is not None for graph in engine.session.runs) == 14 - 6 + 1  # 6 with 32 slots; 8 with 64, 1 twice
     state = engine.start(None, 1)
     engine.step(state, prompt[None, :20])
-    engine.step(state, np.array([[5]]))  # captured here
+    engine.step(state, np.array([[5]]))  # captures a graph
     begun = len([graph for graph in engine.session.runs if graph is not None])
     thread = threading.Thread(target=engine.step, args=(state, np.array([[6]])))
     thread.start()
@@ -180,7 +181,7 @@ def test_pooled_buffers_have_one_user_at_a_time(files):
 @toys
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.5, "top_k": 9, "seed": 5}])
 def test_generation_on_a_device_equals_generation_on_the_cpu(files, name, options):
-    """Rows that leave, beams that move and caches that grow, all of which pass through the device's buffers."""
+    """Rows finish, beams move and caches grow, all in the buffers of the device."""
     inputs = rows_of(8, (4, 9, 2, 6, 3))
     found, expected = (
         [
@@ -195,7 +196,7 @@ def test_generation_on_a_device_equals_generation_on_the_cpu(files, name, option
 
 @toys
 def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
-    """Tokens and log-probabilities against numpy's of the same logits; nothing is written to the device any more."""
+    """Tokens and log-probabilities equal numpy's. After the first step nothing is written to the device."""
     engine = Engine(Apart(files[name]))
     state = engine.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
     tokens = engine.step(state, np.array([[5, 6], [7, 8]]), np.array([2, 1])).argmax(-1)[:, None]
@@ -210,7 +211,7 @@ def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
         np.testing.assert_allclose(chosen.logprobs, expected, rtol=0, atol=1e-5)
         tokens = chosen.tokens[:, None]
     assert engine.session.writes == begun
-    other = np.array([[9], [4]])  # not what was likeliest: written, and right
+    other = np.array([[9], [4]])  # not the greedy choice: the tokens are written to the device
     found = engine.step_one_token(state, other).copy()
     assert engine.session.writes == begun + 1
     plain = Engine(files[name], "cpu", threads=1)
@@ -224,13 +225,13 @@ def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A file with more tokens than a head has."""
+    """Return a file with a vocabulary larger than the top logits."""
     toy = Toy(seed=7, encoder=False, vocabulary=900, tokenizer=False, end=(), sharpness=6.0)
     return toy.write(tmp_path_factory.mktemp("wide") / "wide.onnx")
 
 
 class Counted:
-    """How many whole rows came from the device, and how often heads did."""
+    """Counts the whole rows and the top logits that are read from the device."""
 
     def __init__(self, monkeypatch):
         self.whole = self.heads = 0
@@ -283,7 +284,7 @@ def test_top_logits_have_the_best_tokens_and_the_normaliser_of_each_row(wide):
     ],
 )
 def test_samples_from_top_logits_equal_samples_from_whole_rows(wide, monkeypatch, options, rows):
-    """Token for token; and whole rows come from the device only where a head does not tell."""
+    """The tokens are equal. Whole rows are read from the device only if the top logits do not suffice."""
     inputs = rows_of(8, (4, 9, 2, 6, 3), 900)
 
     def generated():
@@ -299,14 +300,14 @@ def test_samples_from_top_logits_equal_samples_from_whole_rows(wide, monkeypatch
     assert found == expected
     assert len(set(found)) > 3
     np.testing.assert_allclose(own, logprobs, rtol=1e-5, atol=1e-5)
-    # Of 23 steps: one copies as it begins to use the buffers that stay.
+    # Of 23 steps one copies, when it begins to use the fixed buffers.
     least, most = {"none": (1, 1), "few": (1, 5), "some": (6, 22), "all": (23, 23)}[rows]
     assert least <= counted.whole <= most
     assert counted.heads == (0 if rows == "all" else 22)
 
 
 def test_batch_of_greedy_sampled_and_ruled_rows_equals_each_row_alone(wide, monkeypatch):
-    """Each is what it is alone on the host."""
+    """Each row equals the row alone on the host."""
     asked = [{}, {"top_k": 30, "seed": 1}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}]
     inputs = rows_of(9, (4, 9, 2, 6), 900)
     plain = Model(Engine(wide, "cpu", threads=1))
@@ -322,7 +323,7 @@ def test_batch_of_greedy_sampled_and_ruled_rows_equals_each_row_alone(wide, monk
     while not scheduler.idle:
         scheduler.step()
     assert [generator.make_result(task).token_ids for task in tasks] == [list(own)[-1].token_ids for own in expected]
-    assert counted.whole > 15  # the rules'
+    assert counted.whole > 15  # of the rows with rules
     assert counted.heads > 15
 
 

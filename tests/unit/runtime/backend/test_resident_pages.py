@@ -1,4 +1,4 @@
-"""Mapped files that need not stay resident, and memory that was freed."""
+"""Resident pages of mapped files are dropped, and freed heap memory is returned, measured by /proc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/sel
 
 
 def resident(path):
-    """Bytes of a file's mappings that are in memory."""
+    """Return the resident bytes of the mappings of a file."""
     own, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -29,14 +29,14 @@ def resident(path):
 
 
 def test_dropped_pages_of_a_file_are_read_again(tmp_path):
-    """Of this file alone; what a private mapping has written is kept."""
+    """Pages of other files and pages written through a private mapping stay."""
     contents = {tmp_path / name: bytes(range(256)) * 4096 for name in ("weights with a space", "other")}
     maps = {}
     for path, content in contents.items():
         with path.open("w+b") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # pages that are not on disk yet stay
+            os.fsync(file.fileno())  # pages that are not on disk yet cannot be dropped
             maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         assert maps[path][:] == content
     mine, other = contents
@@ -49,7 +49,13 @@ def test_dropped_pages_of_a_file_are_read_again(tmp_path):
 
 
 def test_dropping_pages_of_an_unmapped_file_changes_no_mapping(tmp_path):
-    resident_pages.drop_file_pages(tmp_path / "none")
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(1 << 16))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        assert mapping[:] == bytes(1 << 16)
+        before = resident(path)
+        resident_pages.drop_file_pages(tmp_path / "none")
+        assert resident(path) == before > 0
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
@@ -57,18 +63,18 @@ def test_trimming_the_heap_returns_freed_memory():
     library = ctypes.CDLL(None)
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
-    size, count = 1 << 15, 2000  # small enough for the heap, which the last keeps from shrinking
+    size, count = 1 << 15, 2000  # small enough for the heap; the last block keeps the heap from shrinking
     blocks = [library.malloc(size) for _ in range(count + 1)]
     for block in blocks:
         ctypes.memset(block, 1, size)
     for block in blocks[:-1]:
         library.free(block)
-    kept = resident_bytes()
+    before = resident_bytes()
     resident_pages.trim_heap()
-    assert resident_bytes() < kept - size * count / 2
+    assert resident_bytes() < before - size * count / 2
     library.free(blocks[-1])
 
 
 def resident_bytes():
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

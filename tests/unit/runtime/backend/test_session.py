@@ -1,4 +1,4 @@
-"""Opening files: what is wrong with a file or a device is one sentence."""
+"""Opening a file: each wrong file or device raises one sentence, and the session has the options of the manifest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_file_of_another_kind_is_refused(tmp_path, content):
 
 
 def test_session_has_the_options_of_the_manifest(path, tmp_path, monkeypatch):
-    """What is asked of onnxruntime; threads that the caller gives come first."""
+    """The options that onnxruntime gets. The caller's number of threads overrides the manifest."""
     asked = {}
     real = onnxruntime.InferenceSession
 
@@ -125,7 +125,7 @@ def test_truncated_external_data_is_refused(path, tmp_path):
 
 
 def test_link_to_a_file_finds_its_external_data(path, tmp_path):
-    """As model caches keep them: the file is elsewhere under another name."""
+    """Model caches store files elsewhere under another name."""
     link = tmp_path / "model.onnx"
     link.symlink_to(path)
     assert Engine(link, device="cpu").manifest == Toy().manifest()

@@ -1,4 +1,4 @@
-"""Constrained generation: whatever a row chooses among what it may, its decoded text is what was asked for."""
+"""Constrained generation: any choice among the allowed tokens leads to a text that satisfies the constraint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama's: a text begins with ▁, which decode takes away."""
+    """Return a tokenizer as Llama has it: a text begins with ▁, which decoding removes."""
     pieces = ["▁", "▁▁", "t", "h", "e", "a", "▁t", "▁th", "▁the", "th", "he", "▁a", "é", "1", '"', "▁c", "at"]
     merges = [("▁", "▁"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("t", "h"), ("h", "e"), ("▁", "a"), ("a", "t")]
     names = ["<unk>", END, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "c", "▁c"]
@@ -85,7 +85,7 @@ def word_piece() -> Tokenizer:
 
 
 def letters() -> Tokenizer:
-    """Single characters, joined as they are."""
+    """Return a tokenizer of single characters."""
     vocabulary = {END: 0} | {c: i for i, c in enumerate(sorted(set("".join(TEXT)) - {"Z"}), start=1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.add_special_tokens([END])
@@ -103,7 +103,7 @@ COMPLETE = [byte_level, byte_fallback]
 
 
 class Model:
-    """A tokenizer, and a vocabulary that may be of another size."""
+    """A tokenizer, and a vocabulary that may have another size."""
 
     def __init__(self, tokenizer: Tokenizer, more: int = 5) -> None:
         self.tokenizer, self.json = tokenizer, tokenizer.to_str()
@@ -123,7 +123,7 @@ class Model:
         return np.flatnonzero(scores == 0).tolist()
 
     def walk(self, guide: Guide, seed: int, most: int = 300) -> list[int]:
-        """Random choices to the end. After a while what closes is preferred, for a text could go on for ever."""
+        """Choose at random to the end. After some steps closing tokens are preferred, so that the text ends."""
         rng, closing = np.random.default_rng(seed), self.closing()
         ids: list[int] = []
         for step in range(most):
@@ -149,7 +149,7 @@ class Model:
         return scores
 
     def texts(self, guide: Guide, ids: tuple[int, ...] = ()) -> Iterator[str]:
-        """The text of every sequence that a guide admits."""
+        """Return the texts of all sequences that a guide admits."""
         for token in self.allowed(guide):
             if token == self.end:
                 yield self.decode(list(ids))
@@ -159,7 +159,7 @@ class Model:
                 yield from self.texts(child, (*ids, token))
 
     def takes(self, grammar: Grammar, ids: list[int]) -> bool:
-        """Whether a sequence of ids may be generated, and end."""
+        """Return whether a sequence of ids may be generated and end."""
         guide = grammar.start()
         for token in ids:
             if token not in self.allowed(guide):
@@ -180,7 +180,7 @@ seeds = st.integers(0, 2**32 - 1)
 @pytest.mark.parametrize("make", SUBWORDS)
 def test_admitted_texts_equal_the_choices(make):
     m = model(make)
-    choices = [c for c in CHOICES if c != "don't"] if make is word_piece else CHOICES  # decode writes "don ' t"
+    choices = [c for c in CHOICES if c != "don't"] if make is word_piece else CHOICES  # decoding writes "don ' t"
     grammar = m.grammar("choices", choices[:6])
     assert set(m.texts(grammar.start())) == set(choices[:6])
     grammar = m.grammar("choices", choices)
@@ -194,9 +194,9 @@ def test_words_joined_by_spaces_admit_the_choices(choices):
     m = model(phonemes)
     assert sorted(m.texts(m.grammar("choices", choices).start())) == sorted(choices)
     one = m.grammar("choices", ["TH"]).start()
-    assert [m.decode([i]) for i in m.allowed(one)] == ["TH"]  # and not "T", with which it begins
+    assert [m.decode([i]) for i in m.allowed(one)] == ["TH"]  # and not "T", its beginning
     either = m.grammar("regex", "T (Q|R)|S [Q]+|SH").start()
-    assert {m.decode([i]) for i in m.allowed(either)} == {"T", "SH"}  # for there is no Q to go on with
+    assert {m.decode([i]) for i in m.allowed(either)} == {"T", "SH"}  # the vocabulary has no Q to continue with
 
 
 def test_vocabulary_larger_than_an_automaton_is_refused():
@@ -262,7 +262,7 @@ def test_end_token_is_allowed_only_after_a_complete_text(make, seed):
 
 @pytest.mark.parametrize("make", SUBWORDS)
 def test_token_is_allowed_if_the_text_can_be_completed(make):
-    """Against decode itself: a token is allowed exactly if some token of one character or more completes it."""
+    """A token is allowed exactly if further tokens complete the text, by `decode` itself."""
     m = model(make)
     regex = re.compile(r"(a|t|at|the)( (a|t|the))?")
     grammar = m.grammar("regex", regex.pattern)
@@ -279,7 +279,7 @@ def test_token_is_allowed_if_the_text_can_be_completed(make):
         possible = {i for i in possible if m.decode([*prefix, i]) != said}
         silent = {i for i in m.allowed(guide) if m.decode([*prefix, i]) == said} - {m.end}
         assert set(m.allowed(guide)) - silent - {m.end} == possible
-        assert not silent or not prefix  # a space before the text, which decode takes away
+        assert not silent or not prefix  # a space before the text, which decoding removes
 
 
 @pytest.mark.parametrize("make", [byte_level, metaspace])
@@ -300,7 +300,7 @@ def test_copies_are_independent(make):
 @given(seed=seeds, width=st.integers(2, 4))
 @settings(max_examples=30)
 def test_each_beam_ends_with_one_of_the_choices(seed, width):
-    """Rows copied and dropped as a beam search does: each one's text is one of the choices in the end."""
+    """Rows are copied and dropped as in a beam search."""
     m, rng = model(unigram), np.random.default_rng(seed)
     beams = [(m.grammar("choices", CHOICES).start(), [], 0.0)]
     done = set()
@@ -465,7 +465,9 @@ def test_text_outside_the_vocabulary_is_refused():
         model(unigram).grammar("regex", "語+")
     with pytest.raises(OptionError, match="JSON needs '語'"):
         model(unigram).grammar("json_schema", {"properties": {"語": {}}})
-    with pytest.raises(OptionError, match=r"JSON needs '\"'.* alone"):  # a word piece's spaces are around every quote
+    with pytest.raises(
+        OptionError, match=r"JSON needs '\"'.* alone"
+    ):  # decoding of word pieces puts spaces around quotes
         model(word_piece).grammar("json_schema", SCHEMA)
     with pytest.raises(OptionError, match="takes a regex or choices, not a json_schema"):
         model(phonemes).grammar("json_schema", SCHEMA)
@@ -501,5 +503,5 @@ def test_unknown_token_is_never_allowed():
 
 def test_missing_llguidance_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtraError, match=r"pip install tformer\[constrain\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tformer\[constrain\]'"):
         model(letters).grammar("regex", "never asked for before")

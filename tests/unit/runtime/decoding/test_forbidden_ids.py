@@ -1,6 +1,6 @@
-"""Options that only forbid ids: the same results, to the last bit, as by rules that change whole rows of scores.
+"""Options that only forbid ids give the same results, bit for bit, as rules that change whole rows of scores.
 
-A logits_processor that changes nothing asks for the latter.
+A logits_processor that changes nothing switches to rules on whole rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.format.manifest import SpecialTokens
 
-VOCABULARY, END, OTHER_END, LIKELY = 1300, 2, 3, range(2, 12)  # so many that the best are looked for in blocks
+VOCABULARY, END, OTHER_END, LIKELY = 1300, 2, 3, range(2, 12)  # so large that the best ids are searched in blocks
 
 
 class OnDevice(DeviceLogits):
-    """As if logits were on a device. Counts how often they are read."""
+    """Logits on a simulated device. Counts how often they are read."""
 
     reads = 0
 
@@ -36,9 +36,9 @@ class OnDevice(DeviceLogits):
 
 
 class Random:
-    """Rows whose logits hang on how many ids they have, and the last of them. A few ids are much likelier than others.
+    """Rows whose logits depend on their length and their last id. A few ids are much likelier than others.
 
-    As the engine's, its logits are written over by the next step, and are not to be changed.
+    As in the engine, the next step overwrites the logits, and callers must not change them.
     """
 
     def __init__(self, seed, device=False):
@@ -48,29 +48,29 @@ class Random:
         )
         self._of_id[:, LIKELY] += 4
         self._device = device
-        self._ids: list[list[int]] = []
+        self.ids: list[list[int]] = []
         self._given = self._kept = np.zeros((0, VOCABULARY), np.float32)
 
     def begin(self, tasks):
         rows = Random.__new__(Random)
         rows.__dict__.update(self.__dict__)
-        rows._ids = [task.prompt.tolist() for task in tasks]
-        return rows, rows._logits(device=False)
+        rows.ids = [task.prompt.tolist() for task in tasks]
+        return rows, rows.logits(device=False)
 
     def bytes_needed(self, running, coming, rows=None):
         return 0
 
     def step(self, tokens):
         np.testing.assert_array_equal(self._given, self._kept)
-        for ids, new in zip(self._ids, tokens.tolist(), strict=True):
+        for ids, new in zip(self.ids, tokens.tolist(), strict=True):
             ids += new
-        return self._logits(self._device)
+        return self.logits(self._device)
 
     def reorder(self, rows):
-        self._ids = [list(self._ids[row]) for row in rows]
+        self.ids = [list(self.ids[row]) for row in rows]
 
-    def _logits(self, device):
-        self._given = np.stack([self._of_id[ids[-1]] + self._of_place[len(ids)] for ids in self._ids])
+    def logits(self, device):
+        self._given = np.stack([self._of_id[ids[-1]] + self._of_place[len(ids)] for ids in self.ids])
         self._kept = self._given.copy()
         return OnDevice(self._given) if device else self._given
 
@@ -107,7 +107,7 @@ FORBIDDING = {
 
 
 def decoded(model, options, rules=FORBIDDING):
-    """What comes of some prompts, by each of some rules, all decoded together, and the errors."""
+    """Decode some prompts, each with one of some rules, in one batch; return the results and the errors."""
     tasks = []
     for name in rules:
         settings = Settings.of(GenerationOptions(max_new_tokens=12, **options, **FORBIDDING[name]), {})
@@ -124,7 +124,7 @@ def decoded(model, options, rules=FORBIDDING):
 
 @pytest.fixture
 def ruled(monkeypatch):
-    """Grows by each row of scores that rules have changed."""
+    """Count the rows of scores that rules change."""
     calls, rule = [], SequenceTask.apply_rules
     monkeypatch.setattr(SequenceTask, "apply_rules", lambda task, *args: calls.append(task) or rule(task, *args))
     return calls
@@ -135,7 +135,7 @@ def ruled(monkeypatch):
 def test_forbidden_ids_give_the_results_of_a_logits_processor(way, seed, ruled):
     model, options = Random(seed), WAYS[way]
     fast = decoded(model, options)
-    # A first token is a rule that does more, at one step; beams of one kind are ranked together, one way or the other.
+    # A forced first token is a rule on whole rows, at one step. All beams of a batch are ranked in one way.
     assert len(ruled) == (3 * len(FORBIDDING) if "num_beams" in options else 3)
     del ruled[:]
     slow = decoded(model, {**options, "logits_processor": lambda ids, scores: scores})
@@ -167,7 +167,7 @@ def test_row_is_read_from_the_device_if_its_best_token_is_forbidden(way):
     if way == "greedy":
         assert 0 < OnDevice.reads < 12 * len(FORBIDDING)
         OnDevice.reads = 0
-        decoded(device, {"suppress_tokens": [900]}, ["not first"])  # nothing that would have come
+        decoded(device, {"suppress_tokens": [900]}, ["not first"])  # an id that would not be chosen
         assert OnDevice.reads == 0
 
 

@@ -1,4 +1,4 @@
-"""Decoding against transformers' generate(), token for token, with each option and with many of them together."""
+"""Decoding equals transformers' generate(), token for token, with each option and with many options together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = pytest.mark.parametrize("kind", list(MODELS))
 
 
 def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
-    """Tasks of a model's rows, and what generate() takes for each."""
+    """Return tasks for the rows of a model, and the input of generate() for each."""
     settings = Settings.of(GenerationOptions(**options), {})
     special = SpecialTokens((hf.START,), tuple(ends), hf.PAD)
     rules = make_rules(settings, special, hf.VOCABULARY)
@@ -43,7 +43,7 @@ def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
 
 
 def run(scheduler, tasks):
-    """Until they are over."""
+    """Run the tasks to their ends."""
     for task in tasks:
         scheduler.submit(task)
     while not scheduler.idle:
@@ -51,7 +51,7 @@ def run(scheduler, tasks):
 
 
 def decoded(model, tasks, rows=32):
-    """The tasks' hypotheses, decoded together; and what began and ran them."""
+    """Decode tasks in one batch; return their hypotheses and the starter."""
     starter = hf.HfStarter(model)
     run(Scheduler(starter, rows), tasks)
     for task in tasks:
@@ -72,7 +72,7 @@ def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
         expected, scores = hf.generate(model, given, **options)
         if beams > 1:
             np.testing.assert_allclose([h.score for h in hypotheses], scores, rtol=1e-6, atol=1e-5)
-            # Which of several that score the same comes first, or last of all comes in, is decided by rounding.
+            # Rounding decides the order of hypotheses with equal scores, and which of them is the last.
             within = range(max(1, len(scores) - 1))
             clear = [i for i in within if all(abs(scores[i] - s) > 2e-5 for s in np.delete(scores, i))]
             assert [list(hypotheses[i].ids) for i in clear] == [expected[i] for i in clear]
@@ -130,7 +130,7 @@ def test_beams_with_several_end_tokens_and_a_minimum_equal_generate(kind, theirs
     )
 
 
-# (ours, theirs): what is asked of both
+# (our options, the options of generate())
 RULES = {
     "repetition": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
     "encouraged": ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
@@ -186,7 +186,7 @@ def test_beam_search_is_independent_of_its_batch(early):
 
 
 def test_patience_waits_for_more_hypotheses():
-    """More complete hypotheses are waited for, so the best is never worse, and sometimes better."""
+    """Search continues for more complete hypotheses, so the best is never worse, and sometimes better."""
     better = []
     for seed in range(6):
         plain = {"max_new_tokens": 12, "num_beams": 3, "early_stopping": True, "length_penalty": 2.0}
@@ -198,7 +198,7 @@ def test_patience_waits_for_more_hypotheses():
 
 
 def diverse(model, source, groups, beams, penalty, most):
-    """Diverse beam search as the paper has it (Vijayakumar et al. 2016, algorithm 1), one prompt, no ends: at each step
+    """Diverse beam search (Vijayakumar et al. 2016, algorithm 1) of one prompt without end tokens: at each step
     the groups choose one after the other, tokens chosen by those before made less likely."""
     size = beams // groups
     state = [[([hf.START], 0.0)] for _ in range(groups)]
@@ -267,7 +267,7 @@ def test_options_that_allow_no_token_are_an_error():
 def test_best_candidates_equal_a_sort(columns):
     rng = np.random.default_rng(columns)
     scores = rng.standard_normal((3, columns)).astype(np.float32)
-    scores[1] = np.round(scores[1])  # many equals
+    scores[1] = np.round(scores[1])  # many equal scores
     top, picks = best(scores, 5)
     for row in range(3):
         order = np.argsort(-scores[row], kind="stable")[:5]
@@ -298,7 +298,7 @@ def test_hypotheses_take_the_rows_of_their_parents(seed):
 @hypothesis.given(st.data())
 def test_rows_of_a_request_are_adjacent(data):
     size, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-    present = data.draw(st.permutations(range(2 * count)))  # some have one row yet, and some are through
+    present = data.draw(st.permutations(range(2 * count)))  # some requests have one row yet, and some are finished
     requests = np.concatenate([[r] * data.draw(st.sampled_from([1, size])) for r in present])
     stay = data.draw(st.permutations(range(2 * count)))[:count]
     parents = np.array([data.draw(st.sampled_from(np.flatnonzero(requests == r))) for r in stay for _ in range(size)])
@@ -308,7 +308,7 @@ def test_rows_of_a_request_are_adjacent(data):
     np.testing.assert_array_equal(order[places], parents)
     blocks = requests[order].reshape(count, size)
     assert (blocks == blocks[:, :1]).all()
-    if requests[: len(parents)].tolist() == requests[order].tolist():  # each is where it was: only copies move
+    if requests[: len(parents)].tolist() == requests[order].tolist():  # all rows stay: only copies move
         assert int((order == np.arange(len(parents))).sum()) == len(set(parents.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Options: what is refused, and whose value counts."""
+"""Generation options: invalid values are refused, and the caller overrides the file, which overrides the defaults."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_constraint_of_the_caller_overrides_the_file():
 
 @pytest.mark.parametrize(("patience", "enough"), [(1.0, 5), (2.0, 10), (0.5, 3), (0.3, 2)])
 def test_number_of_hypotheses_follows_patience(patience, enough):
-    assert settled(num_beams=5, patience=patience).enough == enough  # halves up, as C++ rounds
+    assert settled(num_beams=5, patience=patience).enough == enough  # halves are rounded up, as in C++
 
 
 @pytest.mark.parametrize(

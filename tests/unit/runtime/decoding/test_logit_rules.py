@@ -1,5 +1,6 @@
-"""Rules: each does what transformers' logits processor of the same meaning does, and all of them do in the order of
-generate(). What transformers has not is held against its formula."""
+"""Each rule equals the logits processor of transformers, and all rules follow the order of generate().
+
+Rules that transformers lacks are compared with their formula."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ VALUES = {
 
 @st.composite
 def rows(draw, least_prompt=1):
-    """Ids with many repetitions, how many are the prompt, and logits or log-probabilities, some of them impossible."""
+    """Draw ids with repetitions, the length of the prompt, and scores of which some are −inf."""
     ids = draw(st.lists(st.integers(0, draw(st.sampled_from([2, VOCABULARY + 1]))), min_size=1, max_size=20))
     generator = np.random.default_rng(draw(st.integers(0, 10**6)))
     scores = (generator.standard_normal(VOCABULARY) * 3).astype(np.float32)
@@ -72,7 +73,7 @@ def ruled(options, ids, prompt, scores, vocabulary=VOCABULARY):
 
 
 def processed(options, ids, prompt, scores, custom=()):
-    """The scores after the processors that generate() would build."""
+    """Return the scores after the processors that generate() would build."""
     host = SimpleNamespace(
         config=SimpleNamespace(is_encoder_decoder=True),
         _merge_criteria_processor_list=lambda default, own: type(default)([*default, *own]),
@@ -88,7 +89,7 @@ def processed(options, ids, prompt, scores, custom=()):
 
 
 def possible(options, row):
-    """transformers forces a first token after a prompt of one id only, and a prompt is never empty."""
+    """Return whether transformers has the case: it forces a first token only after a prompt of one id."""
     ids, prompt, scores = row
     if "forced_bos_token_id" in options:
         options = {
@@ -113,7 +114,7 @@ def test_each_rule_equals_its_processor_of_transformers(name, data):
 def test_rules_together_follow_the_order_of_transformers(data):
     class Own(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            return scores.clamp(min=-9) / 2 + input_ids[:, -1:] % 3  # what was impossible no longer is
+            return scores.clamp(min=-9) / 2 + input_ids[:, -1:] % 3  # ids with −inf become possible
 
     names = data.draw(st.sets(st.sampled_from(sorted(THEIRS)), min_size=2))
     options, *row = possible(options_like(data.draw, sorted(names)), data.draw(rows()))
@@ -211,7 +212,7 @@ def test_processor_receives_copies():
 
 
 class Ours(LogitsProcessor):
-    """Our rules in generate()'s own loops."""
+    """The rules as a logits processor in the loop of generate()."""
 
     def __init__(self, options, prompt):
         of = Settings.of(GenerationOptions(**options), {})
@@ -237,7 +238,7 @@ OPTIONS = {
 
 
 def _generated(model, input_ids, beams, processors=(), options=None, **more):
-    """Ids and scores of two inputs."""
+    """Return the ids and scores of two inputs."""
     theirs = {
         THEIRS[name][0]: (THEIRS[name][1] or (lambda x: x))(value) for name, value in (options or {}).items()
     } | dict(eos_token_id=list(ENDS), pad_token_id=0, num_beams=beams, num_return_sequences=beams, **more)

@@ -1,4 +1,4 @@
-"""What options promise of results, alone and together, in every way of decoding, against the toys' plain numpy."""
+"""Results with each option, alone and in batches, in every way of decoding, equal the toy models in plain numpy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def every(result):
 
 
 def logprobs(toy, word, ids):
-    """(tokens, vocabulary) of a result's ids, by the full computation."""
+    """Return log-probabilities (tokens, vocabulary) for the ids of a result, by the full computation."""
     before = [START_ID] + ([] if toy.encoder else ids_of(word))
     logits = toy.logits(np.array([*before, *ids]), np.array(ids_of(word)) if toy.encoder else None)
     logits = logits[len(before) - 1 : -1].astype(np.float64)
@@ -87,7 +87,7 @@ def is_json(text):
     return set(value) == {"a", "b"} and 0 <= value["a"] <= 99 and value["b"] in ("x", "yz")
 
 
-# what is asked for, how it is told, how a text of it may begin, and one more token than its longest text has
+# constraint, pattern of its texts, a possible beginning, and one token more than its longest text
 CONSTRAINTS = {
     "regex": ("(ab|cd){2,4}[0-9]{1,3}", lambda t: re.fullmatch("(ab|cd){2,4}[0-9]{1,3}", t), "cdab", 12),
     "choices": (["yes", "no", "maybe not"], lambda t: t in ("yes", "no", "maybe not"), "ma", 10),
@@ -141,7 +141,7 @@ def test_constrained_text_of_a_file_without_end_tokens_is_complete(tmp_path, way
         for more in ({}, {"forced_prefix": beginning}, {"forced_bos_token_id": FRENCH}):
             result = model.generate("hello", max_new_tokens=most + 1, **{kind: definition}, **WAYS[way], **more)
             for r in every(result):
-                if r.finish_reason != "stop":  # it could have gone on
+                if r.finish_reason != "stop":  # the length ended it
                     assert kind in ("regex", "grammar")
                     continue
                 assert holds(r.text)
@@ -192,7 +192,7 @@ def test_constraint_without_a_tokenizer_is_refused(tmp_path):
             model.generate([5], **{kind: definition})
 
 
-# -- what is given beside the text -----------------------------------------------------------------------------------
+# -- scores, timing and other outputs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", list(WAYS))
@@ -264,7 +264,7 @@ def test_invalid_prefixes_are_refused(made, tmp_path):
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_timing_of_a_request_follows_the_clock(made, way, monkeypatch):
-    """By a clock that only the model moves: 7 seconds to read prompts, 1 for each step."""
+    """Only the model advances the clock: 7 seconds for prompts, 1 for each step."""
     _, model = made
     clock, step, task = [0.0], model.engine.step, model.generator.make_task
 
@@ -358,7 +358,7 @@ def test_cross_attentions_and_hidden_states_of_each_row_equal_numpy(tmp_path, wa
             columns, rows = model.labels(word, r)
             assert [len(rows), len(columns)] == list(r.cross_attentions.shape)
             lengths.add(len(r.token_ids))
-    assert len(lengths) > 2  # rows came and went
+    assert len(lengths) > 2  # rows joined and left
 
 
 COMPANY = {
@@ -397,7 +397,7 @@ def test_result_is_the_same_alone_and_in_any_batch(company, words, batch_size, w
     options = GenerationOptions(max_new_tokens=9).with_(way)
     results = company.generate_batch(words, options, batch_size=batch_size, workers=workers)
     alone = [next(company.generate_batch([word], options, batch_size=1)) for word in words]
-    if "seed" in way:  # drawn for by their number
+    if "seed" in way:  # samples depend on the index
         alone = company.generate_batch(words, options, batch_size=1)
     for one, other in zip(results, alone, strict=True):
         for a, b in zip(every(one), every(other), strict=True):
@@ -438,7 +438,7 @@ def test_memory_of_scores_and_alignments_is_counted(tmp_path):
 
 
 def test_request_waits_until_it_fits(made):
-    """Rows for all would need several times as much; one that never fits fails in its turn, by its number."""
+    """All rows together need several times the memory. An input that never fits fails with its number."""
     toy, model = made
     words = [word * (1 + i % 3) for i, word in enumerate(WORDS * 2)]
     options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 20}

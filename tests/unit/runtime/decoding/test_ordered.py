@@ -1,4 +1,4 @@
-"""How many inputs are read before the first is given back."""
+"""The windows of inputs that are read before the first result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Item:
 
 
 def windows(weights, **how):
-    """The windows that inputs of such weights are run in, which are given back in their order; and what was raised."""
+    """Return the windows in which inputs of these weights run, and the error; results keep the order of inputs."""
     ran, back = [], []
 
     def inputs():

@@ -1,4 +1,4 @@
-"""Draws: the distribution is that of transformers' warpers, and a row's draws are its own."""
+"""Draws follow the distribution of transformers' warpers, and depend on their own row alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ties_at_the_kth_token_are_kept():
 
 
 def _chance(chi_square: float, freedom: int) -> float:
-    """How likely a chi-square at least as great is by chance."""
+    """Return the probability of a chi-square of at least this value."""
     return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(chi_square / 2)))
 
 
@@ -70,7 +70,7 @@ def _chance(chi_square: float, freedom: int) -> float:
 )
 def test_draws_follow_the_distribution_of_transformers(options):
     logits, draws = _logits(1, 12), 20_000
-    logits[3] = -np.inf  # what a rule forbids
+    logits[3] = -np.inf  # forbidden by a rule
     config = GenerationConfig(do_sample=True, **{"top_k": 0, **options})
     host = SimpleNamespace(_merge_criteria_processor_list=lambda default, own: default)
     warpers = GenerationMixin._get_logits_processor(host, config)
@@ -87,7 +87,7 @@ def test_draws_follow_the_distribution_of_transformers(options):
 @pytest.mark.parametrize("distance", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5, "min_p": 0.05}])
 def test_speculative_samples_follow_the_distribution_of_the_model(options, distance):
-    """And guesses are taken as often as can be: Σ min(p, q) (Leviathan et al. 2023, corollary 3.6)."""
+    """Guesses are accepted with probability Σ min(p, q) (Leviathan et al. 2023, corollary 3.6)."""
     logits, draws = _logits(1, 9), 10_000
     drafts = (logits + distance * _logits(2, 9)).astype(np.float32)
     drafts[4] = -np.inf
@@ -144,7 +144,7 @@ def test_normaliser_equals_logsumexp():
 
 
 def top_logits(logits: np.ndarray, count: int, temperature: float, off: float = 0.0) -> TopLogits:
-    """What a device would find. off: how far its sum is off, as a share of it."""
+    """Return the top logits of a device. off: relative error of its normaliser."""
     order = np.lexsort((np.arange(len(logits)), -logits))[:count]
     tokens = np.sort(order)
     with np.errstate(invalid="ignore"):
@@ -153,7 +153,7 @@ def top_logits(logits: np.ndarray, count: int, temperature: float, off: float = 
 
 
 def assert_equal_or_undecided(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
-    """Whether the head tells what may be drawn; if so, it is what the row tells, bit for bit."""
+    """Return whether the top logits decide the distribution; if so, it equals that of the full row, bit for bit."""
     found = warp_top_logits(head, *way)
     if found is None:
         return False
@@ -169,17 +169,17 @@ def assert_equal_or_undecided(logits: np.ndarray, head: TopLogits, *way: float) 
         ((1.0, 1, 1.0, 0.0), 1.0),
         ((0.7, 40, 1.0, 0.0), 1.0),
         ((1.3, 40, 0.8, 0.02), 1.0),
-        ((1.0, 64, 1.0, 0.0), 0.0),  # of 64 tokens, ties with the last may be beyond
+        ((1.0, 64, 1.0, 0.0), 0.0),  # tokens beyond the 64 may tie with the last
         ((0.5, 0, 0.9, 0.0), 0.9),
         ((1.0, 0, 0.5, 0.1), 0.95),
         ((1.0, 0, 0.999, 0.0), 0.0),
         ((1.0, 0, 1.0, 0.05), 0.95),
         ((4.0, 0, 1.0, 0.01), 0.0),
-        ((1.0, 0, 1.0, 0.0), 0.0),  # any token may come
+        ((1.0, 0, 1.0, 0.0), 0.0),  # every token is possible
     ],
 )
 def test_sampling_from_top_k_matches_full_row(way, told):
-    """And it tells as often as it must, whatever its sum is off by, up to what is allowed."""
+    """The top logits decide in the stated cases, for any allowed error of the normaliser."""
     count = 0
     for seed in range(60):
         logits = (np.random.default_rng(seed).standard_normal(2000) * 3).astype(np.float32)
@@ -202,7 +202,7 @@ _near = st.sampled_from([0.0, -0.0, 1e-40, 1e-8, 1.0, 1.0 + 2**-23, 2.0, 3.0, 50
     off=st.floats(-0.99 * DEVICE_SUM_TOLERANCE, 0.99 * DEVICE_SUM_TOLERANCE),
 )
 def test_sampling_from_top_k_never_differs_from_full_row(logits, count, temperature, top_k, top_p, min_p, off):
-    """Ties, numbers that are next to each other, and rows of which rules have left little."""
+    """Rows with ties, with adjacent floats, and with few possible tokens."""
     row = np.array(logits, np.float32)
     hypothesis.assume(np.isfinite(row).any())
     assert_equal_or_undecided(
@@ -211,16 +211,16 @@ def test_sampling_from_top_k_never_differs_from_full_row(logits, count, temperat
 
 
 def test_nucleus_that_ends_at_a_tie_needs_the_full_row():
-    even = np.zeros(100, np.float32)  # any 50 of 100 are a half
+    even = np.zeros(100, np.float32)  # any 50 of 100 have half of the probability
     assert warp_top_logits(top_logits(even, 64, 1.0), 1.0, 0, 0.5) is None
     steps = np.log(np.array([0.5, 0.25, 0.125, *[0.125 / 97] * 97])).astype(np.float32)
-    assert warp_top_logits(top_logits(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two tokens or three, by the last bit
+    assert warp_top_logits(top_logits(steps, 8, 1.0), 1.0, 0, 0.75) is None  # two or three tokens, decided by rounding
     assert assert_equal_or_undecided(steps, top_logits(steps, 8, 1.0), 1.0, 0, 0.74, 0.0)
     assert assert_equal_or_undecided(steps, top_logits(steps, 8, 1.0), 1.0, 0, 0.76, 0.0)
 
 
 def test_sampler_draws_nothing_when_it_needs_the_full_row():
-    """So that its next draw is that of the whole row."""
+    """The next draw equals that from the full row."""
     logits = _logits(4, 500)
     one, other = Sampler(5, 0, 0, top_p=0.999), Sampler(5, 0, 0, top_p=0.999)
     for _ in range(10):

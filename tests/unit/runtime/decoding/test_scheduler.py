@@ -1,4 +1,4 @@
-"""Rows that come and go: what a task yields is its own, and what ends one ends no other."""
+"""Tasks join and leave a batch: the results and errors of a task do not depend on other tasks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(task):
 )
 @settings(max_examples=25)
 def test_task_yields_the_same_in_any_batch(plan, rows):
-    """Greedy, sampling and beams of all kinds, some of them submitted while others decode."""
+    """Greedy, sampled and beam tasks, some submitted while others decode."""
     model = hf.gpt2(4)
     scheduler = Scheduler(hf.HfStarter(model), rows)
     tasks = [(task(way, row, i), wait) for i, (way, row, wait) in enumerate(plan)]
@@ -62,7 +62,7 @@ def test_task_yields_the_same_in_any_batch(plan, rows):
 
 
 def test_free_rows_are_used():
-    """Never more rows than allowed, and those that finish make room before the others are through."""
+    """The batch never exceeds its rows, and finished rows make room at once."""
     starter = hf.HfStarter(hf.marian(1))
     scheduler = Scheduler(starter, rows=8)
     limits = [2, 20, 2, 20, 2, 20, 2, 20, 5, 5, 5, 5]
@@ -87,7 +87,7 @@ def test_finished_rows_leave_at_once():
 
 
 def test_failing_task_fails_alone():
-    """A rule of the caller's that raises, at a step of its own; in a greedy row and in beams."""
+    """A logits processor raises at some step, in a greedy row and in beams."""
 
     def fails(ids, prompt, scores):
         if len(ids) - prompt == 3:
@@ -105,7 +105,7 @@ def test_failing_task_fails_alone():
 
 
 class Picky(hf.HfStarter):
-    """Cannot begin a prompt with a 20 in it."""
+    """A starter that fails for prompts with the id 20."""
 
     def begin(self, tasks):
         if any(20 in t.prompt for t in tasks):
@@ -168,14 +168,14 @@ def test_long_prompt_begins_while_other_tasks_run():
     for t in tasks[1:]:
         scheduler.submit(t)
     scheduler.step()
-    assert scheduler.running == tasks[:2]  # alone: the next has to wait for a step
+    assert scheduler.running == tasks[:2]  # the next task waits for a step
     scheduler.step()
     assert scheduler.running == tasks
     assert starter.begun == [1, 1, 1]
 
 
 def test_memory_limit_bounds_the_running_rows():
-    """HfStarter says that a task needs as many bytes as it has rows."""
+    """With `HfStarter` a task needs one byte per row."""
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=MemoryBudget(5).new_share())
     ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, num_beams=6)
     with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
@@ -202,7 +202,7 @@ def test_failing_step_ends_all_tasks_and_later_tasks_run():
     tasks, _ = tasks_for("gpt2", [0, 1], max_new_tokens=6, suppress_tokens=[hf.END])
     for t in tasks:
         scheduler.submit(t)
-    assert scheduler.step() == []  # the first tokens are known
+    assert scheduler.step() == []  # the first tokens are chosen
     with pytest.raises(ZeroDivisionError):
         scheduler.step()
     assert scheduler.fail(ZeroDivisionError()) == tasks
@@ -248,7 +248,7 @@ def test_token_is_reported_before_the_model_reads_it(way):
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
 def test_timing_follows_the_clock_of_the_model(way, monkeypatch):
-    """By a clock that only the model moves: 10 seconds to read prompts, 1 for each step."""
+    """Only the model advances the clock: 10 seconds for prompts, 1 for each step."""
     clock = [0.0]
     monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
@@ -275,8 +275,7 @@ def test_timing_follows_the_clock_of_the_model(way, monkeypatch):
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
 def test_tasks_join_and_leave_while_the_model_runs(way):
-    """It is taken in before the next tokens are chosen: who comes has its first token with the others' next, and who
-    goes, or is late by then, is told of no more."""
+    """A joining task gets its first token with the next tokens of the others. A cancelled or late task gets no more."""
     model, starter = hf.gpt2(4), hf.HfStarter(hf.gpt2(4))
     tasks, _ = tasks_for("gpt2", [0, 1, 2, 3], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     scheduler = Scheduler(starter)

@@ -1,4 +1,4 @@
-"""Guesses change nothing but the number of steps: whatever is guessed, wherever from, and whatever is asked besides."""
+"""Speculative decoding changes the number of steps and nothing else, for any draft and any other option."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DRAWN = {
 
 @pytest.fixture(autouse=True)
 def cheap_draft(monkeypatch):
-    """Drafts of the size of the model would never pay."""
+    """Pretend that drafts are cheap: a draft of the size of the model would never pay."""
     monkeypatch.setattr(drafting, "relative_cost", lambda *_: 0.1)
 
 
@@ -68,7 +68,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=list(TOYS))
 def models(request, files):
-    """A model, and drafts for it: one that is always right, and one that hardly ever is."""
+    """Return a model, a draft that is always right, and a draft that is mostly wrong."""
     paths = {"model": files[request.param], "twin": files[request.param], "other": files[request.param, "other"]}
     return {"prompt": "prompt", **{name: Model.load(path, "cpu", threads=1) for name, path in paths.items()}}
 
@@ -78,7 +78,7 @@ def besides(result):
 
 
 def guesses(draft):
-    """The option of a way to guess: of prompt lookup, or of a draft model."""
+    """Return the option for prompt lookup or for a draft model."""
     return {"prompt_lookup": True} if isinstance(draft, str) and draft == "prompt" else {"draft_model": draft}
 
 
@@ -92,7 +92,7 @@ def assert_same(result, plain):
 
 @pytest.mark.parametrize(("way", "draft"), [*itertools.product(WAYS, DRAFTS), *itertools.product(DRAWN, ["prompt"])])
 def test_result_equals_the_result_without_a_draft(models, draft, way):
-    """Samples too, if the guesses are not drawn."""
+    """Samples are equal too, if the guesses are not drawn."""
     model = models["model"]
     extras = {"hidden_states": True} if model.manifest.extras else {}
     options = {"max_new_tokens": 30, **extras, **WAYS.get(way, {}), **DRAWN.get(way, {})}
@@ -102,7 +102,7 @@ def test_result_equals_the_result_without_a_draft(models, draft, way):
         assert_same(result, plain)
         assert plain.speculation is None
         assert 0 <= result.speculation.accepted <= result.speculation.guessed
-        if draft == "twin" and way not in ("callable", "stop"):  # which a draft does not ask
+        if draft == "twin" and way not in ("callable", "stop"):  # options that a draft ignores
             assert result.speculation.accepted == result.speculation.guessed
 
 
@@ -122,7 +122,7 @@ def test_cross_attentions_equal_those_without_a_draft(files):
 
 
 class Scripted:
-    """Guesses of which it is written whether they are right."""
+    """Guesses that are right or wrong by a script."""
 
     cost = 0.0
 
@@ -166,17 +166,17 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
         return type(engine).step(engine, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation.SpeculativeStarter, "_new_guesser", lambda *_: guesser)
+        patch.setattr(speculation.SpeculativeStarter, "new_guesser", lambda *_: guesser)
         patch.setattr(speculation.DraftLengthController, "num_guesses", lambda *_: 7)
         patch.setattr(engine, "step", step)
         result = model.generate("hello", **options, prompt_lookup=True)
     assert_same(result, plain)
     assert (result.speculation.guessed, result.speculation.accepted) == (guesser.made, guesser.right)
-    # A step reads the prompt, and one each token but the last that was no guess.
+    # One step reads the prompt, and one step each rejected or missing guess.
     assert len(steps) <= len(result.token_ids) - guesser.right + 1
 
 
-# -- what else decodes ----------------------------------------------------------------------------------------------
+# -- other ways of decoding -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -239,7 +239,7 @@ def test_cancelled_or_failed_task_releases_its_memory(models):
 
     with pytest.raises(ValueError, match="enough"):
         model.generate("hello", draft_model=models["twin"], logits_processor=fails, max_new_tokens=20)
-    assert seen == list(range(seen[0], seen[0] + 7))  # no token that was only guessed
+    assert seen == list(range(seen[0], seen[0] + 7))  # no rejected guess
     stream = model.stream("hello", draft_model=models["twin"], max_new_tokens=20)
     next(stream)
     stream.close()
@@ -264,7 +264,7 @@ def test_memory_of_model_and_draft_is_reserved(files, name, draft, monkeypatch):
     assert len(result.token_ids) > 50
     generator, chosen = free.generator, free.settings(None, options)
     task = generator.make_task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
-    need = generator.new_scheduler(chosen, 1)._starter.bytes_needed((), [task])
+    need = generator.new_scheduler(chosen, 1).starter.bytes_needed((), [task])
     assert free.memory()["peak"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)
     assert tight.generate("abcabc", **options).token_ids == result.token_ids
@@ -277,7 +277,7 @@ def test_memory_of_model_and_draft_is_reserved(files, name, draft, monkeypatch):
 
 
 def test_samples_follow_the_distribution_of_the_model(tmp_path):
-    """Four tokens, of which three are drawn with guesses of another model, against their probabilities."""
+    """Four tokens, three of them drawn with guesses of another model, follow their probabilities."""
     sizes = {
         "encoder": False,
         "vocabulary": 4,
@@ -312,7 +312,7 @@ def test_samples_follow_the_distribution_of_the_model(tmp_path):
 
 
 def nucleus(logits, temperature, top_p):
-    """The definition: the fewest of the likeliest that sum to top_p."""
+    """Return the smallest set of most likely tokens whose probabilities sum to top_p."""
     p = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     order = np.argsort(-p)
     kept = order[: int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1]
@@ -363,7 +363,7 @@ def test_prompt_lookup_reads_a_source_with_the_tokenizer_of_the_target(files, tm
 
 @given(st.floats(0, 1), st.floats(0.01, 1.2), st.integers(1, 12))
 def test_number_of_guesses_maximises_tokens_per_cost(rate, cost, most):
-    """Against the expected tokens a step by their definition: so many guesses in a row come true, then one does not."""
+    """Compare with the expected tokens per step: accepted guesses in a row, then a rejected one."""
 
     def tokens(k):
         return sum(n * rate ** (n - 1) * (1 - rate) for n in range(1, k + 1)) + (k + 1) * rate**k
@@ -381,12 +381,12 @@ def test_rejected_guesses_stop_and_are_tried_again():
     assert made[0] > 0
     assert sum(made) < 15
     assert sum(made[200:]) >= 1
-    for _ in range(150):  # until the next trial, and from there
+    for _ in range(150):  # until the next trial and after it
         count = pace.num_guesses(0)
         if count:
             pace.record(0, count, count)
     assert pace.num_guesses(0) == 8
-    assert pace.num_guesses(1) == made[0]  # of another kind nothing is known yet
+    assert pace.num_guesses(1) == made[0]  # nothing is known of the other kind yet
 
 
 def test_draft_as_costly_as_the_model_is_not_used(files, monkeypatch):

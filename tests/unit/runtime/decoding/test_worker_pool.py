@@ -1,5 +1,4 @@
-"""Batches side by side, each in a thread: they end when they are left, whatever they are doing, and wait for nothing
-that cannot come."""
+"""Batches in parallel threads end with an abandoned iterator, and never wait for memory that cannot be freed."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ def free(path):
 
 
 def limited(path, free: Model, requests: float) -> Model:
-    """A model with memory for so many requests of the largest kind at a time."""
+    """Return a model with memory for `count` of the largest requests at a time."""
     settings = free.settings(None, LONG)
     task = free.generator.make_task(make_request(free.manifest, free.inputs, "mississippi", 0, settings), settings)
-    need = free.generator.new_scheduler(settings, 1)._starter.bytes_needed((), [task])
+    need = free.generator.new_scheduler(settings, 1).starter.bytes_needed((), [task])
     return Model.load(path, "cpu", threads=1, max_memory=int(requests * need))
 
 
@@ -52,7 +51,7 @@ def test_workers_take_turns_under_a_memory_limit(path, free, requests):
 
 
 def test_workers_do_not_wait_for_an_open_stream_of_the_caller(path, free):
-    """It is in the middle of a stream, which it will not read on before the workers are through."""
+    """The caller is in the middle of a stream, which it reads only after the workers have finished."""
     model = limited(path, free, 1.5)
     stream = model.stream("hello", **LONG)
     next(stream)
@@ -63,7 +62,7 @@ def test_workers_do_not_wait_for_an_open_stream_of_the_caller(path, free):
 
 
 def test_workers_wait_for_memory_that_the_caller_releases(path, free):
-    """Between two results it reads a stream to its end."""
+    """The caller reads a stream to its end between two results."""
     model = limited(path, free, 1.5)
     results = model.generate_batch(WORDS * 4, batch_size=2, workers=2, **LONG)
     texts = [(next(results).text, "".join(model.stream("zebra", **LONG))) for _ in WORDS * 4]
@@ -75,7 +74,7 @@ def test_waiting_workers_end_with_an_abandoned_iterator(path, free):
     results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
     next(results)
     held = model.budget.new_share()
-    assert held.reserve(model.memory()["limit"] // 2)  # and gives it back only afterwards
+    assert held.reserve(model.memory()["limit"] // 2)  # and releases it only afterwards
     results.close()
     assert not ours()
     held.release_reservation()
@@ -106,7 +105,7 @@ sys.exit()
 
 
 def test_interrupt_at_the_start_of_workers_is_the_only_error(free, monkeypatch):
-    """The second thread has not begun when the interpreter ends."""
+    """The second thread has not started when the interrupt comes."""
     at_exit, started, start = [], [], threading.Thread.start
 
     def interrupted(thread):

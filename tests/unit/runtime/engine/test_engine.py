@@ -25,7 +25,7 @@ TOLERANCE = 3e-5
 
 
 class Rows:
-    """Rows of random tokens, fed to an engine bit by bit, every logit compared with the full computation."""
+    """Rows of random tokens, fed to an engine in parts. Every logit is compared with the full computation."""
 
     def __init__(self, toy: Toy, engine: Engine, rows: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ def made(request, tmp_path_factory):
 def test_ragged_prompts_and_steps_equal_the_full_computation(made):
     rows = Rows(*made, rows=3)
     rows.feed([4, 1, 7], "all")
-    for _ in range(30):  # past a growth of the buffers
+    for _ in range(30):  # until the buffers have grown
         rows.feed([1, 1, 1], counted=False)
 
 
@@ -177,7 +177,7 @@ def test_threads_share_an_engine(made):
 
 
 def test_engine_is_freed_with_its_last_reference(made):
-    """Its session holds the weights, and whoever has several after one another must not wait for the collector."""
+    """The session holds the weights. They must not wait for the garbage collector."""
     toy, engine = made
     gc.collect()
     gc.disable()

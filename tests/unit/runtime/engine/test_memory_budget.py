@@ -1,4 +1,4 @@
-"""max_memory: who has started never runs out, who has to wait is served, and who cannot be served is told."""
+"""max_memory: a started request never runs out, a waiting request runs, and a request that never fits is refused."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def loaded(files, name="decoder-only", limit=None):
 
 
 def bytes_of_batch(model: Model, words: list[str], **options) -> int:
-    """The bytes that one batch of words is promised."""
+    """Return the bytes that are reserved for one batch of words."""
     generator, settings = model.generator, model.settings(None, options)
     tasks = [
         generator.make_task(make_request(model.manifest, model.inputs, word, 0, settings), settings) for word in words
     ]
-    return generator.new_scheduler(settings, 32)._starter.bytes_needed((), tasks)
+    return generator.new_scheduler(settings, 32).starter.bytes_needed((), tasks)
 
 
 def of_length(model: Model, length: int) -> SequenceTask:
@@ -61,12 +61,12 @@ def of_length(model: Model, length: int) -> SequenceTask:
 
 def wait_for_waiting_shares(budget: MemoryBudget, count: int) -> None:
     with budget.changed:
-        assert budget.changed.wait_for(lambda: len(budget._waiting) == count)
+        assert budget.changed.wait_for(lambda: budget.num_waiting == count)
 
 
 @pytest.fixture
 def checked_reservations(monkeypatch):
-    """A batch that takes more than it was promised fails, free bytes or not."""
+    """Let a batch fail that acquires more bytes than it has reserved, even if bytes are free."""
     take = MemoryShare.acquire
 
     def checked(share: MemoryShare, count: int) -> None:
@@ -79,7 +79,7 @@ def checked_reservations(monkeypatch):
 @pytest.mark.parametrize("name", sorted(TOYS))
 @pytest.mark.parametrize("tightness", [1.0, 2.5, 6.0])
 def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_reservations):
-    """Tasks of all kinds come at random to two batches that share a budget, and leave at random."""
+    """Tasks of all kinds join two batches with one budget at random, and leave at random."""
     free, alone = loaded(files, name), {}
     limit = int(tightness * max(bytes_of_batch(free, [word], **way) for word in WORDS for way in WAYS))
     model = loaded(files, name, limit)
@@ -100,10 +100,10 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
                     scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
                 scheduler.step()
                 assert budget.used_bytes <= limit
-                most = max(most, budget._reserved_bytes(lambda _: True))
+                most = max(most, budget.reserved_bytes)
                 assert most <= limit
     assert most > limit / 2
-    assert model.memory()["held"] == budget._reserved_bytes(lambda _: True) == 0
+    assert model.memory()["held"] == budget.reserved_bytes == 0
     for task, word, way in tasks:
         if isinstance(task.error, KeyError):
             continue
@@ -114,7 +114,7 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
 
 
 def test_threads_share_the_memory_of_one_request(files):
-    """The memory is that of one request at a time, and all of them come at once."""
+    """All requests start at once, and the memory suffices for one."""
     free = loaded(files, "encoder-decoder")
     expected = [free.generate(word) for word in WORDS]
     model = loaded(files, "encoder-decoder", max(bytes_of_batch(free, [word]) for word in WORDS))
@@ -134,13 +134,13 @@ def test_batch_larger_than_the_limit_runs_in_parts(files, checked_reservations):
     free = loaded(files, "decoder-only")
     expected = list(free.generate_batch(WORDS * 3))
     model = loaded(files, "decoder-only", 3 * bytes_of_batch(free, ["onnx" * 8]))
-    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, checked_reservations=True):
+    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
         assert_alike(result, wanted)
     assert model.memory()["held"] == 0
 
 
 def test_finished_rows_make_room_for_waiting_rows(files, checked_reservations):
-    """The memory is that of four rows: two are through early, and the next two do not wait for the other two."""
+    """The memory suffices for four rows. Two finish early, and the next two start while the other two run."""
     model = loaded(
         files, "encoder-decoder", bytes_of_batch(loaded(files, "encoder-decoder"), ["hello"] * 4, max_new_tokens=30)
     )
@@ -155,11 +155,11 @@ def test_finished_rows_make_room_for_waiting_rows(files, checked_reservations):
 
 
 def test_buffers_of_a_finished_long_row_are_counted(files, checked_reservations):
-    """A row of 50 tokens leaves one of 30 and buffers for 50, which another row joins."""
+    """A finished row of 50 tokens leaves buffers for 50, with a row of 30, which another row joins."""
     model = loaded(files, "encoder-decoder", 2**20)
     scheduler = model.generator.new_scheduler(None, 32)
     tasks = [of_length(model, length) for length in (50, 30, 30)]
-    for task, steps in zip(tasks, (25, 27, 30), checked_reservations=True):
+    for task, steps in zip(tasks, (25, 27, 30), strict=True):
         scheduler.submit(task)
         for _ in range(steps):
             scheduler.step()
@@ -179,7 +179,7 @@ def test_request_that_never_fits_is_refused_with_its_bytes(files):
 
 
 def test_request_does_not_wait_for_prefixes_and_open_streams(files):
-    """A prefix ends when its owner says so, and a stream when its owner has read it: here they would never."""
+    """The caller of this thread owns the prefix and the stream, so waiting would never end."""
     model = loaded(files, limit=bytes_of_batch(loaded(files), ["hello"]))
     prefix = model.cache_prefix("ab")
     for word in ("hello", "a"):
@@ -202,7 +202,7 @@ def test_unreferenced_prefix_and_chat_release_their_memory(files):
     prefix = model.cache_prefix("hello")
     chat = model.chat()
     chat.send("hello", max_new_tokens=3)
-    assert model.memory()["held"] == 6 * 128 + 4096  # a prefix grows no more, and a conversation does
+    assert model.memory()["held"] == 6 * 128 + 4096  # of a prefix, which has its final size, and a chat, which grows
     assert_alike(model.generate("a", prefix=prefix), model.generate("helloa"))
     del prefix
     assert model.memory()["held"] == 4096
@@ -225,7 +225,7 @@ def test_released_prefix_and_chat_are_refused(files):
 
 @pytest.mark.parametrize("words", [["ab"], ["ab", "cd"]])
 def test_request_that_fails_at_its_start_releases_its_memory(files, words, monkeypatch):
-    """Not even while somebody looks at the error, whose traceback has the frames and what is in them."""
+    """The traceback of a caught error, whose frames refer to the arrays, keeps no memory."""
     model = loaded(files, "encoder-decoder")
     before = model.generate(words[-1])
     step = model.engine.step
@@ -243,14 +243,14 @@ def test_reservations_are_granted_in_order_of_arrival():
     large, small, running = (budget.new_share(blocking=False) for _ in range(3))
     assert running.reserve(6)
     assert not large.reserve(8)
-    assert not small.reserve(2)  # would fit, and is behind
-    assert not running.reserve(7, idle=False)  # as is who runs and wants more
+    assert not small.reserve(2)  # would fit, but waits behind `large`
+    assert not running.reserve(7, idle=False)  # a running share waits as well
     running.release_reservation()
     assert large.reserve(8)
     assert small.reserve(2)
     large.release_reservation()
     small.release_reservation()
-    assert not budget._waiting
+    assert budget.num_waiting == 0
 
 
 def test_withdrawn_reservation_lets_the_next_one_pass():
@@ -279,7 +279,7 @@ def test_thread_with_reserved_bytes_passes_waiting_threads():
 
 
 def test_deadlock_between_threads_is_refused():
-    """Each is in the middle of a stream and wants as much again: one waits for the other, and that one is refused."""
+    """Two threads are in the middle of a stream and need as much again: one waits, and the other is refused."""
     budget = MemoryBudget(10)
     mine, more = budget.new_share(), budget.new_share()
     assert mine.reserve(4)
@@ -288,7 +288,7 @@ def test_deadlock_between_threads_is_refused():
         held = budget.new_share()
         assert held.reserve(4)
         ready.set()
-        assert budget.new_share().reserve(5)  # there when the other thread's four are
+        assert budget.new_share().reserve(5)  # free when the other thread releases its four
         held.release_reservation()
 
     ready = threading.Event()

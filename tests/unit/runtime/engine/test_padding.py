@@ -1,4 +1,4 @@
-"""Padding and masks."""
+"""Requests of ragged lengths are padded to arrays, and masks follow from the lengths."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""States that join, part, are copied and forget: whatever is done to them, they go on to be exact, and their bytes are
-counted to the last."""
+"""States join, split, are copied and rewound. Their logits stay exact, and their bytes are counted exactly."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ KINDS = {
     "shared": Toy(shares=True, layers=2),
     "shared-scatter": Toy(shares=True, attention="scatter", stride=3),
 }
-CLOSE = dict(rtol=0, atol=5e-5)  # float32 sums of some ten logits' size, in another order
+CLOSE = dict(rtol=0, atol=5e-5)  # float32 sums in another order, of logits of about ten
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -41,7 +40,7 @@ def made(request, tmp_path_factory):
 
 
 class Row:
-    """What a row of a state is to have read."""
+    """The ids that a row of a state has read."""
 
     def __init__(self, source, tokens=()):
         self.source, self.tokens = source, list(tokens)
@@ -51,14 +50,14 @@ class Row:
 
 
 class Group:
-    """A state, and its rows."""
+    """A state and its rows."""
 
     def __init__(self, state, rows):
         self.state, self.rows = state, rows
 
 
 class World:
-    """States of one budget, and everything that may be done to them, checked against the full computation."""
+    """States of one budget and all operations on them, each checked against the full computation."""
 
     def __init__(self, toy, engine, limit=None):
         self.toy, self.engine, self.budget = toy, engine, MemoryBudget(limit)
@@ -121,14 +120,14 @@ class World:
         assert group.state.max_row_length == max(lengths)
 
     def fits(self, state):
-        """Buffers have no more than MAX_BUFFER_RATIO times what is needed, once rows have come or gone."""
+        """Check that buffers have at most MAX_BUFFER_RATIO times the needed size after rows join or leave."""
         if state.cache.slot_capacity:
             assert state.rows <= state.cache.row_capacity <= state.row_capacity <= MAX_BUFFER_RATIO * state.rows
         max_slots = MAX_BUFFER_RATIO * max(state.max_row_length, FIRST_BUFFER_SLOTS)
         assert state.max_row_length <= state.cache.slot_capacity <= max_slots
 
     def count(self):
-        """What is counted is what there is."""
+        """Check that the counted bytes equal the allocated bytes."""
         for group in self.groups:
             assert group.state.nbytes == allocated(group.state)
         assert self.budget.used_bytes == self.share.used_bytes == sum(group.state.nbytes for group in self.groups)
@@ -136,9 +135,9 @@ class World:
 
     @contextmanager
     def full(self):
-        """Nothing more may be held for a while; who is refused has changed nothing."""
+        """Leave no free memory for a while. A refused operation must change nothing."""
         before = self.snapshot()
-        self.share.release_reservation()  # what it may hold is what it holds
+        self.share.release_reservation()  # the share may hold no more than it holds now
         self.budget.limit = self.budget.used_bytes
         try:
             yield
@@ -155,13 +154,12 @@ class World:
 
 
 def allocated(state):
-    """Bytes of the arrays that a state refers to."""
-    arrays = [array for group in state.cache._groups for array in group.arrays if array is not None]
-    return sum(array.nbytes for array in [*arrays, *state.encoder_context._arrays])
+    """Return the bytes of the arrays that a state has allocated."""
+    return sum(array.nbytes for array in [*state.cache.buffers, *state.encoder_context.buffers])
 
 
 class Plan(RuleBasedStateMachine):
-    """Any operations in any order. Those that begin or read are tried with no memory to spare first, and then done."""
+    """Random operations. Those that allocate are tried without free memory first."""
 
     def __init__(self, toy, engine):
         super().__init__()
@@ -248,7 +246,7 @@ class Plan(RuleBasedStateMachine):
 
 
 def test_random_operations_keep_states_exact_and_counted(made):
-    once = (Phase.generate,)  # to shrink a plan takes minutes
+    once = (Phase.generate,)  # hypothesis takes minutes to shrink a plan
     plan = settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True, phases=once)
     run_state_machine_as_test(lambda: Plan(*made), settings=plan)
 
@@ -315,7 +313,7 @@ def test_copy_is_independent_of_its_source(made):
 
 
 def test_copy_of_a_short_row_reaches_the_maximum_length(made):
-    """What a longer row beside it had read does not count for it."""
+    """The length of a longer row in the same state does not limit the copy."""
     world = World(*made)
     group = world.start([[5], [6]])
     world.feed(group, [[4] * 60, [7]])
@@ -347,7 +345,7 @@ def test_buffers_grow_and_shrink_with_rows_and_tokens(made):
     world.reorder(group, [0] * 12)
     world.feed(group, [[5]] * 12)
     world.reorder(group, [0, 1, 2])
-    assert group.state.cache.row_capacity == 12  # within what may be spared
+    assert group.state.cache.row_capacity == 12  # within MAX_BUFFER_RATIO
     for _ in range(40):
         world.feed(group, [[6]] * 3)
     assert group.state.cache.row_capacity == 12
@@ -382,7 +380,7 @@ def test_released_state_is_refused(made, used):
 
 
 def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(made):
-    """need() is told before anything is computed: the context and caches of the rows come to no more."""
+    """The estimate is made before anything is computed."""
     world = World(*made)
     toy, engine = made
     for length, slots, rows in ((1, 1, 1), (7, 33, 2), (30, 64, 3)):
@@ -394,7 +392,7 @@ def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(made):
         sizes = {"source": length + engine.join_padding} if toy.encoder else {}
         need = engine.memory_estimate.bytes_needed(slots, sizes, rows)
         assert group.state.nbytes <= need
-        if toy.stride == 1 and not toy.shares:  # rows that share may come to have a context each
+        if toy.stride == 1 and not toy.shares:  # rows that share a context may later need one each
             assert need <= group.state.nbytes * 1.1
     assert engine.join_padding == 1 or toy.stride > 1
 
@@ -413,10 +411,10 @@ def test_padding_of_a_context_axis_shorter_than_the_source(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "most", "at_first", "in_the_end"),
     [
-        (40, 44, 44, 44),  # with room for all that comes
+        (40, 44, 44, 44),  # with room for the known maximum
         (40, 160, 160, 160),
-        (40, 300, 64, 300),  # where the rows may come to far more than they have
-        (60, 300, 128, 300),  # where 64 would be too small in a moment
+        (40, 300, 64, 300),  # the known maximum is far beyond the present length
+        (60, 300, 128, 300),  # 64 slots would soon be too few
         (40, None, 64, 128),
     ],
 )
@@ -429,7 +427,7 @@ def test_buffers_have_room_for_the_known_maximum_of_tokens(tmp_path, prompt, mos
         engine.step(state, np.ones((2, 1), np.int64))
     assert state.cache.slot_capacity == in_the_end
     assert state.cache.nbytes == cache_bytes(engine.decode.caches, 2, in_the_end)
-    engine.step(state, np.ones((2, 1), np.int64))  # more than was said
+    engine.step(state, np.ones((2, 1), np.int64))  # beyond the stated maximum
     assert state.cache.slot_capacity == buffer_slots(in_the_end + (most is not None), 512)
 
 
@@ -449,7 +447,7 @@ def test_buffers_fit_the_remaining_rows(tmp_path):
 
 
 class Device:
-    """A session on a device of its own: a tensor there is a copy."""
+    """A session on a device of its own, whose tensors are copies."""
 
     device = "cuda"
     pool = None
@@ -467,12 +465,12 @@ class Device:
 
 @pytest.mark.parametrize("attention", ["gqa", "scatter-pair"])
 def test_buffers_on_another_device_move_their_present_values(attention):
-    """What the device has changed since is what is moved."""
+    """Values that the device has changed are moved."""
     specs = Toy(attention=attention, layers=2).manifest().decode.caches
     caches = [KVCache(Device(), specs, 64, rows) for rows in (2, 1)]
 
     def step(cache, slot):
-        """As a graph does: each row's own number in its next slot, of past to present."""
+        """Write a number of each row into its next slot, as a graph does."""
         rng = np.random.default_rng(slot)
         for past, present in zip(cache.past(cache.side), cache.present(cache.side), strict=True):
             new = past.array.copy()

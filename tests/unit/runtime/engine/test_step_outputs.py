@@ -1,6 +1,6 @@
-"""Alignments and hidden states of results: each token has those of the step that chose it, however its row was moved.
+"""Cross-attentions and hidden states of results: each token has the values of the step that chose it.
 
-The expected values are the toy's full-sequence computation in numpy, on one row alone and over what was generated.
+Rows move while they are decoded. The expected values are the full computation of the toy in numpy, of one row alone.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ def test_manifest_keeps_the_extra_outputs(toy):
 def test_labels_equal_the_tokens(toy, model):
     result = model.generate("ab", cross_attentions=True, max_new_tokens=3)
     columns, rows = model.labels("ab", result)
-    assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # a column is no token there
+    assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # there a column is no token
     assert [len(columns), len(rows)] == list(result.cross_attentions.shape)[::-1]
     assert "".join(label for label in rows if label != "</s>") == result.text
 
 
 @given(st.data())
 def test_histories_follow_rows_through_any_moves(data):
-    """Each value is the whole history of its row, so a trail is right if it is all the prefixes of its last value."""
+    """Each value is the whole history of its row, so the history must equal all prefixes of its last value."""
     trails, rows = [None], [""]
     for step in range(data.draw(st.integers(1, 6))):
         rows = [f"{row}{step}{i}," for i, row in enumerate(rows)]

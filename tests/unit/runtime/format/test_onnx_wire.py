@@ -1,4 +1,4 @@
-"""What is read and written by hand, against Google's protobuf."""
+"""The reader and writer of protobuf fields equal Google's protobuf."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tformer_runtime.format.onnx_wire import (
 )
 from tformer_runtime.format.stage_split import extract_stage
 
-MESSAGES = {  # how the constants of onnx_fields begin
+MESSAGES = {  # prefix of the constants in onnx_fields → message
     "MODEL": onnx.ModelProto,
     "OPERATOR_SET_ID": onnx.OperatorSetIdProto,
     "STRING_STRING_ENTRY": onnx.StringStringEntryProto,
@@ -49,7 +49,7 @@ ATTRIBUTE = onnx.AttributeProto(name="alpha", f=0.5, type=onnx.AttributeProto.FL
 
 
 def onnx_number(name):
-    """The number that onnx gives a constant of onnx_fields."""
+    """Return the field number that onnx has for a constant of onnx_fields."""
     if name in ENUM_VALUES:
         return ENUM_VALUES[name]
     numbers = {
@@ -84,7 +84,7 @@ def test_fields_equal_those_of_protobuf(proto):
     found = list(iter_fields(content))
     assert sorted({field.number for field in found}) == [described.number for described, _ in proto.ListFields()]
     assert b"".join(field.encoded for field in found) == content
-    for field in found:  # a field by itself is a message with nothing else
+    for field in found:  # one field alone is a whole message
         ((described, value),) = type(proto).FromString(field.encoded).ListFields()
         assert described.number == field.number
         if isinstance(value, (str, bytes)):
@@ -116,4 +116,4 @@ def test_invalid_field_header_is_refused(content):
 
 def test_damaged_graph_has_no_stages():
     with pytest.raises(ModelFileError, match="damaged, export the model again"):
-        extract_stage(bytes_field(7, b"\x0a\x7f"), "decode")  # a node of 127 bytes, of which there are none
+        extract_stage(bytes_field(7, b"\x0a\x7f"), "decode")  # a node of 127 bytes, and no byte follows
