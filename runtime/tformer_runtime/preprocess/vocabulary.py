@@ -111,7 +111,7 @@ def vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Voca
         first, later, texts, alone = _restrict(first, later)
     ends = tuple(end for end in ends if 0 <= end < size)
     silent_first, end_mask = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
-    silent_first[[i for i, form in later.items() if form and not first[i]]] = True
+    silent_first[[i for i, form in later.items() if form and first.get(i) == b""]] = True
     end_mask[list(ends)] = True
     first_bytes, later_bytes = ([forms.get(i, b"") for i in range(size)] for forms in (first, later))
     later_tokenizer = _llguidance_tokenizer(later_bytes)

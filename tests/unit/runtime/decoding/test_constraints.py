@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.concurrent_calls import side_by_side
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tformer_models import words
 from tformer_models.g2p import target_tokenizer
 from tformer_runtime.base.errors import MissingExtraError, OptionError
 from tformer_runtime.decoding.constraints import Grammar, Guide
@@ -108,7 +109,7 @@ class Model:
     def __init__(self, tokenizer: Tokenizer, more: int = 5) -> None:
         self.tokenizer, self.json = tokenizer, tokenizer.to_str()
         self.size = tokenizer.get_vocab_size() + more
-        self.end = next(i for name in (END, "<eos>") if (i := tokenizer.token_to_id(name)) is not None)
+        self.end = next(i for name in (END, "<eos>", "<end>") if (i := tokenizer.token_to_id(name)) is not None)
 
     def grammar(self, kind: str, definition: object) -> Grammar:
         return Grammar.compile(kind, definition, self.json, self.size, (self.end,))  # type: ignore[arg-type]
@@ -175,6 +176,14 @@ def model(make: Callable[[], Tokenizer]) -> Model:
 
 CHOICES = ["the cat", "the mat", "cat", "the", "the other", "sat on it.", "don't", "a", "at", "ate"]
 seeds = st.integers(0, 2**32 - 1)
+
+
+def test_tokenizer_of_the_words_model_admits_the_choices():
+    """Its scores are a Unigram model that names its unknown piece by number alone."""
+    tokenizer = Tokenizer.from_str(words.tokenizer())
+    m = Model(tokenizer, more=0)
+    grammar = m.grammar("choices", ["cat", "rat", "speech"])
+    assert set(m.texts(grammar.start())) == {"cat", "rat", "speech"}
 
 
 @pytest.mark.parametrize("make", SUBWORDS)
