@@ -1,13 +1,14 @@
-"""Many inputs of mixed lengths, and one at a time, against CTranslate2, in one run.
+"""Throughput of many inputs of mixed lengths, and latency of single inputs, compared with CTranslate2 in one run.
 
     python tests/benchmarks/batches.py [--inputs 2000] [--threads 2] [--beams 1 4] [--precision int8] [--out F.json]
 
-An encoder-decoder of d=512, 6 + 6 layers and 32,000 tokens, with the same random weights in both engines, which compute
-the same tokens in fp32 (checked before anything is measured). Source lengths are those of sentences (log-normal, 4 to
-80, median 18), and so, since the end token has a chance of about 1 in 20 at each step, are those of the results. Rates
-are of generated tokens, the end token not counted, each engine's own. Both run with a few batch sizes (CTranslate2 with
-both of its batch types too), and with one worker of all threads or a worker a thread, on a part of the inputs, and on
-all of them with what was best. The two alternate; medians of the ratios. A single request has all threads.
+The model is an encoder-decoder of d=512, 6 + 6 layers and 32,000 tokens, with the same random weights in both engines.
+Both must generate the same tokens in fp32 before anything is measured. Source lengths follow those of sentences
+(log-normal, 4 to 80, median 18). An end token has a chance of about 1 in 20 at each step, so lengths of results vary
+too. A rate counts the generated tokens of the engine, without end tokens. Each engine runs with a few batch sizes
+(CTranslate2 with both batch types), and with one worker of all threads or one worker per thread, on a part of the
+inputs; the best setting then runs on all inputs. The engines alternate, and medians of the ratios count. A single
+request has all threads.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from tformer_runtime import GenerationOptions, Model
 
 VOCABULARY, START, END = 32000, 1, 2
 MOST = 64  # generated tokens
-QUIET = 0.3  # seconds before a measurement, in which the threads of the engine before stop spinning
-SINGLES = 40  # requests for which the latency of one alone is measured
+QUIET = 0.3  # seconds before a measurement, in which the threads of the other engine stop spinning
+SINGLES = 40  # requests of the measurement of latency
 
 Run = Callable[[list[list[int]]], list[tuple[int, ...]]]
 
 
 def module() -> Seq2SeqTransformer:
-    """Random weights whose greedy output neither repeats itself nor ends at once, as that of a trained model."""
+    """Return a module with random weights whose greedy output neither repeats itself nor ends at once."""
     torch.manual_seed(0)
     model = Seq2SeqTransformer(VOCABULARY, VOCABULARY, tie_output=False, dropout=0.0, max_length=256).eval()
     with torch.no_grad():
         model.output.weight.normal_(0, 512**-0.5)
         model.output.bias.zero_()
-        for layer in model.decoder:  # what is attended to changes slowly, and with it what comes next
+        for layer in model.decoder:  # attention changes slowly over positions, and so does the next token
             for attention in (layer.self_attention, layer.cross_attention):
                 attention.output.weight *= 0.2
         random = np.random.default_rng(0)
@@ -86,7 +87,7 @@ def theirs(folder: Path, precision: str, threads: int, beams: int, size: int, ki
 
 
 def rate(run: Run, inputs: list[list[int]]) -> float:
-    """Tokens a second."""
+    """Return the rate in tokens per second."""
     time.sleep(QUIET)
     begun = time.perf_counter()
     results = run(inputs)
@@ -103,7 +104,7 @@ def best(name: str, runs: dict[str, Run], inputs: list[list[int]]) -> Run:
 
 
 def latency(run: Run, inputs: Sequence[list[int]]) -> float:
-    """Milliseconds a token, of requests one after the other."""
+    """Return the milliseconds per token of single requests, one after another."""
     spent, count = 0.0, 0
     for ids in inputs:
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Which of transformers' text architectures export, with proof: every causal and every encoder-decoder class.
+"""Coverage of transformers' text architectures: every causal and every encoder-decoder class, with proof.
 
     python tests/benchmarks/coverage.py [NAME …] [--jobs 2] [--out coverage.json]
 
 For each class a small seeded model with random weights is made from its own configuration, exported in float32 through
-the parity gate, and decoded greedily; the tokens must be those of the source's own `generate()`. Each runs in a process
-of its own with limits on time and memory. A class counts if it runs on random ids, looks only back and keeps state in
-attention only; others are listed with the reason and do not count. About 15 s of one core for each class.
+the parity gate, and decoded greedily. The tokens must equal those of the source's own `generate()`. Each class runs in
+a process with limits on time and memory. A class counts if it runs on random ids, looks only back and keeps state in
+attention only. Others are listed with the reason and do not count. One class takes about 15 s of one core.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {  # configuration → fields that must 
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Rows beside one for each class: name → (the class, fields). Forms of position and attention that no default shows.
+# Further rows: name → (the class, fields). Forms of position and attention that no default has.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {}
 for _kind, _more in {
     "linear": {"factor": 4.0},
@@ -154,11 +154,11 @@ NOT_TEXT |= {"audio_tower_config", "encoder_config", "acoustic_tokenizer_encoder
 
 
 class NotCounted(Exception):  # noqa: N818 – it is an answer
-    """Why a class is not among those that are counted."""
+    """The reason why a class does not count."""
 
 
 def classes() -> dict[str, str]:
-    """Class → the name of its configuration, of all causal and encoder-decoder language models."""
+    """Return class → name of its configuration, of all causal and encoder-decoder language models."""
     from transformers.models.auto import modeling_auto
 
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -167,14 +167,14 @@ def classes() -> dict[str, str]:
 
 
 def fields_for(config: Any, more: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a small configuration, given a default one: SMALL where it has them, and `more`."""
+    """Return the fields of a small configuration from a default one: SMALL where it has them, and `more`."""
     known, renamed = config.to_dict(), getattr(config, "attribute_map", {})
     small = {renamed.get(name, name): value for name, value in SMALL.items()}
     return {name: value for name, value in small.items() if name in known} | more
 
 
 def build(name: str) -> Any:
-    """A small seeded model of a class, with no two of its weights alike, in eval mode."""
+    """Return a small seeded model of a class in eval mode, with no two equal weights."""
     import torch
     import transformers
 
@@ -195,7 +195,7 @@ def build(name: str) -> Any:
     model = made(make(**fields_for(default, more), **parts)).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # lively: most untrained models repeat one token for ever
+            if weight.dim() > 1:  # most untrained models repeat one token for ever
                 weight.copy_(torch.randn_like(weight) * 0.3)
             elif weight.is_floating_point():  # norms and biases away from values that would hide a mistake
                 weight.add_(torch.randn_like(weight) * 0.2)
@@ -203,7 +203,7 @@ def build(name: str) -> Any:
 
 
 def judge(name: str) -> dict[str, Any]:
-    """What becomes of one class: its outcome and the reason, or the figures of the export."""
+    """Return the outcome of one class with its reason, or the figures of the export."""
     import torch
     import transformers
 
@@ -214,7 +214,7 @@ def judge(name: str) -> dict[str, Any]:
         reason = why_not_counted(model)
     except NotCounted as error:
         reason = str(error)
-    except Exception as error:  # whatever transformers raises for a configuration that does not fit
+    except Exception as error:  # transformers raises many types for a configuration that does not fit
         reason = f"cannot run: {_line(error)}"
     if reason:
         return {"outcome": NOT_COUNTED, "reason": reason}
@@ -222,7 +222,7 @@ def judge(name: str) -> dict[str, Any]:
 
 
 def why_not_counted(model: Any) -> str:
-    """Why a model is not one that can be decoded with a key-value cache alone; empty if it is."""
+    """Return why a model cannot be decoded with a key-value cache alone; empty if it can."""
     import torch
     from transformers import cache_utils
 
@@ -247,7 +247,7 @@ def why_not_counted(model: Any) -> str:
 
 
 def prove(model: Any) -> dict[str, Any]:
-    """Export through the gate, then decode both ways."""
+    """Export through the gate, then decode in both ways."""
     import torch
 
     from tformer_export import export
@@ -281,7 +281,7 @@ def prove(model: Any) -> dict[str, Any]:
 
 
 def greedy(model: Any, ids: Any, most: int) -> list[int]:
-    """The best token of forward() on the whole sequence, again and again, without a cache."""
+    """Generate greedily by forward() on the whole sequence, without a cache."""
     import torch
 
     both = model.config.is_encoder_decoder
@@ -301,13 +301,13 @@ def _line(error: Exception) -> str:
 
 
 def _work(name: str, core: int, answer: Connection) -> None:
-    os.sched_setaffinity(0, {core})  # threads that wait for each other on shared cores take many times as long
+    os.sched_setaffinity(0, {core})  # several threads on a shared core wait for each other
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     warnings.simplefilter("ignore")
     try:
         result = judge(name)
-    except Exception as error:  # a defect: what is refused is refused with an error of our own
+    except Exception as error:  # a defect: a refusal is a TformerError
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(at.filename).name}:{at.lineno}"
         result = {"outcome": FAILED, "reason": f"{type(error).__name__} at {where}: {_line(error)}"}
@@ -315,7 +315,7 @@ def _work(name: str, core: int, answer: Connection) -> None:
 
 
 def run_all(names: list[str], jobs: int) -> dict[str, dict[str, Any]]:
-    """Each in a process of its own, forked from one that has imported everything, `jobs` at a time on a core each."""
+    """Run each class in a process of its own, forked after all imports, `jobs` at a time with one core each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "tformer_export", "tformer_runtime.model"])
     results: dict[str, dict[str, Any]] = {}
@@ -356,7 +356,7 @@ def run_all(names: list[str], jobs: int) -> dict[str, dict[str, Any]]:
 @click.option("--jobs", default=2, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the table here, as JSON.")
 def main(names: tuple[str, ...], jobs: int, out: Path | None) -> None:
-    """Print what becomes of each class (all, unless named), and the totals."""
+    """Print the outcome of each class (by default all) and the totals."""
     import transformers
 
     every = [*dict.fromkeys(classes()), *FORMS]

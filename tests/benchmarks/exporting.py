@@ -1,11 +1,11 @@
-"""What an export and the loading of its file cost: seconds and memory. Run by hand, on a quiet machine:
+"""Seconds and memory of an export and of loading its file. Run by hand, on a quiet machine:
 
     python tests/benchmarks/exporting.py [60M] [1.1B] [--quantize int8]
 
 60M: encoder-decoder, 6+6 layers, d = 512, ff = 2048, one table of 32,000 tokens for source, target and output. 1.1B:
-Llama-shaped, 22 layers, d = 2048; its file has its weights beside it. Weights are random. Each export and each loading
-is a process of its own. "libraries" is what the process holds once everything that an export uses is imported, before
-there is a model; the peak contains it. Loading is compared with the size of the file.
+Llama-shaped, 22 layers, d = 2048, with its weights in a second file. Weights are random. Each export and each loading
+runs in a process of its own. "libraries" is the memory after all imports of an export, before there is a model; the
+peak contains it. Loading is compared with the size of the file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _llama() -> Source:
 
 
 def _load(file: Path) -> dict[str, float]:
-    """What a loaded model holds beyond the libraries, before and after a first request."""
+    """Return the memory of a loaded model without the libraries, before and after a first request."""
     importlib.import_module("onnxruntime")
     before = _resident()
     model = Model.load(file, device="cpu")

@@ -1,14 +1,12 @@
-"""Decoding on a GPU at batch 1: ours, transformers with a static cache and torch.compile, and what the memory allows.
+"""Decoding on a GPU at batch 1: tformer, transformers with a static cache and torch.compile, and the floor of memory.
 
     python tests/benchmarks/gpu.py [--size 1.1B|60M] [--precision fp16|bf16] [--out results.json] [--model FILE.onnx]
 
-The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read every
-weight once but the rows of the embedding that it does not look up, and the cache; that, at the speed at which the
-device copies a gigabyte, is the floor. Ours is timed as a user meets it, `Model.generate`, and without what is around
-the steps, `Engine.step_one_token`; and sampling, from the likeliest tokens of a row as it is,
-and from whole rows. Each time is
-the difference of a long and a short run over the tokens between them, the median of `--repeats`, after a run that
-captures and compiles.
+The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read the cache
+and every weight once, except the rows of the embedding that it does not look up. The floor is the time for these bytes
+at the speed of a copy on the device. tformer is timed as `Model.generate`, as `Engine.step_one_token` without the code
+around a step, and as sampling, from top logits and from whole rows. Each time is the difference of a long and a short
+run over the tokens between them, the median of `--repeats`, after a run that captures and compiles.
 """
 
 from __future__ import annotations
@@ -63,9 +61,9 @@ def build(size: str) -> transformers.LlamaForCausalLM:
 
 
 def bandwidth() -> float:
-    """Bytes a second that the device reads and writes, by the fastest of some copies of a gigabyte.
+    """Return the bytes per second that the device reads and writes, by the fastest of some copies of a gigabyte.
 
-    A sum with 1 in half precision, for ONNX has no operator that must copy.
+    The copy is a sum with 1 in half precision, because ONNX has no operator that must copy.
     """
     half = TensorProto.FLOAT16
     graph = helper.make_graph(
@@ -90,7 +88,10 @@ def bandwidth() -> float:
 
 
 def read_by_a_step(size: str, width: int) -> int:
-    """Bytes of weights and cache that a step at the middle of the measured lengths reads. width: of a number."""
+    """Return the bytes of weights and cache that a step in the middle of the measured lengths reads.
+
+    width: bytes of a number.
+    """
     shape = SIZES[size]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     cached = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
@@ -101,7 +102,7 @@ def read_by_a_step(size: str, width: int) -> int:
 
 
 def per_token(run: Callable[[int], object], repeats: int) -> float:
-    """Seconds. run: generates so many tokens."""
+    """Return seconds per token. run: generates a number of tokens."""
     for count in (LONG, SHORT):
         run(count)  # captures, compiles
     found = []
@@ -143,7 +144,7 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
 
 
 def theirs(size: str, repeats: int, precision: str) -> dict[str, float]:
-    """transformers' generate with a static cache, its forward compiled for CUDA graphs."""
+    """Return the time of transformers' generate with a static cache and a forward compiled for CUDA graphs."""
     module = build(size).to("cuda", HALVES[precision])
     module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
     ids = torch.arange(5, 5 + PROMPT, device="cuda")[None]

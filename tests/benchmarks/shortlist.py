@@ -1,11 +1,12 @@
-"""What a shortlist covers of parallel text, and how many times as fast requests are with one.
+"""Coverage of parallel text by a shortlist, and the speed of requests with one.
 
     python tests/benchmarks/shortlist.py LINES.tsv [--models FOLDER] [--precision int8 float32] [--rows 1 8 32]
 
-LINES.tsv holds a source, a tab and its target a line (messages of programs, say: the catalogues in /usr/share/locale),
-some ten thousand of them. Both are cut by one byte-pair vocabulary that is trained on them. First the share of lines
-whose targets are all candidates, of those that were learned from and of others. Then whole requests of 32 steps on the
-model of `batches.py`, with candidates from the same lines and with all ids by turns; medians of the ratios.
+Each line of LINES.tsv is a source, a tab and its target, some ten thousand in all (for example messages of programs
+from the catalogues in /usr/share/locale). One byte-pair vocabulary is trained on both sides. First the script prints
+the share of lines whose targets consist of candidates, for lines that were learned from and for others. Then it
+measures whole requests of 32 steps on the model of `batches.py`, with candidates and with all ids, interleaved; medians
+of the ratios.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def shortlist(learned: Associations, common: int, each: int) -> Shortlist:
 
 
 def prepared(folder: Path, precision: str) -> Path:
-    """The model with its projection apart, and without an end token."""
+    """Write the model with a separate projection and without an end token."""
     plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
     if not plain.exists():
         ids = torch.randint(10, 100, (2, 6))

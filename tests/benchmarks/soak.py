@@ -1,18 +1,18 @@
-"""Requests of all kinds at once for a long time, every result compared with that of the same request alone. By hand:
+"""Concurrent requests of all kinds for a long time, each result compared with that of the request alone. By hand:
 
     python tests/benchmarks/soak.py MODEL.onnx [--minutes 60] [--seed N]
 
-A pool of requests is made for the file, of random ids: greedy decoding, beams, samples, penalties, stop strings,
-constraints (of a file with a tokenizer, if llguidance is there) and alignments (of a file that gives them). Each is
-computed alone. Then they come to an `AsyncModel` at random, in bursts, as streams or not; some are cancelled, some
-have deadlines. Every result must have the ids, texts and finish reasons of the one that was computed alone, for all
-alternatives; log-probabilities may differ by rounding, which hangs on the rows beside. Rounding could also decide
-between two tokens that are as good as equal. So a request in whose decoding anything hangs on less than `TIE` is not
-taken into the pool: its result must stay the same while every logit is disturbed by up to that much, `DISTURBED` times.
+A pool of requests with random ids is made for the file: greedy decoding, beams, samples, penalties, stop strings,
+constraints (if the file has a tokenizer and llguidance is installed) and cross-attentions (if the file has them). Each
+is computed alone. Then they are submitted to an `AsyncModel` at random, in bursts, as streams or not; some are
+cancelled, some have deadlines. Every result must have the ids, texts and finish reasons of the request alone, for all
+alternatives. Log-probabilities may differ by rounding, which depends on the other rows. Rounding could also decide
+between two nearly equal tokens. So the pool leaves out a request if a difference of less than `TIE` decides anything in
+it: its result must stay the same while every logit is disturbed by up to `TIE`, `DISTURBED` times.
 
-Then `generate_batch` gets 10,000 requests for a few tokens each. At the end there is a table, and exit status 1 if a
-result was wrong, a request lost, bytes of caches still held, or resident memory more than 5 % above what it was after
-the first requests (the first burst, of 224, and the first hundred of the batch), when nothing ran.
+Then `generate_batch` gets 10,000 requests for a few tokens each. At the end the script prints a table. The exit status
+is 1 if a result was wrong, a request was lost, bytes of caches are still allocated, or the resident memory is more than
+5 % above its value after the first requests (the first burst, of 224, and the first hundred of the batch).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATIENCE = 300.0  # seconds after which a request counts as lost
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked, and the result of asking it alone."""
+    """A request and its result alone."""
 
     kind: str
     input: Any
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class Tally:
-    """What became of requests, by kind. wrong: what was wrong, in words. resident: bytes, sampled."""
+    """The outcomes of requests by kind. wrong: descriptions of wrong results. resident: samples in bytes."""
 
     done: Counter[str] = field(default_factory=Counter)
     streamed: Counter[str] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class Tally:
 
     @property
     def growth(self) -> float:
-        """Resident memory at the end, by what it was when all was warm."""
+        """Return the resident memory at the end over that after warm-up."""
         return self.resident[-1] / self.resident[0] if self.resident else 1.0
 
 
@@ -84,7 +84,7 @@ class Tally:
 
 
 def pool(model: Model, count: int, seed: int) -> list[Request]:
-    """Requests of all kinds that the file allows, by turns, each with its result."""
+    """Return requests of all kinds that the file allows, one kind after another, each with its result."""
     rng = np.random.default_rng(seed)
     made: list[Request] = []
     texts = [model.generate(_input(model, rng), max_new_tokens=_length(model, rng)).text for _ in range(12)]
@@ -98,7 +98,7 @@ def pool(model: Model, count: int, seed: int) -> list[Request]:
 
 
 def tiny(model: Model, count: int, seed: int) -> list[Request]:
-    """Inputs of mixed lengths, of which a few tokens are to be generated."""
+    """Return inputs of mixed lengths for a few new tokens each."""
     rng = np.random.default_rng(seed)
     made: list[Request] = []
     while len(made) < count:
@@ -108,7 +108,7 @@ def tiny(model: Model, count: int, seed: int) -> list[Request]:
 
 
 def _kinds(model: Model, texts: list[str]) -> dict[str, Callable[[np.random.Generator], dict[str, Any]]]:
-    """Name of a kind → a maker of its options. texts: that the model generates."""
+    """Return name of a kind → a function that makes its options. texts: texts that the model generates."""
     kinds: dict[str, Callable[[np.random.Generator], dict[str, Any]]] = {
         "greedy": lambda rng: {},
         "penalised": lambda rng: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "top_logprobs": 3},
@@ -176,7 +176,7 @@ def _length(model: Model, rng: np.random.Generator) -> int:
 def _settled(
     model: Model, kind: str, input: list[int], options: dict[str, Any], rng: np.random.Generator
 ) -> Request | None:
-    """A request with its result; None if that hangs on less than TIE."""
+    """Return a request with its result; None if a difference of less than TIE decides it."""
     expected = model.generate(input, **options)
 
     def disturb(ids: Any, logits: Any) -> Any:
@@ -190,7 +190,7 @@ def _settled(
 
 
 def _difference(found: Result, expected: Result, close: float = CLOSE) -> str | None:
-    """What is not as it should be, in words."""
+    """Return a description of the difference; empty if there is none."""
     ours, theirs = (found, *found.alternatives), (expected, *expected.alternatives)
     for one, other in zip(ours, theirs, strict=True):
         for name in ("token_ids", "text", "finish_reason"):
@@ -211,10 +211,13 @@ def _difference(found: Result, expected: Result, close: float = CLOSE) -> str | 
 async def soak(
     model: Model, requests: list[Request], seed: int, tally: Tally, more: Callable[[bool], bool], rows: int = 16
 ) -> None:
-    """Requests of a pool at random, until `more` says no, which is asked before each burst: whether all is quiet."""
+    """Submit requests of a pool at random.
+
+    more: called before each burst with whether no request runs; false ends the soak.
+    """
     rng = np.random.default_rng(seed)
     running: set[asyncio.Task[None]] = set()
-    # As many as there will ever be, and the longest first, so that memory is what it will be.
+    # The largest batch with the longest requests comes first, so that memory reaches its maximum.
     burst, most = sorted(requests, key=lambda request: -len(request.input))[: 14 * rows], 0
     async with AsyncModel(model, max_batch_size=rows, max_pending=4 * rows) as aio:
         while more(not running):
@@ -230,7 +233,7 @@ async def soak(
 
 
 async def _one(aio: AsyncModel, request: Request, rng: np.random.Generator, tally: Tally) -> None:
-    """Ask for one request in some way, and see what comes of it."""
+    """Submit one request in some way, and check its outcome."""
     ways = [_generated, _cancelled, _late] + ([_streamed, _left] if request.streams and request.expected.text else [])
     chances = np.array([0.6, 0.1, 0.1, 0.3, 0.1][: len(ways)])
     way = ways[int(rng.choice(len(ways), p=chances / chances.sum()))]
@@ -257,7 +260,7 @@ def _check_text(tally: Tally, request: Request, text: str, whole: bool) -> None:
 
 
 def _moment(rng: np.random.Generator) -> float:
-    """A short time, in seconds: some requests are over by then."""
+    """Return a short time in seconds, in which some requests finish."""
     return float(rng.exponential(0.02)) + 1e-4
 
 
@@ -299,7 +302,7 @@ async def _left(aio: AsyncModel, request: Request, rng: np.random.Generator, tal
 
 
 def batch(model: Model, requests: list[Request], count: int, tally: Tally, sample: Callable[[], None]) -> None:
-    """`generate_batch` of so many requests, of a pool that have the same options; `sample` is called after each."""
+    """Run `generate_batch` with `count` requests of equal options from the pool; call `sample` after each result."""
     chosen = [requests[int(i)] for i in np.random.default_rng(count).integers(len(requests), size=count)]
     inputs = (request.input for request in chosen)
     for request, result in zip(chosen, model.generate_batch(inputs, **requests[0].options), strict=True):
@@ -311,15 +314,15 @@ def batch(model: Model, requests: list[Request], count: int, tally: Tally, sampl
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """Return the resident bytes of this process."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
 
 
 def returning() -> None:
-    """Have glibc's free() give large buffers back to the system, and keep one heap for all threads.
+    """Let glibc's free() return large buffers to the system, and use one heap for all threads.
 
-    Else it keeps as many for the next as it happens to, some MB, so that what is resident does not tell what is held.
+    Otherwise glibc keeps some MB for later requests, and the resident memory does not show the allocated memory.
     """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -331,7 +334,7 @@ _MMAP_THRESHOLD, _ARENA_MAX = -3, -8
 
 
 class Meter:
-    """Samples resident memory into a tally: once all is warm, and then every `every` seconds."""
+    """Samples resident memory into a tally: once after warm-up, and then every `every` seconds."""
 
     def __init__(self, tally: Tally, every: float) -> None:
         self._tally, self._every = tally, every
@@ -361,7 +364,7 @@ def main(model: str, minutes: float, seed: int, threads: int) -> None:
     meter = Meter(mixed, 60.0)
 
     def more(quiet: bool) -> bool:
-        if quiet:  # else it is the load of the moment
+        if quiet:  # otherwise memory includes the running requests
             meter.sample()
         return time.monotonic() < end and not mixed.lost
 

@@ -1,11 +1,11 @@
-"""What guesses gain, and what they cost where there is nothing to gain: requests of one row, ours with and without.
+"""Gain of speculative decoding, and its cost where there is no gain: requests of one row, with and without guesses.
 
     python tests/benchmarks/speculation.py [--repeats 7] [--threads 2] [--quantize int8] [--out results.json]
 
-The models are of full size (6+6 layers, d=512, 32k vocabulary) and their weights are written by hand, so that what they
-generate is known: at each position the source's token there, or another in its place. "edit" replaces one token in
-eight, as corrections do; "translate" replaces all. Their drafts (1+1 layers, d=128) say the same but for one token in
-ten; or, as "stranger", never the same. Figures are medians over sources of 48 random tokens; runners alternate.
+The models have full size (6+6 layers, d=512, 32k vocabulary) and constructed weights, so that their output is known: at
+each position the source's token, or a fixed replacement. "edit" replaces one token in eight, as corrections do;
+"translate" replaces all. Their drafts (1+1 layers, d=128) agree except for one token in ten, or, as "stranger", never.
+Figures are medians over sources of 48 random tokens; the runners alternate.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tformer_runtime import GenerationOptions, Model
 
 START, END, FIRST, VOCABULARY = 1, 2, 3, 32_000
 SOURCE, LENGTH = 48, 64
-QUIET = 0.1  # seconds before a measurement, in which the threads of the runner before stop spinning
+QUIET = 0.1  # seconds before a measurement, in which the threads of the other runner stop spinning
 
 
 def replaced(share: float, seed: int) -> np.ndarray:
-    """What each token becomes: so many of them another, the others themselves."""
+    """Return the output token of each token: a share of the tokens is replaced, the others stay."""
     random = np.random.default_rng(seed)
     found = np.arange(VOCABULARY)
     chosen = FIRST + np.flatnonzero(random.random(VOCABULARY - FIRST) < share)
@@ -43,15 +43,15 @@ def replaced(share: float, seed: int) -> np.ndarray:
 
 
 def but_for(truth: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """The same, but for so many of the tokens."""
+    """Return the same mapping with a share of its tokens changed."""
     return np.where(np.arange(VOCABULARY) < FIRST, truth, truth[replaced(share, seed)])
 
 
 def written(becomes: np.ndarray, width: int, heads: int, layers: int, feedforward: int) -> Seq2SeqTransformer:
-    """A model that generates, at each position, what the source's token there becomes.
+    """Return a model that generates, at each position, the output token of the source's token there.
 
     Half of the stream holds a token's code, the other half a position's. The first cross-attention finds the source's
-    position and fetches its token; all else is next to nothing, and is computed nevertheless.
+    position and fetches its token. All other parts have almost no effect, but are computed.
     """
     torch.manual_seed(0)
     module = Seq2SeqTransformer(
@@ -72,7 +72,7 @@ def written(becomes: np.ndarray, width: int, heads: int, layers: int, feedforwar
         module.target.tokens.weight[:, :half] = codes / math.sqrt(width) * 0.01
         attention = module.decoder[0].cross_attention
         each = torch.arange(width)
-        part = each // size * size % half + each % size  # of a half, for each head's numbers
+        part = each // size * size % half + each % size  # of one half
         for linear in (attention.query, attention.key, attention.value, attention.output):
             linear.weight.zero_()
         attention.query.weight[each, half + part % half] = 8.0

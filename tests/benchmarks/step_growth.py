@@ -1,10 +1,10 @@
-"""How a step's time grows with what is cached, against what reading the cache costs. Run by hand, on a quiet machine:
+"""Growth of a step's time with the cached positions, compared with reading the cache. Run by hand, on a quiet machine:
 
     python tests/benchmarks/step_growth.py model.onnx [other.onnx ...] [--rows 1,8] [--positions 16,256,1024,2000]
 
-A step reads each key and value of its rows' past once: bytes a token · rows · positions. Over the bandwidth that the
-machine was measured to have, that is the least by which a step can be longer than at the first positions. Files take
-turns, so that a busy machine slows all of them; the medians are compared.
+A step reads each key and value of its rows' past once: bytes per token · rows · positions. These bytes over the
+measured bandwidth of the machine are the least growth of a step. The files alternate, so that background load slows all
+of them; the medians are compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> No
 
 
 def _started(engine: Engine, rows: int, cached: int) -> State:
-    """A state that believes to have read so much, in memory that has been written: pages that never were cost less."""
+    """Return a state with a number of cached positions, in memory that was written.
+
+    untouched pages would be cheaper.
+    """
     inputs = engine.manifest.encode.inputs if engine.manifest.encode else ()
     sources = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in inputs if i.role == "ids"}
     state = engine.start(sources or None, rows)

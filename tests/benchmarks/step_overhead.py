@@ -1,10 +1,10 @@
-"""What `Engine.step` costs beyond the bare session call, as a ratio. Run by hand, on a quiet machine:
+"""Cost of `Engine.step` over the bare session call, as a ratio. Run by hand, on a quiet machine:
 
     python tests/benchmarks/step_overhead.py [model.onnx] [--rows 1] [--threads N]
 
-The bare call is onnxruntime's `run_with_iobinding` on the very binding that a step has just used. Without a file, a
-small random one is built that takes a few hundred microseconds a step. Rounds of both alternate, so that a busy
-machine slows both; the medians are compared.
+The bare call is onnxruntime's `run_with_iobinding` with the binding of the last step. Without a file, a small random
+one is built that takes a few hundred microseconds a step. Rounds of both alternate, so that background load slows both;
+the medians are compared.
 """
 
 from __future__ import annotations

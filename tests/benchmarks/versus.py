@@ -1,13 +1,13 @@
-"""tformer against other engines: the same weights, inputs, precision and threads, in one run, by turns.
+"""tformer compared with other engines: the same weights, inputs, precision and threads, interleaved in one run.
 
-    make bench                                  everything: what peers need is installed first
+    make bench                                  everything; installs the peers first
     python tests/benchmarks/versus.py [--quick] [--rows 60M] [--only CTranslate2] [--precision int8] [--repeats 5]
-    python tests/benchmarks/versus.py --report  only the table and the chart, of what was measured before
+    python tests/benchmarks/versus.py --report  only the table and the chart of stored results
 
-Each engine, tformer too, runs in a process of its own and is asked over pipes. Beside the peers stands the floor: bytes
-that a step must read and multiply-adds that it must make, at the rates that this machine was measured to have. Results
-are kept in a JSON file, where a new figure takes the place of the old one; a peer that is missing, or cannot do
-something, is named with its reason. Models are made once, from seeded random weights, in --models (30 GB for all rows).
+Each engine, tformer included, runs in a process of its own and answers requests over pipes. The floor is a bound: the
+bytes that a step must read and its multiply-adds, at the measured rates of this machine. Results are stored in a JSON
+file, where a new figure replaces the old one. A peer that is missing, or cannot run a case, is listed with its reason.
+Models are made once, from seeded random weights, in --models (30 GB for all rows).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(
 def _row(
     bench: Bench, row: Row, precisions: Sequence[str], quick: bool, rates: Mapping[str, float]
 ) -> Iterator[list[Record]]:
-    """The records of a model, as they come."""
+    """Yield the records of a model."""
     _tell(row.name)
     try:
         bench.once(SOURCE, "prepare", **bench.model(row.shape, "fp32"))
@@ -101,7 +101,7 @@ def _joined(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
 
 
 def _machine(bench: Bench, threads: int) -> dict[str, Any]:
-    """What was measured where: processor, rates, versions."""
+    """Return the processor, its rates and the versions of packages."""
     versions = {}
     for peer in bench.peers:
         try:
@@ -115,7 +115,7 @@ def _machine(bench: Bench, threads: int) -> dict[str, Any]:
 
 
 def _here(kept: dict[str, Any], now: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The results so far as this machine's, which can do the most that it ever did."""
+    """Return the stored results of this machine, with the highest rates that it ever reached."""
     if not kept["records"]:
         return kept | now
     if any(kept[name] != now[name] for name in ("processor", "threads")):
@@ -125,7 +125,7 @@ def _here(kept: dict[str, Any], now: dict[str, Any], out: Path) -> dict[str, Any
 
 
 def _best(rates: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
-    """What the machine can do is what it once did: somebody else may be busy at any one time."""
+    """Return the highest rates: other load may slow the machine at any one time."""
     return {name: max(rate, again[name]) for name, rate in rates.items()}
 
 

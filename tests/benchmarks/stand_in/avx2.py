@@ -2,10 +2,10 @@
 
     python tests/benchmarks/stand_in/avx2.py python -m pytest tests/parity/test_int8.py
 
-Which kernels there are depends on the processor: without VNNI, products of uint8 and int8 saturate, MatMulNBits is
-slower, and sums are made in another order. In a copy of onnxruntime (build/onnxruntime-avx2) each `xgetbv`, by which it
-asks what state the system keeps for a process, answers 7: that of AVX, and not that of AVX-512. The copy comes before
-the installed one on PYTHONPATH. (A processor with AVX-VNNI keeps its VNNI, which needs no other state.)
+The available kernels depend on the processor: without VNNI, products of uint8 and int8 saturate, MatMulNBits is slower,
+and sums have another order. In a copy of onnxruntime (build/onnxruntime-avx2) each `xgetbv`, which returns the
+processor state that the system saves for a process, returns 7: the state of AVX without that of AVX-512. The copy
+precedes the installed one on PYTHONPATH. (A processor with AVX-VNNI keeps its VNNI, which needs no other state.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which operators onnxruntime's CUDA provider has kernels of, by type; and whether `passes/half_precision.py` knows.
+"""Kernels of onnxruntime's CUDA provider by type, compared with the list in `passes/half_precision.py`.
 
     NVIDIA=… tests/benchmarks/stand_in/run.sh python tests/benchmarks/stand_in/kernels.py
 
-Asked of the provider itself: a model of one node each, at the opset of our files, in a session that may use nothing
-else. To be run where onnxruntime changes. Exits with 1 if the pass believes in a kernel that there is not.
+Each operator is tried in a model of one node, at the opset of our files, in a session with no other provider. Run it
+for each new version of onnxruntime. It exits with 1 if the pass expects a kernel that does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tformer_export.lowering.target import TARGETS
 from tformer_export.passes.half_precision import HALVES
 
 MICROSOFT = "com.microsoft"
-# What an operator reads: F numbers of the type that is asked for, f float32, l int64, i int32, b bool, u uint8, - none.
+# Inputs of an operator: F numbers of the examined type, f float32, l int64, i int32, b bool, u uint8, - none.
 TYPES = {
     "f": TensorProto.FLOAT, "l": TensorProto.INT64, "i": TensorProto.INT32, "b": TensorProto.BOOL,
     "u": TensorProto.UINT8,
@@ -70,7 +70,7 @@ OUTPUTS = {"GroupQueryAttention": 3, "Split": 2, "TopK": 2}
 
 
 def has(op: str, domain: str, reads: str, kind: int) -> bool:
-    """Whether the provider has a kernel of an operator, or of all that it is made of."""
+    """Return whether the provider has a kernel of an operator, or of all operators that it consists of."""
     types = {**TYPES, "F": kind}
     inputs = [f"in{i}" if letter != "-" else "" for i, letter in enumerate(reads)]
     outputs = [f"out{i}" for i in range(OUTPUTS.get(op, 1))]
@@ -91,7 +91,7 @@ def has(op: str, domain: str, reads: str, kind: int) -> bool:
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CUDAExecutionProvider"])
-    except Exception:  # of many kinds: no kernel, none but the CPU's, or the operator is not defined for the type
+    except Exception:  # many types: no kernel, a kernel of the CPU only, or no such type of the operator
         return False
     return True
 

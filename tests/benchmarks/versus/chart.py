@@ -1,6 +1,7 @@
-"""The results as a picture: a panel for each model, an engine's speed with tformer's as 1.
+"""The results as a picture: a panel for each model, with each engine's speed relative to tformer's.
 
-Of a decoder, the steps after a short prompt and the first token after one of up to 256; the table has all.
+It shows the steps of a decoder after a short prompt, and the first token after a prompt of up to 256; the table has
+all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def draw(records: Sequence[Record], path: Path, title: str) -> None:
     figure = pyplot.figure(figsize=(7.5 * len(columns), tallest + 0.6), layout="constrained")
     for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
         heights = [_height(bars) for _, bars in column]
-        heights.append(tallest - sum(heights) + 0.01)  # the shorter column ends in nothing
+        heights.append(tallest - sum(heights) + 0.01)  # the shorter column ends in empty panels
         axes = part.subplots(len(heights), 1, height_ratios=heights)
         for axis, (row, bars) in zip(axes, column, strict=False):
             _panel(axis, row, bars)
@@ -52,12 +53,12 @@ Bars = list[tuple[str, dict[str, float]]]
 
 
 def _height(bars: Bars) -> float:
-    """Inches."""
+    """Return the height in inches."""
     return 0.9 + 0.15 * sum(len(engines) for _, engines in bars)
 
 
 def _bars(row: Row, records: Sequence[Record]) -> Bars:
-    """(label, engine → speed over tformer's) for each precision and case that tformer and another were measured in."""
+    """Return (label, engine → speed over tformer's) for each precision and case with figures of tformer and a peer."""
     found: dict[tuple[int, int, Case], dict[str, float]] = {}
     for record in records:
         if record["row"] != row.name or not isinstance(record.get("case"), dict):

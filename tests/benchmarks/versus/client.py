@@ -1,4 +1,4 @@
-"""The driver's end of a worker: start it, ask it, stop it."""
+"""The side of a worker in the main process: start it, send requests, stop it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ ROOT = BENCHMARKS.parents[1]
 
 
 class PeerError(Exception):
-    """A peer that is not there, cannot do something, or died; the text says which."""
+    """A peer that is not installed, cannot do something, or ended; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine. module: as a worker imports it. environment: folder of its own virtual environment; None: ours."""
+    """An engine.
+
+    module: its module for the worker. environment: folder of its virtual environment; None: the present one.
+    """
 
     name: str
     module: str
@@ -53,7 +56,7 @@ RATES = Peer("versus.engines.rates", "versus.engines.rates")
 
 
 class Worker:
-    """A process of its own with one engine. Use it in a `with`."""
+    """A process with one engine, as a context manager."""
 
     def __init__(self, peer: Peer, threads: int, log: Path, timeout: float = 1800.0) -> None:
         if not peer.python.exists():
@@ -61,7 +64,7 @@ class Worker:
         self.peer, self.timeout = peer, timeout
         path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        # Installed packages have their bytecode; ours, from the repository, is to be compiled once too, not at each run
+        # Installed packages have bytecode; tformer, in the repository, needs it too
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._log = log.open("ab")
         self._process = subprocess.Popen(
@@ -77,7 +80,10 @@ class Worker:
         self._read = b""
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to a request; PeerError if it is an error, does not come in time, or cannot come any more."""
+        """Return the answer to a request.
+
+        PeerError if it is an error, does not come in time, or the process has ended.
+        """
         line = json.dumps({"do": do, **arguments}) + "\n"
         try:
             self._in.write(line.encode())
@@ -130,7 +136,7 @@ class Worker:
 
 
 def loaded(peer: Peer, model: Mapping[str, Any], threads: int, log: Path, timeout: float) -> Worker:
-    """A worker with a model in it. model: shape, folder and precision, as the worker takes them."""
+    """Return a worker with a loaded model. model: shape, folder and precision, as arguments of the worker."""
     worker = Worker(peer, threads, log, timeout)
     try:
         worker.ask("load", **model, threads=threads)

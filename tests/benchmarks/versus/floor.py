@@ -1,9 +1,8 @@
-"""The floor: what a request must read and multiply, whatever computes it, over what the machine reads and multiplies.
+"""The floor: the bytes and multiply-adds that a request needs in any engine, at the rates of the machine.
 
-A stage takes no less than max(bytes / bandwidth, multiply-adds / rate): its weights are read once, in the file's
-precision, and what is cached of each row up to its valid length, in fp32. Scales, biases and norms are left out: the
-floor is a bound. Multiply-adds with weights go at the rate of int8 where these are int8 or int4, those of attention at
-the rate of fp32.
+A stage takes at least max(bytes / bandwidth, multiply-adds / rate). Its weights are read once, in the precision of the
+file, and the cache of each row up to its valid length, in fp32. Scales, biases and norms are left out: the floor is a
+bound. Multiply-adds with int8 and int4 weights have the rate of int8, those of attention the rate of fp32.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass through a stage. weights: how many are read and multiplied with. cached: bytes read beside them.
+    """The work of one pass through a stage. weights: numbers that are read and multiplied. cached: further bytes to
+    read.
 
-    rows: for each of which all weights are multiplied with. attended: multiply-adds of attention, of all rows.
+    rows: rows that are multiplied with all weights. attended: multiply-adds of attention, of all rows.
     """
 
     weights: int
@@ -33,24 +33,24 @@ class Work:
         return self.weights * BITS[precision] // 8 + self.cached
 
     def seconds(self, precision: str, rates: Mapping[str, float]) -> float:
-        """rates: as `engines.rates` measures them."""
+        """Return seconds. rates: the result of `engines.rates`."""
         products = self.weights * self.rows / rates["fp32" if precision == "fp32" else "int8"]
         return max(self.bytes(precision) / rates["bandwidth"], products + self.attended / rates["fp32"])
 
 
 def _layer(shape: Shape) -> int:
-    """Weights of self-attention and feed-forward."""
+    """Return the number of weights of self-attention and feed-forward."""
     attention = 2 * shape.width * shape.width + 2 * shape.width * shape.keys
     return attention + (3 if shape.gated else 2) * shape.width * shape.feedforward
 
 
 def output(shape: Shape) -> int:
-    """Weights of the output projection."""
+    """Return the number of weights of the output projection."""
     return shape.width * shape.written
 
 
 def encode(shape: Shape, case: Case) -> Work:
-    """An encoder's pass; of an encoder-decoder, with the keys and values that the decoder will attend to."""
+    """Return the work of the encoder; of an encoder-decoder with the keys and values of cross-attention."""
     weights = shape.layers * _layer(shape)
     if shape.kind == "translate":
         weights += shape.layers * 2 * shape.width * shape.width
@@ -59,28 +59,29 @@ def encode(shape: Shape, case: Case) -> Work:
 
 
 def prompt(shape: Shape, case: Case) -> Work:
-    """Reading a prompt, up to what the output projection reads: that is for one position, and left out."""
+    """Return the work of reading a prompt, without the output projection, which one position needs."""
     pairs = case.prompt * (case.prompt + 1) // 2
     attended = 2 * shape.layers * shape.width * pairs * case.batch
     return Work(shape.layers * _layer(shape), case.batch * case.prompt, attended=attended)
 
 
 def step(shape: Shape, case: Case, position: int) -> Work:
-    """One token more for each row, whose own is the `position`-th, counted from 0: it attends to position + 1."""
+    """Return the work of one more token for each row, at `position` from 0: it attends to position + 1 positions."""
     rows, seen = case.batch * case.beams, position + 1
     weights = shape.layers * _layer(shape) + output(shape)
     cached = 2 * shape.layers * shape.keys * seen * rows * FLOAT
     attended = 2 * shape.layers * shape.width * seen * rows
     if shape.kind == "translate":
         weights += shape.layers * 2 * shape.width * shape.width
-        cached += 2 * shape.layers * shape.width * case.prompt * case.batch * FLOAT  # all beams see one source
+        cached += 2 * shape.layers * shape.width * case.prompt * case.batch * FLOAT  # all beams share one source
         attended += 2 * shape.layers * shape.width * case.prompt * rows
     return Work(weights, rows, cached, attended)
 
 
 def room(shape: Shape, case: Case) -> int:
-    """Bytes that a case takes beside the weights, about: keys and values, twice while they grow, and the scores of one
-    layer's attention before and after the softmax."""
+    """Return about how many bytes a case needs without the weights: keys and values, twice while they grow, and the
+    scores
+    of one layer's attention before and after the softmax."""
     rows, longest = case.batch * case.beams, case.prompt + case.new
     cached = 2 * shape.layers * (shape.keys if case.new else 0) * longest * rows
     scores = shape.heads * case.prompt * case.prompt * case.batch
@@ -88,7 +89,7 @@ def room(shape: Shape, case: Case) -> int:
 
 
 def floors(shape: Shape, case: Case, precision: str, rates: Mapping[str, float]) -> dict[str, float]:
-    """Measure → seconds: of a "request", the "first" token, a "step"; those that the case has."""
+    """Return measure → seconds: of a "request", the "first" token and a "step", where the case has them."""
 
     def seconds(work: Work) -> float:
         return work.seconds(precision, rates)

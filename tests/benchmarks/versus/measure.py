@@ -1,10 +1,12 @@
-"""Turns, and what is kept of them: each round gives every engine one turn, after a pause in which the last one's
-threads stop spinning. What is told is the median of an engine's rounds, how far its fastest is below that, and the
-median of how many times as long as tformer it took in the same round. All rounds are kept.
+"""Rounds of measurements: each round runs every engine once, after a pause in which the threads of the last one stop
+spinning.
 
-On a virtual machine others may take the processors' time, for seconds at once and up to half of it. Linux tells how
-much that was: a short turn in which it was more than STOLEN is taken again, TRIES times at most, and what is kept is
-told."""
+The result of an engine is the median of its rounds, the distance of its fastest round, and the median ratio to
+tformer's time in the same round. All rounds are stored.
+
+On a virtual machine other guests may take the processors for seconds, up to half of the time. Linux reports this share
+("steal"). A short run with a share above STOLEN is repeated, at most TRIES times, and the share of the used run is
+reported."""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from versus.shapes import Case, Row, Shape, inputs_of
 QUIET = 0.3  # seconds before each turn
 TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
 STARTS = 3  # rounds of starts, at most
-FEWEST = 3  # rounds, however long they take
+FEWEST = 3  # rounds at least
 STOLEN = 0.02  # of the processors' time
 TRIES = 4  # of a turn
 SHORT = 5.0  # seconds of a turn that is taken again
@@ -37,11 +39,10 @@ class Asked(Protocol):
 
 
 def processor_ticks() -> tuple[int, int]:
-    """Of all processors so far: when Linux wanted to run something and another machine ran, and all. Zeros where it is
-    not told."""
+    """Return the stolen ticks and all ticks of all processors so far; zeros where the system does not report them."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
-        numbers = list(map(int, first.split()[1:9]))  # what follows is counted in these
+        numbers = list(map(int, first.split()[1:9]))  # user, nice, system, idle, iowait, irq, softirq, steal
     except (OSError, IndexError, ValueError):
         return 0, 0
     return numbers[7], sum(numbers)
@@ -49,8 +50,8 @@ def processor_ticks() -> tuple[int, int]:
 
 @dataclass
 class Rounds:
-    """Of each case: engine → its measures in each round, the share of the processors' time that others took meanwhile,
-    and why it has none."""
+    """The rounds of each case: engine → its measures in each round, the stolen share of the processors' time, and the
+    reason why it has none."""
 
     found: dict[Case, dict[str, list[dict[str, float]]]]
     stolen: dict[Case, dict[str, list[float]]]
@@ -65,10 +66,11 @@ def rounds(
     quiet: float = QUIET,
     ticks: Callable[[], tuple[int, int]] = processor_ticks,
 ) -> Rounds:
-    """A round goes through all cases, so that what disturbs the machine for a while is felt in a round of each and not
-    in all of one; in every second round the engines take turns the other way round. The first warms up and is left out.
+    """Run all cases in each round, so that a disturbance affects one round of each case and not one case. Every second
+    round has the engines in reverse order. The first round warms up and does not count.
 
-    budget: seconds after which a case has no further round, once it had FEWEST. ticks: as `processor_ticks`.
+    budget: seconds after which a case gets no further round, once it has FEWEST. ticks: a function such as
+    `processor_ticks`.
     """
     made = Rounds(
         {case: {name: [] for name in workers} for case in inputs},
@@ -99,7 +101,7 @@ def rounds(
 def _turn(
     worker: Asked, asked: Mapping[str, Any], quiet: float, ticks: Callable[[], tuple[int, int]], tries: int
 ) -> tuple[float, dict[str, Any]]:
-    """The reply of the try that was disturbed the least, and the share of the processors' time that others took."""
+    """Return the reply of the least disturbed try, and its stolen share of the processors' time."""
     held: list[tuple[float, dict[str, Any]]] = []
     for _ in range(tries):
         time.sleep(quiet)
@@ -113,7 +115,7 @@ def _turn(
 
 
 def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
-    """Seconds of the whole "request", and if it is told to the "first" token and for each "step" from there."""
+    """Return the seconds of the whole "request", and, if known, to the "first" token and of each further "step"."""
     seconds, first = reply["seconds"], reply["first"]
     if first is None:
         return {"request": seconds}
@@ -122,14 +124,14 @@ def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
 
 
 def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Measure → how many times as long as ours theirs took in the same round, the median."""
+    """Return measure → the median ratio of the peer's time to tformer's in the same round."""
     names = set(theirs[0] if theirs else ()) & set(ours[0] if ours else ())
     pairs = list(zip(theirs, ours, strict=True)) if names else []
     return {name: statistics.median(a[name] / b[name] for a, b in pairs) for name in sorted(names)}
 
 
 def agreement(results: Sequence[Sequence[int]], source: Sequence[Sequence[int]]) -> float:
-    """Of the steps that began from the source's own tokens, the share that chose the source's next one."""
+    """Return the share of steps after the source's own tokens that chose the source's next token."""
     equal = changed = 0
     for mine, right in zip(results, source, strict=True):
         same = next((i for i, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b), len(right))
@@ -139,7 +141,7 @@ def agreement(results: Sequence[Sequence[int]], source: Sequence[Sequence[int]])
 
 
 def cosine(results: Sequence[Sequence[float]], source: Sequence[Sequence[float]]) -> float:
-    """The mean cosine of each vector and the source's."""
+    """Return the mean cosine between each vector and the source's."""
     return sum(
         sum(a * b for a, b in zip(mine, right, strict=True)) / (math.hypot(*mine) * math.hypot(*right))
         for mine, right in zip(results, source, strict=True)
@@ -147,7 +149,7 @@ def cosine(results: Sequence[Sequence[float]], source: Sequence[Sequence[float]]
 
 
 def quality(worker: Asked, row: Row, reference: Mapping[str, Any]) -> dict[str, float]:
-    """How far an engine's results are the source's."""
+    """Return the agreement of an engine's results with the source's."""
     case, inputs, right = row.quality, reference["inputs"], reference["result"]
     result = worker.ask("run", case=case.to_dict(), inputs=inputs, keep=True)["result"]
     if row.shape.kind == "embed":
@@ -164,7 +166,7 @@ def quality(worker: Asked, row: Row, reference: Mapping[str, Any]) -> dict[str, 
 
 
 def groups(sizes: Mapping[str, float], first: str, room: float) -> list[list[str]]:
-    """Engines that fit in memory together, each group with `first`, which the others are compared with."""
+    """Return groups of engines that fit in memory together, each with `first`, the reference of the ratios."""
     base = sizes.get(first, 0.0)
     others = [name for name in sizes if name != first]
     found: list[list[str]] = []
@@ -179,7 +181,7 @@ def groups(sizes: Mapping[str, float], first: str, room: float) -> list[list[str
 
 
 class Bench:
-    """The engines, on this machine."""
+    """The engines on this machine."""
 
     def __init__(
         self, peers: Sequence[Peer], folder: Path, threads: int, repeats: int, budget: float, timeout: float, tell: Tell
@@ -195,12 +197,12 @@ class Bench:
         return {"shape": shape.__dict__, "folder": str(folder.resolve()), "precision": precision}
 
     def once(self, peer: Peer, do: str, **arguments: Any) -> dict[str, Any]:
-        """Ask a process of its own, which ends then."""
+        """Send one request to a process of its own, and end it."""
         with Worker(peer, self.threads, self.log, self.timeout) as worker:
             return worker.ask(do, **arguments)
 
     def measure(self, row: Row, cases: Sequence[Case], precision: str, reference: Any, rates: Any) -> list[Record]:
-        """All engines on all cases in one precision."""
+        """Measure all engines on all cases in one precision."""
         model, records = self.model(row.shape, precision), []
         sizes, found = {}, {}
         largest = max(room(row.shape, case) for case in cases)
@@ -259,7 +261,7 @@ class Bench:
                 worker.close()
 
     def starts(self, row: Row, precision: str) -> list[Record]:
-        """Seconds from the start of a process to its first result: import, open, one token (or vector)."""
+        """Measure the seconds from the start of a process to its first result: import, open, one token (or vector)."""
         model, case = self.model(row.shape, precision), row.first
         inputs = inputs_of(row.shape, case)
         peers = {p.name: p for p in (*self.peers, BARE) if not row.peers or p.name in row.peers or p == BARE}
@@ -275,7 +277,7 @@ class Bench:
                     with loaded(peer, model, self.threads, self.log, self.timeout) as worker:
                         worker.ask("run", case=case.to_dict(), inputs=inputs)
                         spent = time.perf_counter() - begun
-                except PeerError:  # told already, where the engine was measured
+                except PeerError:  # reported already, where the engine was measured
                     del peers[peer.name]
                     seconds.pop(peer.name, None)
                     continue
@@ -291,8 +293,9 @@ class Bench:
 
 
 def add(records: list[Record], record: Record) -> None:
-    """Put a record to the others. What an engine took in two groups is one record; where it failed in one, that is told
-    alone."""
+    """Add a record to others. An engine that was measured in two groups has one record; one that failed in one group
+    has
+    the reason alone."""
     before = next((other for other in records if same(other, record)), None)
     if before is not None:
         records.remove(before)
@@ -305,7 +308,7 @@ def add(records: list[Record], record: Record) -> None:
 
 
 def same(one: Record, other: Record) -> bool:
-    """Whether the one takes the other's place."""
+    """Return whether a record replaces another."""
     return all(one.get(name) == other.get(name) for name in ("row", "precision", "peer", "case"))
 
 
@@ -320,6 +323,6 @@ def told(record: Record, floor: Mapping[str, float]) -> str:
 
 
 def available() -> float:
-    """Bytes of memory that nobody uses."""
+    """Return the available bytes of memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))

@@ -1,6 +1,6 @@
-"""What is measured: the models, in which precisions, and which requests.
+"""The measured models, their precisions and their requests.
 
-Only the standard library: engines in environments of their own read this too.
+This module needs the standard library only: engines in other environments import it too.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Literal
 Kind = Literal["translate", "continue", "embed"]  # encoder-decoder, decoder-only, encoder-only
 PRECISIONS = ("fp32", "int8", "int4")
 END, START, PAD = 2, 1, 0
-FIRST = 10  # the first id that inputs are drawn from
+FIRST = 10  # the lowest id of inputs
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. heads: of queries; shared: of keys and values. gated: a third matrix in the feed-forward.
+    """The sizes of a model. heads: of queries; shared: of keys and values. gated: a third matrix in the feed-forward.
 
-    vocabulary: of what it reads; target: of what it writes, if that is another.
+    vocabulary: of the inputs; target: of the outputs, if it differs.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """The width of the keys of all heads."""
+        """Return the width of the keys of all heads."""
         return self.width * (self.shared or self.heads) // self.heads
 
     @property
@@ -47,7 +47,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One batch of requests. prompt: tokens of each, in the encoder or before those that are generated; new: these."""
+    """One batch of requests.
+
+    prompt: tokens of each, in the encoder or before the generated ones; new: generated tokens.
+    """
 
     batch: int
     prompt: int
@@ -72,7 +75,7 @@ class Row:
     cases: tuple[Case, ...]
     quick: tuple[Case, ...]
     quality: Case
-    peers: tuple[str, ...] = ()  # none: all of them
+    peers: tuple[str, ...] = ()  # empty: all of them
 
     @property
     def name(self) -> str:
@@ -80,7 +83,7 @@ class Row:
 
     @property
     def first(self) -> Case:
-        """The request of a process that has just begun."""
+        """Return the request of a process that has just started."""
         return replace(self.quick[0], new=min(self.quick[0].new, 1))
 
 
@@ -142,7 +145,7 @@ def shape_of(values: dict[str, Any]) -> Shape:
 
 
 def inputs_of(shape: Shape, case: Case, seed: int = 0) -> list[list[int]]:
-    """Random ids for a case, the same at any time and in any process."""
+    """Return random ids for a case, the same in any process."""
     draw = random.Random(f"{shape.name} {case.batch} {case.prompt} {seed}")
     lowest = min(FIRST, shape.vocabulary // 2)
     return [[draw.randrange(lowest, shape.vocabulary) for _ in range(case.prompt)] for _ in range(case.batch)]

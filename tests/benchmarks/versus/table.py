@@ -1,4 +1,7 @@
-"""The results as Markdown: a table for each model, what is told beside speed, and where another engine is ahead."""
+"""The results as Markdown.
+
+a table for each model, figures other than speed, and the figures where another engine is ahead.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ TITLES = {
 
 
 def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
-    """rates: what the machine reads and multiplies, as `engines.rates` measures it."""
+    """Return the tables. rates: the result of `engines.rates`."""
     parts = []
     for row in ROWS:
         mine = [record for record in records if record["row"] == row.name]
@@ -62,7 +65,7 @@ def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> I
 
 
 def _counts(record: Record, kind: str, measure: str) -> bool:
-    """Whether a record has a figure for a table. Of a decoder's whole requests only those with beams are told."""
+    """Return whether a record belongs to a table. Whole requests of a decoder count with beams only."""
     case = record.get("case")
     if not isinstance(case, dict) or measure not in record.get("seconds", ()):
         return False
@@ -70,7 +73,10 @@ def _counts(record: Record, kind: str, measure: str) -> bool:
 
 
 def _figure(seconds: float, case: Case, measure: str) -> float:
-    """What is told: milliseconds, of one step of a whole request; sentences a second where nothing is generated."""
+    """Return the figure of a cell.
+
+    milliseconds of one step of a whole request; sentences per second where nothing is generated.
+    """
     if not case.new:
         return case.batch / seconds
     return 1e3 * seconds / (case.new if measure == "request" else 1)
@@ -108,7 +114,7 @@ BESIDE = {
 
 
 def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
-    """Quality, memory, starts, and what many tokens in the cache cost."""
+    """Return the table of quality, memory, starts, and the cost of many cached tokens."""
     of_models = [record for record in records if "case" not in record and "bytes" in record]
     starts = [record for record in records if record.get("case") == "start"]
     columns = _columns([*of_models, *starts])
@@ -133,7 +139,7 @@ def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
 
 
 def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, float]] | None:
-    """A step of one row with the most tokens cached, over one with the fewest."""
+    """Return the time of a step of one row with the most cached tokens over that with the fewest."""
     steps: dict[str, dict[int, float]] = {}
     for record in records:
         seconds, case = record.get("seconds", {}), record.get("case")
@@ -148,7 +154,7 @@ def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, f
 
 
 def _reasons(records: Sequence[Record]) -> Iterator[str]:
-    """Why a column or a cell is empty."""
+    """Return the reasons of empty columns and cells."""
     told: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if "error" in record:
@@ -160,7 +166,7 @@ def _reasons(records: Sequence[Record]) -> Iterator[str]:
 
 
 def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
-    """(ratio, sentence) for each figure in which another engine took less time than tformer, the worst first."""
+    """Return (ratio, sentence) for each figure in which another engine took less time than tformer, the worst first."""
     kinds = {row.name: row.shape.kind for row in ROWS}
     found = []
     for record in records:
@@ -176,7 +182,7 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
 
 
 def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
-    """What is set out to be reached, and what was."""
+    """Return the table of targets and measured figures."""
     lines = []
     for one in reached(records, rates):
         form = "{:.0%}" if one.peer == FLOOR else "{:.2f} ×"
@@ -188,7 +194,7 @@ def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[
 
 
 def _disturbed(records: Sequence[Record]) -> Iterator[str]:
-    """That others took the processors' time meanwhile."""
+    """Return the sentence on stolen processor time."""
     shares = [share for record in records for share in record.get("stolen", ())]
     if shares:
         many = sum(share > STOLEN for share in shares) / len(shares)
@@ -197,7 +203,7 @@ def _disturbed(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _mixed(records: Sequence[Record]) -> Iterator[str]:
-    """That figures of tformer are not all of the same program."""
+    """Return the sentence on figures of different versions of tformer."""
     mine = {peer.name for peer in (OURS, *VARIANTS)}
     codes = {record["code"] for record in records if record["peer"] in mine and "code" in record}
     if len(codes) > 1:

@@ -1,4 +1,4 @@
-"""What tformer sets out to reach on two cores with AVX-512 VNNI, and how far it is there."""
+"""Targets of tformer on two cores with AVX-512 VNNI, and the measured figures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
 
 FLOOR = "the floor"
-COLUMNS = tuple(peer.name for peer in (OURS, *VARIANTS) if peer != FIXED)  # with a scale for each row, as others have
+COLUMNS = tuple(peer.name for peer in (OURS, *VARIANTS) if peer != FIXED)  # with a scale for each row, as in the peers
 
 
 @dataclass(frozen=True)
 class Target:
-    """times: batch → how many times as fast as a peer, or as the floor, tformer is to be. kinds: of models. prompt:
-    None for any."""
+    """A target.
+
+    times: batch → the ratio to reach, to a peer or to the floor. kinds: of models. prompt: None for any.
+    """
 
     kinds: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -47,7 +49,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Reached:
-    """times: our column → how many times as fast as `peer` it was."""
+    """A measured target. times: our column → the ratio to `peer`."""
 
     row: str
     precision: str
@@ -59,7 +61,7 @@ class Reached:
 
 
 def reached(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[Reached]:
-    """What was measured of the targets. g2p, the repository's own model, has none."""
+    """Return the measured targets. g2p, a model of the repository, has none."""
     told = [record for record in records if isinstance(record.get("case"), dict) and "seconds" in record]
     for row in (row for row in ROWS if not row.shape.trained):
         for precision in row.precisions:
@@ -78,7 +80,7 @@ def reached(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[R
 
 
 def _of_peer(found: Mapping[str, Record], measure: str, peer: str) -> dict[str, float]:
-    """Of what each took beside the default column in the same rounds."""
+    """Return the ratios of each column in the rounds of the default column."""
     theirs = found.get(peer, {}).get("ratio", {}).get(measure)
     return {name: theirs / found[name]["ratio"][measure] for name in COLUMNS if name in found} if theirs else {}
 

@@ -1,6 +1,6 @@
 """One engine in a process of its own: a line of JSON in, a line of JSON out.
 
-    python -m versus.worker MODULE        versus.engines.ours, or what else has `prepare` and `Engine`
+    python -m versus.worker MODULE        versus.engines.ours, or another module with `prepare` and `Engine`
 
     {"do": "prepare", "shape": …, "folder": …, "precision": …}     → {"bytes": of the files}
     {"do": "load", …the same…, "threads": 2}                       → {"seconds": …}
@@ -10,10 +10,10 @@
     {"do": "versions"}                                             → {package: version}
     {"do": "memory"}                                               → {"peak": bytes, "now": bytes}
 
-least: a request that takes fewer seconds is made again until as many have passed, FEWEST times at least, and the median
-is told; the first, which wakes the engine, is not counted then. first: seconds to the first token, None where an engine
-does not tell. What fails is answered with {"error": sentence}.
-Everyone, tformer too, is run like this: nobody's threads spin in another's process, and memory is each one's own.
+least: a request is repeated until this many seconds have passed, FEWEST times at least, and the median is the answer;
+the first run, which wakes the engine, does not count then. first: seconds to the first token, None where an engine does
+not report it. An error is answered with {"error": sentence}. Every engine, tformer included, runs like this: no threads
+spin in another engine's process, and memory is its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-FEWEST = 3  # so that one that the machine stood still in is not the median
+FEWEST = 3  # so that one disturbed run is not the median
 
 
 class Worker:
@@ -51,7 +51,7 @@ class Worker:
             return getattr(self, f"_{request.pop('do')}")(**request)
         except UnavailableError as error:
             return {"error": str(error)}
-        except Exception as error:  # whatever it is, the others go on
+        except Exception as error:  # any error: the other engines continue
             if os.environ.get("VERSUS_TRACE"):
                 raise
             lines = str(error).strip().splitlines() or [""]
@@ -115,7 +115,7 @@ def serve(worker: Worker, lines: TextIO, replies: TextIO) -> None:
 
 
 def main() -> None:
-    # What the engines' libraries print on standard output must not come between the answers.
+    # Output of the engines' libraries must not mix with the answers on standard output.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")

@@ -1,13 +1,13 @@
 """Every engine is a module with
 
-    prepare(folder, shape, precision) -> int      make its files from the source's, if they are not there; their bytes
+    prepare(folder, shape, precision) -> int      make its files from the source's, if they are missing; their bytes
     Engine(folder, shape, precision, threads)     open them
-    Engine.run(case, inputs)                      → when the first token was there (perf_counter; None: it is not told),
-                                                  and the tokens of each request, or the vector of each
+    Engine.run(case, inputs)                      → the time of the first token (perf_counter; None: unknown), and the
+                                                  tokens of each request, or the vector of each
     Engine.score(inputs, last)                    optional: the log-probabilities of the last ids of each sequence
 
-and raises UnavailableError for what it cannot do. Heavy imports stand in functions: a worker that opens a file imports
-only what a user's program would.
+and raises UnavailableError for a case that it cannot run. Heavy imports are in functions: a worker that opens a file
+imports no more than a user's program.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 
 from versus.shapes import Shape
 
-SOURCE = "source"  # the folder with what every engine's files are made from
+SOURCE = "source"  # the folder with the source of every engine's files
 HUGGING_FACE = "hf"  # in it, the same weights as a transformers model, where there is a class for them
 
 
 class UnavailableError(Exception):
-    """This engine does not do that; the text says why."""
+    """This engine cannot do that; the text is the reason."""
 
 
 def made(path: Path, make: Callable[[Path], object], code: str = "") -> int:
-    """Have `make` fill a folder, unless it is there already, and made by the same code; its bytes. A killed run leaves
-    no half of one."""
+    """Let `make` fill a folder, unless the same code has filled it before; return its bytes. An interrupted run leaves
+    no
+    partial folder."""
     told = path / "code"
     if not path.exists() or (code and (told.read_text() if told.exists() else "") != code):
         part = path.with_name(f"{path.name}.part")
@@ -44,7 +45,7 @@ def made(path: Path, make: Callable[[Path], object], code: str = "") -> int:
 
 
 def code_of(*folders: Path) -> str:
-    """A digest of the Python in some folders."""
+    """Return a digest of the Python files in some folders."""
     digest = hashlib.sha256()
     for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -52,7 +53,7 @@ def code_of(*folders: Path) -> str:
 
 
 def hugging_face(folder: Path, shape: Shape) -> Path:
-    """The transformers model of a shape."""
+    """Return the transformers model of a shape."""
     path = folder / SOURCE / HUGGING_FACE
     if not path.exists():
         raise UnavailableError(f"transformers has no class for {shape.name} (pre-norm, a vocabulary for each side)")

@@ -1,5 +1,6 @@
-"""A bare onnxruntime session on tformer's file: import, open, one run of each stage on as many tokens as are asked for.
-What a start cannot be without."""
+"""A bare onnxruntime session on tformer's file: import, open, one run of each stage on the requested tokens.
+
+It is the least that a start takes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from versus.engines import ours
 from versus.engines.ours import prepare as prepare
 from versus.shapes import Case, Shape
 
-TOTAL, LAST = "decode.total", "decode.last"  # the inputs that must not be zero: tokens so far, and the last one's place
-SLOTS = 16  # more than there are tokens, of caches, whose content is no matter
+TOTAL, LAST = "decode.total", "decode.last"  # inputs that must not be zero: the number of tokens, and the last position
+SLOTS = 16  # slots of the caches, more than there are tokens; their content has no effect
 
 
 class Engine:

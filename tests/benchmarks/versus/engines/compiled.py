@@ -1,4 +1,4 @@
-"""transformers under `torch.compile`, with a cache of fixed size, as its documentation has it."""
+"""transformers under `torch.compile`, with a static cache, as in its documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Engine(eager.Engine):
         import torch
 
         super().__init__(folder, shape, precision, threads)
-        torch._dynamo.config.cache_size_limit = 64  # each case has sizes of its own
+        torch._dynamo.config.cache_size_limit = 64  # each case has other sizes
         self.model.forward = torch.compile(self.model.forward)
         if shape.kind != "embed":
             self.options = {"cache_implementation": "static"}
@@ -23,6 +23,6 @@ class Engine(eager.Engine):
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         if self.kind == "continue" and case.beams > 1:
             raise UnavailableError("beams with a static cache are compiled anew step after step: 8 rows took 78 s")
-        # Else its cache is as large as that of its longest request so far, whatever this one needs.
+        # Otherwise the cache keeps the size of the longest request so far.
         self.model._previous_max_cache_length = -1
         return super().run(case, inputs)

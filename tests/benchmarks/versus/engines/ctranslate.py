@@ -1,4 +1,4 @@
-"""CTranslate2: an encoder-decoder's weights put into its model specification; its own converter for the others."""
+"""CTranslate2: the weights of an encoder-decoder in its model specification; its own converter for other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers as it comes: `generate()` and `forward` of its own classes in PyTorch, in fp32."""
+"""transformers as published: `generate()` and `forward` of its classes in PyTorch, in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
 
 
 class Engine:
-    """Of anything that has transformers' calls."""
+    """An engine for any model with the calls of transformers."""
 
     options: dict[str, Any] = {}  # noqa: RUF012
 
@@ -60,7 +60,7 @@ class Engine:
 
 
 class _Clock:
-    """A stopping criterion that stops nothing, and notes when each token was chosen."""
+    """A stopping criterion that stops nothing and records the time of each token."""
 
     def __init__(self, times: list[float]) -> None:
         self.times = times

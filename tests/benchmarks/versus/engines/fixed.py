@@ -1,4 +1,4 @@
-"""tformer with activations on fixed scales, learnt from random ids: of such are the requests that are measured."""
+"""tformer with static scales of activations, learnt from random ids, which the measured requests consist of."""
 
 from __future__ import annotations
 

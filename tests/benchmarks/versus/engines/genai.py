@@ -1,4 +1,4 @@
-"""onnxruntime-genai: its model builder on the same folder, its Generator as its examples use it."""
+"""onnxruntime-genai: its model builder on the same folder, and its Generator as in its examples."""
 
 from __future__ import annotations
 

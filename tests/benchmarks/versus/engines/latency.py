@@ -1,4 +1,4 @@
-"""tformer with kernels of their own for few rows, which cost memory: what one request at a time wants."""
+"""tformer with kernels for few rows, which take more memory: the choice for single requests."""
 
 from __future__ import annotations
 

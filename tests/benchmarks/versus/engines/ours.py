@@ -16,7 +16,7 @@ VARIANTS = ("fixed", "latency")  # static scales of activations, and kernels for
 
 
 def prepare(folder: Path, shape: Shape, precision: str, variant: str | None = None) -> int:
-    """variant: one of VARIANTS; None for the defaults."""
+    """Export the model. variant: one of VARIANTS; None for the defaults."""
     path = model_path(folder, precision, variant)
     export = functools.partial(_export, folder, shape, precision, variant)
     return made(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
@@ -71,7 +71,10 @@ class Engine:
         self.kind = shape.kind
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
-        """The first token is counted from when the requests had been made ready, some microseconds a row."""
+        """Run the requests.
+
+        The time of the first token counts from the call of the model, some microseconds after the beginning.
+        """
         begun = time.perf_counter()
         if self.kind == "embed":
             return None, self.model.embed(inputs, batch_size=case.batch).tolist()

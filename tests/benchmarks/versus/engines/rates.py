@@ -1,4 +1,4 @@
-"""What the machine can do at most: bytes read a second, multiply-adds a second. Not an engine: it has `measure`."""
+"""The highest rates of the machine: bytes read and multiply-adds per second. It is no engine: it has `measure`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUNDS = 8
 
 
 def measure(threads: int) -> dict[str, float]:
-    """bandwidth: bytes a second. fp32, int8: multiply-adds a second. The best of several rounds each."""
+    """Return bandwidth in bytes per second, fp32 and int8 in multiply-adds per second, the best of several rounds."""
     return {
         "bandwidth": _bandwidth(threads),
         "fp32": _products("MatMul", threads),
@@ -20,7 +20,7 @@ def measure(threads: int) -> dict[str, float]:
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the seconds of the fastest round."""
     times = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()
@@ -30,7 +30,7 @@ def _best(call: Callable[[], object]) -> float:
 
 
 def _bandwidth(threads: int) -> float:
-    """Reading once what does not fit in the caches: the faster of a sum, and of the product with a vector."""
+    """Read data larger than the processor caches once: the faster of a sum and a product with a vector."""
     import torch
 
     torch.set_num_threads(threads)
@@ -41,7 +41,7 @@ def _bandwidth(threads: int) -> float:
 
 
 def _products(operator: str, threads: int) -> float:
-    """onnxruntime's product of rows with a constant matrix, which it packs when it opens the model."""
+    """Multiply rows with a constant matrix by onnxruntime, which packs the matrix when it opens the model."""
     import numpy as np
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper

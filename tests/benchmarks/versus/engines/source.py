@@ -1,4 +1,4 @@
-"""The weights, and what they compute in fp32: what all engines' files are made from and compared with.
+"""The weights of the models and their results in fp32. All engines' files are made from and compared with them.
 
 `source/` then holds `model.pt` (an encoder-decoder of tformer_models), `hf/` (a transformers model with the same
 weights, and a tokenizer whose tokens are the ids in decimal), and `reference.json`: the inputs of the quality case and
@@ -28,7 +28,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
 
 
 def encoder_decoder(folder: Path, shape: Shape) -> Any:
-    """The module that `prepare` has written."""
+    """Return the module that `prepare` has written."""
     from tformer_models.seq2seq import Seq2SeqTransformer
 
     saved = torch.load(folder / "model.pt", weights_only=True)
@@ -65,10 +65,10 @@ def _encoder_decoder(folder: Path, shape: Shape) -> None:
 
 
 def _random_encoder_decoder(shape: Shape) -> tuple[Any, dict[str, Any]]:
-    """One table of tokens for all. Greedy output neither repeats itself nor ends, as that of a trained model in work:
+    """Return a model with one table of tokens, whose greedy output neither repeats itself nor ends, as if trained.
 
-    the last norm has gains of random signs, so that a token is not its own likeliest successor through the shared
-    table, and what is attended to changes slowly, and with it what comes next.
+    The last norm has gains of random signs, so that a token is not its own most likely successor through the shared
+    table. Attention changes slowly over positions, and so does the next token.
     """
     from tformer_models.seq2seq import Seq2SeqTransformer
 
@@ -94,7 +94,7 @@ def _share(module: Any) -> None:
 
 
 def _marian(module: Any, shape: Shape) -> Any:
-    """The same weights as transformers' Marian, whose order of sines and cosines the module takes over."""
+    """Return transformers' Marian with the same weights; the module takes over its order of sines and cosines."""
     import transformers
 
     config = transformers.MarianConfig(
@@ -141,8 +141,8 @@ def _decoder(folder: Path, shape: Shape) -> None:
         pad_token_id=PAD, bos_token_id=START, eos_token_id=END, tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
-    model.model.embed_tokens.weight.normal_(0, 0.3)  # what comes next depends on the token and on those before it
-    model.lm_head.weight *= 5  # a perplexity of tens, not of thousands; the likeliest token stays what it is
+    model.model.embed_tokens.weight.normal_(0, 0.3)  # the next token depends on this token and on earlier ones
+    model.lm_head.weight *= 5  # a perplexity of tens, not of thousands; the most likely token stays the same
     _greedy(model).save_pretrained(folder / HUGGING_FACE)
     _tokenizer(folder / HUGGING_FACE, shape.vocabulary)
     inputs, new = _reference_inputs(shape), _quality(shape).new
@@ -162,12 +162,12 @@ def _encoder(folder: Path, shape: Shape) -> None:
         vocab_size=shape.vocabulary, hidden_size=shape.width, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, intermediate_size=shape.feedforward, hidden_act="gelu",
         max_position_embeddings=shape.max_length, pad_token_id=PAD,
-        position_embedding_type="absolute",  # the only one there is by now; CTranslate2's converter asks
+        position_embedding_type="absolute",  # the only one that still exists; CTranslate2's converter reads it
     )  # fmt: skip
     model = transformers.BertModel(config).eval()
     for layer in model.encoder.layer:
         for linear in (layer.attention.output.dense, layer.output.dense):
-            linear.weight *= 3  # as a trained one's: the layers say as much as the embeddings
+            linear.weight *= 3  # as in a trained model, layers contribute as much as embeddings
     model.save_pretrained(folder / HUGGING_FACE)
     _tokenizer(folder / HUGGING_FACE, shape.vocabulary)
     inputs = _reference_inputs(shape)
@@ -180,7 +180,7 @@ MAKERS = {"translate": _encoder_decoder, "continue": _decoder, "embed": _encoder
 
 
 def _greedy(model: Any) -> Any:
-    """Without the defaults that generate() would otherwise take from the class: one beam, no words banned."""
+    """Set greedy decoding: one beam and no banned words, which generate() would take from the defaults of the class."""
     import transformers
 
     model.generation_config = transformers.GenerationConfig(
