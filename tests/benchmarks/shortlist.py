@@ -31,7 +31,7 @@ from tformer_export.quantize import quantize
 from tformer_export.shortlist import MIN_EQUAL_SHARE, separate_projection, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
 from tformer_runtime import Model
-from tformer_runtime.engine.shortlist import Shortlist, together
+from tformer_runtime.engine.shortlist import Shortlist, union_of_candidates
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 
 BYTE_PAIRS = 16000
@@ -108,7 +108,7 @@ def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, b
                 begun = time.perf_counter()
                 list(model.generate_batch(batch, batch_size=rows, num_beams=beams, max_new_tokens=STEPS, shortlist=on))
                 spent[on] = time.perf_counter() - begun
-            union = together([table.candidates({"src": np.array(source)}) for source in batch], VOCABULARY)
+            union = union_of_candidates([table.candidates({"src": np.array(source)}) for source in batch], VOCABULARY)
             columns.append(0 if union is None else len(union))
             ratios += [spent[False] / spent[True]] * bool(turn)
     low, _, high = statistics.quantiles(ratios, n=4)

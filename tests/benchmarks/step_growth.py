@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.kv_cache import bytes_of
+from tformer_runtime.engine.kv_cache import cache_bytes
 from tformer_runtime.engine.state import State
 
 ROUNDS, STEPS, SOURCE = 9, 4, 24
@@ -41,16 +41,13 @@ def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> No
             times = _milliseconds([_started(engine, count, cached) for engine in engines], engines)
             for i, (model, engine, found) in enumerate(zip(models, engines, times, strict=True)):
                 least.setdefault(i, found)
-                reading = bytes_of(engine.decode.caches, count, cached) / bandwidth * 1e3
+                reading = cache_bytes(engine.decode.caches, count, cached) / bandwidth * 1e3
                 growth = f"{(found - least[i]) / reading:.2f} × the {reading:.2f} ms of reading"
                 click.echo(f"{Path(model).name}: {count} rows, {cached} cached: {found:.2f} ms; grown by {growth}")
 
 
 def _started(engine: Engine, rows: int, cached: int) -> State:
-    """Return a state with a number of cached positions, in memory that was written.
-
-    untouched pages would be cheaper.
-    """
+    """Return a state with cached positions in memory that was written: untouched pages are faster to read."""
     inputs = engine.manifest.encode.inputs if engine.manifest.encode else ()
     sources = {i.name: [np.full(SOURCE, 5, np.int64)] * rows for i in inputs if i.role == "ids"}
     state = engine.start(sources or None, rows)

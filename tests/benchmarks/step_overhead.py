@@ -2,13 +2,14 @@
 
     python tests/benchmarks/step_overhead.py [model.onnx] [--rows 1] [--threads N]
 
-The bare call is onnxruntime's `run_with_iobinding` with the binding of the last step. Without a file, a small random
-one is built that takes a few hundred microseconds a step. Rounds of both alternate, so that background load slows both;
-the medians are compared.
+The bare call is `Session.run`, onnxruntime's `run_with_iobinding`, with the binding of the last step. Without a file,
+a small random one is built that takes a few hundred microseconds a step. Rounds of both alternate, so that background
+load slows both; the medians are compared.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from tformer_runtime.engine.decode_call import SessionCall
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
 
@@ -36,11 +38,10 @@ def main(model: str | None, rows: int, threads: int | None) -> None:
         state = _started(engine, rows)
         tokens = np.full((rows, 1), 5, np.int64)
         engine.step(state, tokens)
-        stepped.append(_microseconds(lambda state=state, tokens=tokens: engine.step(state, tokens)))
+        stepped.append(_microseconds(functools.partial(engine.step, state, tokens)))
         call, state = state.call, _started(engine, rows)
-        assert call is not None
-        session, binding = engine.session._sessions["decode"], call.bindings[0]
-        bare.append(_microseconds(lambda session=session, binding=binding: session.run_with_iobinding(binding)))
+        assert isinstance(call, SessionCall)
+        bare.append(_microseconds(functools.partial(engine.session.run, call.bindings[0], "decode")))
     one, other = float(np.median(stepped)), float(np.median(bare))
     click.echo(f"rows {rows}: step {one:.1f} µs, bare session call {other:.1f} µs, ratio {one / other:.3f}")
 

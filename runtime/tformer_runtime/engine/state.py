@@ -30,7 +30,7 @@ class DecodeCall(Protocol):
     logit_positions: LogitPositions
     keeps_logits_on_device: bool
 
-    def ready(self, longest: int) -> bool:
+    def ready(self, max_row_length: int) -> bool:
         """Return whether this thread may run the call. max_row_length: cached tokens of the longest row."""
 
     def run(self, state: State, tokens: Array, counts: Array | None, total_slots: int) -> Array:
