@@ -171,7 +171,11 @@ def test_missing_step_input_is_refused(folder):
         load_source(folder, step_input="tgt", tokenizer=False)
 
 
-def test_chat_matches_chat_template_of_transformers(tmp_path):
+CHAT_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def save_chat_model(folder):
+    """Write a folder with a random language model, a tokenizer of words and a chat template. Return both objects."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -179,24 +183,28 @@ def test_chat_matches_chat_template_of_transformers(tmp_path):
         initializer_range=0.5,
     )  # fmt: skip
     module = transformers.LlamaForCausalLM(config).eval()
-    module.save_pretrained(tmp_path / "chat")
-    special_tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    names = [*special_tokens.values(), *(f"w{i}" for i in range(3, 40))]
+    module.save_pretrained(folder)
+    names = [*CHAT_TOKENS.values(), *(f"w{i}" for i in range(3, 40))]
     words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special_tokens)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **CHAT_TOKENS)
     tokenizer.chat_template = (
         "{{ bos_token }} {% for m in messages %}{{ m['content'] }} "
         "{{ eos_token if m['role'] == 'assistant' else 'w9' }} {% endfor %}{% if add_generation_prompt %}w8{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(folder)
+    return module, tokenizer
+
+
+def test_chat_matches_chat_template_of_transformers(tmp_path):
+    module, tokenizer = save_chat_model(tmp_path / "chat")
     export(load_source(tmp_path / "chat"), tmp_path / "model.onnx", max_length=48)
     manifest = read_manifest(tmp_path / "model.onnx")
     assert manifest.chat_template == tokenizer.chat_template
-    assert manifest.chat_tokens == special_tokens
+    assert manifest.chat_tokens == CHAT_TOKENS
     (shutil.copytree(tmp_path / "chat", tmp_path / "mute") / "chat_template.jinja").unlink()
     without_template = load_source(tmp_path / "mute")
-    assert (without_template.chat_template, without_template.chat_tokens) == (None, special_tokens)
+    assert (without_template.chat_template, without_template.chat_tokens) == (None, CHAT_TOKENS)
     assert with_template(without_template, tokenizer.chat_template).chat_template == tokenizer.chat_template
     model = Model.load(tmp_path / "model.onnx", "cpu")
     assert model.info()["chat_template"] == "yes"
