@@ -102,7 +102,6 @@ def export(
     operations, and memory of about four times the weights. While a model is captured, analysed and lowered, torch is
     patched for the whole process under a lock: exports of other threads wait.
     """
-    task = task if isinstance(task, Task) else Task(task)
     options = ExportOptions(
         quantization=quantization if isinstance(quantization, Quantization) else Quantization(quantization),
         extra_outputs=extra_outputs or ExtraOutputs(),
@@ -117,19 +116,15 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series)
-    statements = Statements(
-        tokenizer,
-        task.name,
-        special_tokens,
-        generation_defaults,
-        series,
-        chat_template,
-        preprocessor,
-        task.labels,
-        task.problem_type,
-        task.pooling,
-        task.normalize,
-        max_length,
+    statements = Statements.of(
+        task,
+        tokenizer=tokenizer,
+        special_tokens=special_tokens,
+        generation_defaults=generation_defaults,
+        series=series,
+        chat_template=chat_template,
+        preprocessor=preprocessor,
+        max_length=max_length,
     )
     source = finish(source, statements)
     clock = PhaseClock(progress)

@@ -171,6 +171,8 @@ def command(
     SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with
     --step-input), a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
     """
+    if quiet and verbose:
+        raise click.UsageError("--quiet writes nothing but errors: not with --verbose")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
@@ -391,13 +393,14 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except TformerError as error:
-        _fail(f"tformer-export: {error}", status=1)
-    except KeyboardInterrupt:
-        _fail("interrupted", status=130)
+        _fail(str(error), error, status=1)
+    except KeyboardInterrupt as error:
+        _fail("interrupted", error, status=130)
 
 
-def _fail(sentence: str, status: int) -> NoReturn:
-    if "--verbose" in sys.argv:
-        traceback.print_exc()
-    print(sentence, file=sys.stderr)
+def _fail(sentence: str, error: BaseException, status: int) -> NoReturn:
+    if "--verbose" in sys.argv:  # the error may come from the parsing of the command line
+        traceback.print_exception(error)
+    notes = getattr(error, "__notes__", ())
+    print(f"tformer-export: {'; '.join((sentence, *notes))}", file=sys.stderr)
     sys.exit(status)

@@ -256,7 +256,7 @@ def analyse_model(
     check_special_tokens(source, inputs)
     series = make_series_preprocessor(source, graph, inputs)
     if attentions and series is not None:
-        raise OptionError("attention is given for what is run once as it is, and a series is cut, scaled and fed back")
+        raise OptionError("attentions are not outputs of a forecaster: a series is cut, scaled and fed back")
     special = source.special_tokens
     is_only_padding = special.pad_token_id not in (*special.bos_token_ids, *special.eos_token_ids)
     fold_padding_tests(graph, special.pad_token_id if is_only_padding else None)

@@ -74,8 +74,8 @@ class Quantization:
     max_degradation: float | str | DegradationBudget | None = option(
         None,
         "Refuse a file that changes more than this share of tokens (1% or 0.01), or that multiplies the perplexity by "
-        "more (1.02x). The default for mixed is 1.01x. For a model that is run once: the share of rows whose class "
-        "changes, or the loss of mean cosine.",
+        "more (1.02x). For a model that is run once: the share of rows whose class changes, or the loss of mean "
+        "cosine. The default for mixed is 1.01x, or 1% for a model that is run once.",
         flag="--max-degradation",
         metavar="SHARE",
     )
@@ -151,8 +151,8 @@ class ExportOptions:
     optimize_for: str = option(
         THROUGHPUT,
         "Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
-        "least. latency: steps of one to three rows are faster, round otherwise than larger batches, and hold the "
-        "decoder's weights twice.",
+        "least. latency: steps of one or two rows (up to three with 4 bits) are faster. They round otherwise "
+        "than larger batches, and the decoder's weights are held twice.",
         flag="--optimize-for",
         choices=OPTIMIZATION_GOALS,
     )

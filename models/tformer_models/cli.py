@@ -33,6 +33,9 @@ def main(recipe: Path, output: Path | None, resume: bool, force: bool, threads: 
     except TformerError as error:
         click.echo(f"tformer-train: {error}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("tformer-train: interrupted; the same command with --resume continues the run", err=True)
+        sys.exit(130)
 
 
 def train_recipe(recipe: Path, output: Path, resume: bool, force: bool, threads: int | None) -> Path:

@@ -43,10 +43,28 @@ class Averaged(Plain):
         return self.out(self.embed(tgt) + mean.unsqueeze(1))
 
 
+class Scorer(Plain):
+    """Two scores for each text."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.scores = nn.Linear(width, 2)
+
+    def forward(self, ids):
+        return self.scores(self.embed(ids).mean(1))
+
+
 def averaged(width):
     options = {"step_input": "tgt", "masks": {"mask": padding("src", dtype=torch.float32)},
         "special_tokens": {"bos_token_id": 1, "eos_token_id": 2}}
     return Averaged(width), {"src": IDS, "tgt": IDS}, options
+
+
+def classifier():
+    from tformer_export import Task
+
+    task = Task("text-classification", labels=["low", "high"])
+    return Scorer(8), {"ids": IDS}, {"task": task, "special_tokens": {"pad_token_id": 0}}
 
 
 def unknown_options():
@@ -111,6 +129,12 @@ def test_masks_of_a_factory_become_inputs(user_folder, run):
         manifest.special_tokens.bos_token_ids,
         manifest.special_tokens.eos_token_ids,
     ) == ("tgt", (1,), (2,))
+
+
+def test_task_of_a_factory_with_its_labels_is_the_task_of_the_file(user_folder, run):
+    status, err = run("mine:classifier")
+    assert status == 0, err
+    assert Model.load("classifier.onnx", "cpu").classify([[3, 4]])[0].label in ("low", "high")
 
 
 def test_torch_export_program_decodes_as_its_module(user_module, run, refused):

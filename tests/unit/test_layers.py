@@ -100,6 +100,21 @@ def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
     assert find_imports(tmp_path / "one.py", "p", modules) == {"two", "three.four"}
 
 
+LISTS_MODULES = ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")
+
+
+@pytest.mark.parametrize("folder", LISTS_MODULES)
+def test_package_docstring_has_a_line_for_each_module(folder):
+    path = ROOT / "tformer_export" / folder
+    lines = (ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or "").splitlines()[2:]
+    modules = {p.stem for p in path.glob("*.py")} - {"__init__"} | {
+        f"{p.parent.name}/" for p in path.glob("*/__init__.py")
+    }
+    firsts = {name for line in lines for name in line.split("  ")[0].split(", ")}
+    assert firsts <= modules
+    assert {name for name in modules if not any(name in line for line in lines)} == set()
+
+
 def test_folder_has_at_most_max_files():
     for folder in ("tformer_export", "runtime", "models"):
         for path in (ROOT / folder, *(p for p in (ROOT / folder).rglob("*") if p.is_dir())):

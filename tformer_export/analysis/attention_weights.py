@@ -70,7 +70,7 @@ def add_cross_attentions(captured: CapturedGraph, selection: AttentionSelection)
     heads = select_heads(selection, [int(meta(node.args[0]).shape[1]) for node in layers])
     lengths = {expression(meta(layers[i].args[1]).shape[2]) for i in heads}
     if len(lengths) > 1:
-        raise OptionError("alignments of these layers are over different inputs: name layers that read the same one")
+        raise OptionError("these layers attend to different inputs: name layers that read the same one")
     total: Node | None = None
     for layer, layer_heads in heads.items():
         make = NodeBuilder(captured.graph, layers[layer])
@@ -91,8 +91,8 @@ def add_attentions(captured: CapturedGraph) -> None:
     """
     if captured.step_name is not None:
         raise OptionError(
-            f"attention is given by a model that is run once, and this one is stepped over {captured.step_name!r}: ask "
-            "for alignments, which are the weights of its cross-attention"
+            f"attentions are outputs of a model that is run once, and this one is stepped over {captured.step_name!r}: "
+            "ask for cross_attentions"
         )
     weights = [w for node in captured.nodes if (w := _weights(captured, node)) is not None]
     if not weights:
@@ -103,7 +103,7 @@ def add_attentions(captured: CapturedGraph) -> None:
     sizes = {tuple(map(expression, meta(node).shape[1:])) for node in weights}
     if len(sizes) > 1:
         shown = " and ".join(sorted(f"{heads} heads over {n} × {slots}" for heads, n, slots in sizes))
-        raise OptionError(f"attention is one array of all layers, and the model's differ, {shown}: it cannot be given")
+        raise OptionError(f"attentions are one array of all layers, and the layers of the model differ: {shown}")
     make = NodeBuilder(captured.graph, next(iter(weights[-1].users), weights[-1].next))
     captured.add_extra(ATTENTION_MAPS, make(aten.stack.default, weights, 1))
 
@@ -128,14 +128,14 @@ def _weights(captured: CapturedGraph, node: Node) -> Node | None:
 def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     level: Mapping[Node, Level] = binding_times(captured)
     if captured.step is None or not any(level[node] == Level.REQUEST for node in captured.inputs.values()):
-        only = f"reads nothing beside {captured.step_name}" if captured.step_name else "is run once for its input"
-        raise OptionError(f"the model {only}: it has no cross-attention, so there are no alignments to give")
+        only = f"reads nothing but {captured.step_name}" if captured.step_name else "is run once for its input"
+        raise OptionError(f"the model {only}: it has no cross-attention, so it has no cross_attentions")
     attentions = [node for node in captured.nodes if node.target is ATTENTION]
     cross = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
     if not cross:
         raise OptionError(
-            f"alignments are the weights of cross-attention, and of the {len(attentions)} attentions recognised in the "
-            "model none has its keys from the request alone; attention written by hand is recognised as "
+            f"cross_attentions are the weights of cross-attention, and of the {len(attentions)} attentions recognised "
+            "in the model none has its keys from the request alone; attention written by hand is recognised as "
             "softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
         )
     return cross
@@ -153,12 +153,12 @@ def select_heads(selection: AttentionSelection, head_counts: list[int]) -> dict[
     for item in items:
         layer, head = (item, None) if isinstance(item, int) else item
         if not 0 <= layer <= last:
-            raise OptionError(f"alignments: there is no layer {layer}, the cross-attentions are 0 to {last}")
+            raise OptionError(f"cross_attentions: there is no layer {layer}, the cross-attentions are 0 to {last}")
         if head is not None and not 0 <= head < head_counts[layer]:
             raise OptionError(
-                f"alignments: layer {layer} has no head {head}, its heads are 0 to {head_counts[layer] - 1}"
+                f"cross_attentions: layer {layer} has no head {head}, its heads are 0 to {head_counts[layer] - 1}"
             )
         heads.setdefault(layer, set()).update(range(head_counts[layer]) if head is None else [head])
     if not heads:
-        raise OptionError(f'alignments are True, "last", layers, or pairs of layer and head, not {selection!r}')
+        raise OptionError(f'cross_attentions are True, "last", layers, or pairs of layer and head, not {selection!r}')
     return {layer: sorted(heads[layer]) for layer in sorted(heads)}

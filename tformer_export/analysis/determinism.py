@@ -211,7 +211,7 @@ def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception)
             _outputs(source.module, source.example)
     except Exception as again:
         return SourceError(
-            _ids_out_of_range(source, again)
+            _ids_out_of_range(again)
             or f"forward fails by itself on the example, at {line_of_error(again)}: {error_summary(again)}"
         )
     sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in sized.items())
@@ -222,7 +222,7 @@ def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception)
     )
 
 
-def _ids_out_of_range(source: Source, error: Exception) -> str | None:
+def _ids_out_of_range(error: Exception) -> str | None:
     """Return a message if an embedding was indexed beyond its rows, read from the frame of the lookup; else None."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.functional.embedding.__code__ and isinstance(error, IndexError):

@@ -1,13 +1,17 @@
 """Quantize weights, activations and caches, and measure the loss.
 
-apply              the whole way: calibrate → plan → rewrite → measure, or refuse matrices           the matrices of a
-model that can be quantised rounding/          a float matrix → integers and scales input_statistics   the inputs of
-products on calibration data activations_int8   inputs of products as integers, with a scale for each row or a static
-scale fixed_ranges, smoothquant   static scales, and outlier channels smoothed for them bit_plan, mixed_search      bits
-of each matrix within a budget; frontier_plot draws the measured mixtures simulate           try a plan without its
-kernels token_quality, output_quality, degradation   one file's results compared with another's, on data weight_storage
-integers in the file, each matrix once rewrite            products and tables → integer operators; few_rows_branch:
-other kernels for few rows kv_cache_int8      keys and values of earlier positions in 8 bits
+apply             the whole way: calibrate → plan → rewrite → measure, or refuse
+matrices          the matrices of a model that can be quantised
+rounding/         a float matrix → integers and scales
+input_statistics  the inputs of products on calibration data
+activations_int8  inputs of products as integers, with a scale for each row or a static scale
+fixed_ranges      static scales; smoothquant: outlier channels smoothed for them
+bit_plan          bits of each matrix; mixed_search: within a budget; frontier_plot: a picture of the measured mixtures
+simulate          try a plan without its kernels
+degradation       one file's results compared with another's, on data; token_quality, output_quality: the measures
+weight_storage    integers in the file, each matrix once
+rewrite           products and tables → integer operators; few_rows_branch: other kernels for few rows
+kv_cache_int8     keys and values of earlier positions in 8 bits
 """
 
 from tformer_export.quantize.activations_int8 import StaticScale

@@ -21,15 +21,17 @@ import torch
 from torch import nn
 
 from tformer_export.common.checkpoint import import_callable, load_weights
-from tformer_export.sources.base import Source, parse_special_tokens
-from tformer_export.sources.chat_template import with_template
+from tformer_export.sources.base import Source
+from tformer_export.sources.finish import Statements, finish
 from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 
-OPTIONS = {  # arguments of `export` that a factory may return with its module and example
-    "step_input", "masks", "axes", "fixed_arguments", "output", "task", "special_tokens", "tokenizer",
-    "generation_defaults", "max_length", "series", "chat_template",
+# Arguments of `export` that a factory may return with its module and example: how the module is called, and the others.
+CALL_OPTIONS = {"step_input", "masks", "axes", "fixed_arguments", "output"}
+OPTIONS = CALL_OPTIONS | {
+    "task", "special_tokens", "tokenizer", "generation_defaults", "max_length", "series", "chat_template",
+    "preprocessor",
 }  # fmt: skip
 
 
@@ -106,18 +108,12 @@ def _source(result: Any, spec: str, step_input: str | None) -> Source:
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise SourceError(f"{spec} returned the options {', '.join(unknown)}: it may say {', '.join(sorted(OPTIONS))}")
-    step_input = step_input or options.get("step_input")
-    options.pop("step_input", None)
-    if isinstance(options.get("special_tokens"), Mapping):
-        options["special_tokens"] = parse_special_tokens(options["special_tokens"])
-    tokenizer, template = options.pop("tokenizer", None), options.pop("chat_template", None)
-    defaults = options.pop("generation_defaults", None)
+    call = {name: options.pop(name) for name in CALL_OPTIONS if name in options}
+    step_input = step_input or call.pop("step_input", None)
+    call.pop("step_input", None)
     example = example_ids(module) if example is None else example
-    source = from_module(module, example, step_input, **options)
-    source.generation_defaults = dict(defaults or {})
-    if tokenizer is not None:
-        source.tokenizers = dict.fromkeys(example, tokenizer) if isinstance(tokenizer, str) else dict(tokenizer)
-    return source if template is None else with_template(source, template)
+    limits = {name: options.get(name) for name in ("series", "max_length")}
+    return finish(from_module(module, example, step_input, **call, **limits), Statements.of(**options))
 
 
 def _arguments(config: Path | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tformer_export.common.task import Task
 from tformer_export.sources.base import Source, parse_special_tokens
 from tformer_export.sources.chat_template import with_template
 from tformer_export.sources.hugging_face.images import with_preprocessing
@@ -40,6 +41,19 @@ class Statements:
     pooling: str | None = None
     normalize: bool = False
     max_length: int | None = None
+
+    @classmethod
+    def of(cls, task: str | Task | None = None, **others: Any) -> Statements:
+        """Return the statements in arguments of `export`, in which the task is a name or a `Task`."""
+        stated = task if isinstance(task, Task) else Task(task)
+        return cls(
+            task=stated.name,
+            labels=stated.labels,
+            problem_type=stated.problem_type,
+            pooling=stated.pooling,
+            normalize=stated.normalize,
+            **others,
+        )
 
 
 def finish(source: Source, statements: Statements) -> Source:

@@ -223,7 +223,7 @@ class DecodeEmitter(Emitter):
             for axis in every:
                 result = self.call(onnx_operators.slot_view, result, self._control(manifest.SLOT_INDICES), axis)
             return self._repeat_for_rows(result, table.batch_rows)
-        place = self._batch_place(user, leaf, table)
+        place = self._batch_place(user, table)
         key = "table", leaf, roles, place, self.selected
         if key not in self.emitted:
             self.emitted[key] = self._rows_of_table(leaf, table, place, new[0], every)
@@ -267,7 +267,7 @@ class DecodeEmitter(Emitter):
             return self.call(torch.repeat_interleave, result, place.repeat, rows.axis)
         return self.call(torch.cat, [result] * place.repeat, rows.axis)
 
-    def _batch_place(self, user: Node, leaf: Node, table: Table) -> _TablePlace:
+    def _batch_place(self, user: Node, table: Table) -> _TablePlace:
         """Return the place of a batch axis in a table.
 
         Positions differ between rows, so the gathered entries have a batch axis. It has to meet the batch axis of the

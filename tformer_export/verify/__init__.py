@@ -1,6 +1,11 @@
 """The parity gate: the written file is compared with the source model. Without it no file is written.
 
-parity           the gate: ragged rows, prompt and steps, greedy tokens draws            random requests report
-the result of the gate teacher_forcing  feed rows to an engine torch_reference  run the source model forecasts
-whole forecasts; end_to_end: from raw inputs to results; speech: from sound to text
+parity           the gate: ragged rows, prompt and steps, greedy tokens
+draws            random requests
+report           the result of the gate
+teacher_forcing  feed rows to an engine
+torch_reference  run the source model
+forecasts        whole forecasts
+end_to_end       from raw inputs to results
+speech           from sound to text
 """

@@ -47,7 +47,11 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
 @click.option("--batch-size", type=_AT_LEAST_1, help="Inputs computed together.  [default: 32, 1 with speculation]")
-@click.option("--workers", type=_AT_LEAST_1, help="Batches side by side.  [default: one per core for --input-file]")
+@click.option(
+    "--workers",
+    type=_AT_LEAST_1,
+    help="Batches at the same time.  [default for lines of a file or of standard input: one per core, at most 8]",
+)
 @click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--info", is_flag=True, help="Say what the file is, and stop.")

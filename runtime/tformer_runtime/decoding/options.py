@@ -81,8 +81,10 @@ def _option(
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options of one generation request. Names and meanings are those of transformers' GenerationConfig where it has
-    them. None leaves an option to the model file, and then to the default of the table.
+    """Options of one generation request. Names are those of transformers' GenerationConfig where it has the option.
+
+    A sampling option switches sampling on without `do_sample`. None leaves an option to the model file, and then to the
+    default of the table.
 
     OptionError for an impossible value and for an unknown name. Lists become tuples, logit_bias becomes a tuple of
     pairs sorted by id, and json_schema becomes JSON text, so that options can be compared and hashed.

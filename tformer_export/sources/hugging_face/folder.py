@@ -73,7 +73,7 @@ def from_folder(
         if sound:
             return source
         if source.step_input is None:
-            return _completed(folder, source, module, tokenizer)
+            return _complete_single_pass(folder, source, tokenizer)
         if tokenizer and has_tokenizer(folder):
             request = next((n for n in source.caller_inputs if n != source.step_input), None)
             source.tokenizers = read_tokenizers(folder, request, source.step_input)
@@ -87,7 +87,7 @@ def _tokenizer(folder: Path) -> Any | None:
     return load_tokenizer(folder) if has_tokenizer(folder) else None
 
 
-def _completed(folder: Path, source: Source, module: Any, tokenizer: bool) -> Source:
+def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Source:
     """Complete a model that is run once with the tokenizer, image processor and modules of its folder."""
     if PIXELS in source.example:
         processor = load_processor(folder)

@@ -76,10 +76,10 @@ def test_mean_of_heads_is_a_distribution_over_the_source(aligned):
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        (3, "alignments: there is no layer 3, the cross-attentions are 0 to 2"),
-        ([(1, 4)], "alignments: layer 1 has no head 4, its heads are 0 to 3"),
-        ("first", "alignments are True, \"last\", layers, or pairs of layer and head, not 'first'"),
-        ([], 'alignments are True, "last", layers, or pairs of layer and head, not []'),
+        (3, "cross_attentions: there is no layer 3, the cross-attentions are 0 to 2"),
+        ([(1, 4)], "cross_attentions: layer 1 has no head 4, its heads are 0 to 3"),
+        ("first", "cross_attentions are True, \"last\", layers, or pairs of layer and head, not 'first'"),
+        ([], 'cross_attentions are True, "last", layers, or pairs of layer and head, not []'),
     ],
 )
 def test_missing_heads_are_refused(selection, message):
@@ -94,7 +94,7 @@ class SelfAttention(Mixer):
 
 def test_model_without_cross_attention_is_refused():
     assert refusal(add_cross_attentions, captured_of(Small(SelfAttention)), True) == (
-        "the model reads nothing beside tgt: it has no cross-attention, so there are no alignments to give"
+        "the model reads nothing but tgt: it has no cross-attention, so it has no cross_attentions"
     )
 
 
@@ -114,7 +114,7 @@ def test_unrecognised_cross_attention_is_refused():
     captured = captured_of(OneHeadByHand(), example=EXAMPLE_INPUTS)
     assert recognise(captured) == 0
     text = refusal(add_cross_attentions, captured, True)
-    assert text.startswith("alignments are the weights of cross-attention, and of the 0 attentions recognised")
+    assert text.startswith("cross_attentions are the weights of cross-attention, and of the 0 attentions recognised")
 
 
 class Modules(nn.Module):

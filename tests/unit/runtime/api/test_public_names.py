@@ -68,6 +68,6 @@ def test_first_result_imports_no_optional_modules(tmp_path):
 
 
 def test_no_module_calls_print():
-    for source in Path(tformer_runtime.__file__).parent.glob("*.py"):
+    for source in Path(tformer_runtime.__file__).parent.rglob("*.py"):
         calls = (node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call))
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), source.name
