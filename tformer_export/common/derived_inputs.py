@@ -104,7 +104,8 @@ def padding(
 
     keep: the value at valid positions, True or False (1 or 0 in other dtypes), or "additive": 0 there, −inf elsewhere.
     dtype: by default bool, or float32 if additive.
-    shape: ("batch", "time"), or another order or number of axes, such as ("batch", 1, 1, "time").
+    shape: ("batch", "time"), or another order or number of axes, such as ("batch", 1, 1, "time"). The name of another
+        input is an axis of its length: a mask of cross-attention may be ("batch", "tgt", "time").
     """
     return Mask("padding", of, keep, dtype or _dtype(keep), tuple(shape))
 
