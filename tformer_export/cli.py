@@ -9,12 +9,11 @@ import importlib.util
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +22,7 @@ from tformer_export.common.option_table import OptionSpec, option_specs
 from tformer_export.common.task import Task
 from tformer_export.options import ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
+from tformer_runtime.cli.errors import errors_as_sentences
 
 if TYPE_CHECKING:  # both take longer to import than --help takes
     from tformer_export.report import ExportReport
@@ -173,6 +173,21 @@ def command(
     """
     if quiet and verbose:
         raise click.UsageError("--quiet writes nothing but errors: not with --verbose")
+    with errors_as_sentences("tformer-export", verbose):
+        _run(source, output, force, report, plot, quiet, verbose, flags)
+
+
+def _run(
+    source: str,
+    output: Path | None,
+    force: bool,
+    report: Path | None,
+    plot: Path | None,
+    quiet: bool,
+    verbose: bool,
+    flags: Mapping[str, Any],
+) -> None:
+    """Export the source, and write the report."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
@@ -383,24 +398,6 @@ def _tokenizer(tokenizer: Path) -> str:
 
 
 def main() -> None:
-    """Entry point: errors of ours are one sentence on standard error and exit status 1."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
-    try:
-        command(standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except TformerError as error:
-        _fail(str(error), error, status=1)
-    except KeyboardInterrupt as error:
-        _fail("interrupted", error, status=130)
-
-
-def _fail(sentence: str, error: BaseException, status: int) -> NoReturn:
-    if "--verbose" in sys.argv:  # the error may come from the parsing of the command line
-        traceback.print_exception(error)
-    notes = getattr(error, "__notes__", ())
-    print(f"tformer-export: {'; '.join((sentence, *notes))}", file=sys.stderr)
-    sys.exit(status)
+    """Run the command. SIGTERM ends it with status 143, after unfinished files are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    command()

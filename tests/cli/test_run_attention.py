@@ -127,14 +127,14 @@ def test_invalid_uses_of_attentions_are_refused(path, tmp_path):
         UnsupportedCallError, match=r"plain.onnx holds no attention weights: export the model with --attentions"
     ):
         Model.load(plain, "cpu").attentions("a")
-    assert failed(run(path, "a", "--attentions", "a"), 2) == (
+    assert failed(run(path, "a", "--attentions", "a")) == (
         "--attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
     )
     resumed = run(path, "a", "--attentions", out, "--resume", "--output-file", tmp_path / "x")
-    assert failed(resumed, 2) == "--resume goes on with results alone: leave out --attentions"
+    assert failed(resumed) == "--resume goes on with results alone: leave out --attentions"
     out.write_text("old")
     assert failed(run(path, "a", "--attentions", out)) == f"{out} exists already: give --force to overwrite it"
-    assert failed(run(plain, "a", "--attentions", out, "--similarity"), 2).endswith("leave out --similarity")
+    assert failed(run(plain, "a", "--attentions", out, "--similarity")).endswith("leave out --similarity")
 
 
 def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):

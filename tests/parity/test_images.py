@@ -331,10 +331,10 @@ def test_invalid_options_and_missing_pillow_are_refused(custom, pictures, monkey
     _, path, _ = custom
     line = str(pictures["photo.jpg"])
     assert failed(run(path, "--ids", "1 2")) == "input 1: the model reads images, not ids: leave out --ids"
-    assert failed(run(path, line, "--truncate", "--num-beams", 2, "--similarity"), 2) == (
+    assert failed(run(path, line, "--truncate", "--num-beams", 2, "--similarity")) == (
         "own.onnx classifies images (image-classification): it takes no --num-beams, --truncate, --similarity"
     )
-    assert failed(run(path, line, "--top-k", 0), 2) == "--top-k must be a whole number of at least 1, not 0"
+    assert failed(run(path, line, "--top-k", 0)) == "--top-k must be a whole number of at least 1, not 0"
     assert failed(run(path, f"{line}\t{line}")) == (
         "input 1: it is two images, and each is read by itself: give one, for pairs are of --similarity alone"
     )

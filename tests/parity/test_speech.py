@@ -212,7 +212,7 @@ def test_invalid_sounds_and_options_are_refused(exported, tmp_path):
     soundfile.write(tmp_path / "short.wav", SOUNDS[0][:30], 16000)
     assert "30 samples long" in failed(run(path, tmp_path / "short.wav"))
     assert "none.wav cannot be read" in failed(run(path, "none.wav"))
-    assert "transcribes speech" in failed(run(path, "a.wav", "--temperature", "1"), status=2)
+    assert "transcribes speech" in failed(run(path, "a.wav", "--temperature", "1"))
     assert "not ids" in failed(run(path, "1 2", "--ids"))
     with pytest.raises(InputError, match="input 2: the sound is empty"):
         list(model.transcribe_batch([SOUNDS[0], np.zeros(0, np.float32)]))
@@ -310,7 +310,7 @@ def test_invalid_windows_raise_option_error(exported):
         with pytest.raises(OptionError, match=message):
             model.transcribe(SOUNDS[0], **dict([setting]))
     result = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
-    assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(result, 2)
+    assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(result)
 
 
 def test_attentions_of_a_sound_match_the_module(exported, tmp_path):

@@ -33,12 +33,12 @@ def start_process(*arguments):
     )
 
 
-def failed(result, status=1, before=0):
+def failed(result, before=0):
     """Return the message of a failed run, which is one line without a traceback.
 
     before: the number of results on standard output, of the inputs before the failed one.
     """
-    assert result.exit_code == status, result.output
+    assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit)
     assert len(result.stdout.splitlines()) == before
     lines = [line for line in result.stderr.splitlines() if not line.startswith(("device: ", "resume: "))]

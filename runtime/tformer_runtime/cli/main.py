@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, OptionError, TformerError, with_input_number
+from tformer_runtime.cli.errors import errors_as_sentences
 from tformer_runtime.cli.generation import Generation
 from tformer_runtime.cli.input_lines import InputLines, progress_bar
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write
@@ -66,7 +65,7 @@ def main(context: click.Context, /, model: Path, inputs: tuple[str, ...], info: 
     flag_values = {name: values.pop(name) for name in context.command.flags}
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
     options = RunOptions(**values)
-    with _errors_as_sentences(options.verbose):
+    with errors_as_sentences("tformer-run", options.verbose, _sentence):
         if info:
             facts = file_info(model, read_manifest(model))
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))
@@ -200,32 +199,9 @@ def _progress(
     return progress_bar(lines, finished)
 
 
-@contextlib.contextmanager
-def _errors_as_sentences(verbose: bool) -> Iterator[None]:
-    """Write each error as one sentence to standard error, and exit with its status.
-
-    verbose: write the traceback before the sentence.
-    """
-    try:
-        yield
-    except TformerError as error:
-        uses_options = isinstance(error, (OptionError, MemoryBudgetError))
-        sentence = use_flag_names(str(error)) if uses_options else str(error)
-        _fail(sentence, error, 2 if isinstance(error, OptionError) else 1, verbose)
-    except BrokenPipeError:
-        # The reader of the results has gone. Without this, Python would report that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt as error:
-        _fail("interrupted", error, 128 + signal.SIGINT, verbose)
-
-
-def _fail(sentence: str, error: BaseException, status: int, verbose: bool) -> NoReturn:
-    if verbose:
-        click.echo("".join(traceback.format_exception(error)), nl=False, err=True)
-    notes = getattr(error, "__notes__", ())
-    click.echo(f"tformer-run: {' '.join('; '.join((sentence, *notes)).split())}", err=True)
-    sys.exit(status)
+def _sentence(error: TformerError) -> str:
+    """Return the sentence of an error, with flags in the place of the names of options."""
+    return use_flag_names(str(error)) if isinstance(error, (OptionError, MemoryBudgetError)) else str(error)
 
 
 if __name__ == "__main__":
