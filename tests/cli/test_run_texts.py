@@ -98,9 +98,7 @@ def test_long_contexts_are_answered_in_windows(files, tmp_path):
     for line, fields in zip(lines, map(json.loads, out.read_text().splitlines()), strict=True):
         assert line.split("\t")[1][fields["start"] : fields["end"]] == fields["text"]
         assert fields["text"]
-    assert failed(run(files["answers"], lines[0], "--max-seq-len", 20)).startswith(
-        "--max-seq-len must be at most 12"
-    )
+    assert failed(run(files["answers"], lines[0], "--max-seq-len", 20)).startswith("--max-seq-len must be at most 12")
 
 
 def test_filled_masks_are_written_between_tabs_and_as_json(files):

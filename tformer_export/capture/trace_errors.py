@@ -65,7 +65,9 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
     watch = SizeWatch(list(names))
 
     def line() -> str:
-        walked = list(traceback.walk_stack(sys._getframe()))[::-1]
+        # Without its own frame: a list that holds its frame is a reference cycle, which keeps the tensors of all frames
+        # until the garbage collector runs. torch.export takes tensors that still exist for constants of the program.
+        walked = list(traceback.walk_stack(sys._getframe().f_back))[::-1]
         files = [frame.f_code.co_filename for frame, _ in walked]
         here = files.index(__file__)
         caller = max((i for i, file in enumerate(files[:here]) if file.startswith(OUR_PACKAGE)), default=-1)
