@@ -192,7 +192,7 @@ def test_exported_cross_attentions_are_drawn(factory, tmp_path, monkeypatch, cap
     command = ["tformer-export", factory, "--step-input", "tgt", "--cross-attentions", "0:0"]
     command += ["--hidden-states", "embed"]
     monkeypatch.setattr(sys, "argv", [*command, "-o", str(exported_file)])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         tformer_export.cli.main()
     table = capsys.readouterr().err
     assert [line.split()[:2] for line in table.splitlines() if "max |Δ| " in line] == [

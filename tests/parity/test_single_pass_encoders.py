@@ -127,7 +127,7 @@ def test_folder_of_a_classifier_exports_as_a_sentence_encoder(exported, tmp_path
     folder, out = model.engine.session.path.parent, tmp_path / "x.onnx"
     options = ["--pooling", "mean", "--normalize", "--quantize", "int8", "--max-length", "30"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main()
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
     assert rows["cosine"].startswith("0.99")

@@ -288,7 +288,7 @@ def test_int8_answers_match_the_pipeline_on_the_scores_of_the_file(exported, tmp
     lines.write_text("".join(f"{question}\t{context}\n" for question, context in pairs_of_text))
     options = ["--quantize", "int8", "--calibration", str(lines), "--attentions"]
     monkeypatch.setattr(sys, "argv", ["tformer-export", str(folder), "-o", str(out), *options])
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main()
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
     int8_model = Model.load(out, "cpu", threads=1)
