@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from tformer_export.analysis.determinism import unchanged
 from tformer_export.common.atomic_output import folder_next_to, publish
 from tformer_export.common.clock import PhaseClock
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms, with_forms
+from tformer_export.common.module_state import unchanged
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import AnalysedModel, CompiledModel, analyse
 from tformer_export.lowering.manifest import with_half_precision

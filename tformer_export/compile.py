@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
+import torch
 from torch.fx import Node
 
 from tformer_export.analysis.attention import recognise
@@ -33,7 +34,6 @@ from tformer_export.analysis.determinism import (
     refuse_not_finite,
     refuse_random,
     rehearse,
-    unchanged,
     warm_up,
 )
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
@@ -42,10 +42,20 @@ from tformer_export.analysis.last_position import keep_all_positions
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.size_branches import limit_by_branches
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
+from tformer_export.capture.by_example.draws import InputDraws
+from tformer_export.capture.by_example.rebuild import RebuiltModule
+from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_modules
-from tformer_export.capture.trace import CapturedGraph, capture, merge_equal_nodes
+from tformer_export.capture.trace import (
+    CapturedGraph,
+    capture,
+    lines_of_helpers_recorded,
+    merge_equal_nodes,
+    size_groups,
+)
 from tformer_export.common.fx_nodes import meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
+from tformer_export.common.module_state import unchanged
 from tformer_export.common.names import CONTEXT, ENCODED
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
@@ -63,7 +73,7 @@ from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
 from tformer_export.staging.restriction import RestrictionSolver
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import Table, is_causal_alone, make_tables
+from tformer_export.staging.tables import DEFAULT_LENGTH, Table, is_causal_alone, make_tables
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError
 from tformer_runtime.format.manifest import HIDDEN_STATES, Manifest
 from tformer_runtime.preprocess.series import SeriesPreprocessor
@@ -192,7 +202,7 @@ def analyse(
     have.
     """
     with phase("capture"), TORCH_PATCH_LOCK:
-        captured = capture_model(source, hidden_states)
+        captured = capture_model(source, hidden_states, max_length)
     with phase("analysis"), TORCH_PATCH_LOCK:
         return analyse_model(captured, target, max_length, cross_attentions, half, attentions)
 
@@ -200,8 +210,10 @@ def analyse(
 # -- source → captured ------------------------------------------------------------------------------------------------
 
 
-def capture_model(source: Source, hidden_states: Sequence[str] = ()) -> CapturedModel:
+def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length: int | None = None) -> CapturedModel:
     """Trace a source, with the outputs of the submodules `hidden_states`.
+
+    max_length: the longest sequence; None for the default.
 
     Raises UnsupportedModelError for a model that cannot be traced, or whose results are not the same for the same
     inputs.
@@ -210,8 +222,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = ()) -> Captured
     try:
         with unchanged(source.module):
             warm_up(source)
-            graph = trace_source(source, hidden_states)
-            limit_by_branches(graph)
+            graph = trace_source(source, hidden_states, max_length)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
@@ -220,14 +231,47 @@ def capture_model(source: Source, hidden_states: Sequence[str] = ()) -> Captured
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 
-def trace_source(source: Source, hidden_states: Sequence[str]) -> CapturedGraph:
-    others = source.outputs[1:]
-    if not hidden_states:
-        return capture(source.module, source.example, source.step_input, source.axes, others, source.min_drawn_length)
-    watching = WithSubmoduleOutputs(source.module, find_modules(source.users_module, hidden_states), 1 + len(others))
-    watching.training = False
-    names = (*others, *(f"{HIDDEN_STATES}.{name}" for name in watching.watched))
-    return capture(watching, source.example, source.step_input, source.axes, names, source.min_drawn_length)
+def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:
+    """Trace a source by torch.export or, if that fails, by example."""
+    module, names = source.module, source.outputs[1:]
+    if hidden_states:
+        watched = find_modules(source.users_module, hidden_states)
+        module = WithSubmoduleOutputs(source.module, watched, 1 + len(names))
+        module.training = False
+        names = (*names, *(f"{HIDDEN_STATES}.{name}" for name in watched))
+    longest = max_length or source.max_length or DEFAULT_LENGTH
+
+    def trace(traced: torch.nn.Module) -> CapturedGraph:
+        rest = source.axes, names, source.min_drawn_length
+        graph = capture(traced, source.example, source.step_input, *rest)
+        limit_by_branches(graph, longest)
+        return graph
+
+    try:
+        return trace(module)
+    except UnsupportedModelError:
+        rebuilt = _rebuild(module, source, longest)
+        if rebuilt is None:
+            raise
+        graph = trace(rebuilt)
+        if rebuilt.max_length is not None and graph.time is not None:
+            graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
+        return graph
+
+
+def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> RebuiltModule | None:
+    """Return a module that computes the same and that torch.export can trace; None if there is none."""
+    axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
+    padding = source.special_tokens.pad_token_id
+    draws = InputDraws(
+        source.example,
+        size_groups(source.example, axes, source.step_input),
+        source.step_input,
+        source.masks,
+        frozenset() if padding is None else frozenset({padding}),
+    )
+    with lines_of_helpers_recorded():
+        return trace_by_example(module, draws, source.min_drawn_length, max_length)
 
 
 # -- captured → analysed ----------------------------------------------------------------------------------------------

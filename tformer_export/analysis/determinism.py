@@ -8,10 +8,8 @@ Each check runs the model on small inputs and names the line of the cause.
 from __future__ import annotations
 
 import contextlib
-import copy
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +17,14 @@ import torch
 from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph, distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
+from tformer_export.common.module_state import WriteUndo, is_same, unchanged
 from tformer_export.common.source_lines import error_summary, line_of_error, users_name
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
-
-MAX_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
 
 
 @dataclass
@@ -47,7 +43,7 @@ def rehearse(source: Source) -> Rehearsal:
     """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too."""
     free = {name: source.axes.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
     sized = distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
-    with unchanged(source.module) as changed, _WeightWrites(source.module, changed), torch.random.fork_rng(devices=[]):
+    with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.random.fork_rng(devices=[]):
         try:
             first = _outputs(source.module, sized)
         except Exception as error:
@@ -58,7 +54,7 @@ def rehearse(source: Source) -> Rehearsal:
             second = _outputs(source.module, sized)
         except Exception:  # state of the first call does not fit the second
             second = []
-        repeats = len(first) == len(second) and all(map(_same, first, second))
+        repeats = len(first) == len(second) and all(map(is_same, first, second))
     return Rehearsal(repeats, changed)
 
 
@@ -67,7 +63,7 @@ def warm_up(source: Source) -> None:
 
     Examples are masks in a dict and functools.lru_cache. Errors of forward are reported by `rehearse`.
     """
-    writes = _WeightWrites(source.module, [])
+    writes = WriteUndo(source.module, [])
     with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
         _outputs(source.module, source.example)
 
@@ -82,8 +78,8 @@ def refuse_random(captured: CapturedGraph, rehearsal: Rehearsal) -> None:
             first, second = run(captured, captured.example), run(captured, captured.example)
         except (RuntimeError, IndexError):
             return  # staging reports the error
-    if not _same(first[captured.output], second[captured.output]):
-        node = next(n for n in captured.nodes if n in first and not _same(first[n], second[n]))
+    if not is_same(first[captured.output], second[captured.output]):
+        node = next(n for n in captured.nodes if n in first and not is_same(first[n], second[n]))
         raise UnsupportedModelError(
             f"{describe_node(node)} gives something else each time it runs, and the output with it, "
             "so no file could be compared with the model. Switch it off outside training (training=self.training), or "
@@ -234,106 +230,7 @@ def _ids_out_of_range(error: Exception) -> str | None:
     return None
 
 
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Restore buffers and attributes afterwards. The yielded list then has the names that changed."""
-    attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
-    values = [
-        value for _, previous in attributes.values() for key, value in previous.items() if key not in _MODULE_ATTRIBUTES
-    ]
-    containers = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
-    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
-    buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        for name, (part, previous) in buffers.items():
-            changed += [f"{name}.{key}".lstrip(".") for key, b in part._buffers.items() if b is not previous.get(key)]
-            part._buffers.clear()
-            part._buffers.update(previous)
-        for name, (tensor, number) in numbers.items():
-            if not _same(tensor.detach(), number):
-                changed.append(name)
-                with torch.no_grad():
-                    tensor.copy_(number)
-        for name, (part, before) in attributes.items():
-            now = vars(part)
-            new = [k for k in now if k not in before or (now[k] is not before[k] and not k.startswith("_"))]
-            changed += [f"{name}.{key}".lstrip(".") for key in new]
-            now.clear()
-            now.update(before)
-        for container, content in containers:
-            _refill(container, content)
-        changed[:] = [users_name(name) for name in changed]
-
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, list) else container.update(content)
-
-
-class _WeightWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Restores weights afterwards and adds the names that changed to `changed`.
-
-    Only a weight that an operation is about to write is copied, so that memory does not hold a large model twice.
-    """
-
-    def __init__(self, module: nn.Module, changed: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._changed = changed
-        self._weights = dict(module.named_parameters())
-        self._copies: dict[str, torch.Tensor] = {}
-        self._storages = {_storage(tensor) for tensor in self._weights.values()}
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for name, before in self._copies.items():
-            if not _same(self._weights[name].detach(), before):
-                self._changed.append(name)
-                with torch.no_grad():
-                    self._weights[name].copy_(before)
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if operation._schema.is_mutable:
-            for position, argument in enumerate(operation._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    value = args[position] if position < len(args) else kwargs.get(argument.name)
-                    self._copy_weights(
-                        {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
-                    )
-        return operation(*args, **kwargs)
-
-    def _copy_weights(self, written: set[int]) -> None:
-        for storage in written & self._storages:
-            self._storages.remove(storage)
-            self._copies |= {n: w.detach().clone() for n, w in self._weights.items() if _storage(w) == storage}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 # -- values -----------------------------------------------------------------------------------------------------------
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.detach(), other.detach()
-    finite = one[one.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=MAX_ROUNDING, atol=MAX_ROUNDING * scale, equal_nan=True)
 
 
 def _first_row_differs(
@@ -342,7 +239,7 @@ def _first_row_differs(
     if not isinstance(meta(node), torch.Tensor) or node not in before:
         return False
     axes = [a for a, size in enumerate(meta(node).shape) if expression(size) in captured.batch]
-    return len(axes) == 1 and not _same(before[node].narrow(axes[0], 0, 1), after[node].narrow(axes[0], 0, 1))
+    return len(axes) == 1 and not is_same(before[node].narrow(axes[0], 0, 1), after[node].narrow(axes[0], 0, 1))
 
 
 def _has_nan(value: Any) -> bool:

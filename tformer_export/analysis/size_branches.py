@@ -13,12 +13,14 @@ from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import DENSE_SIZES, MAX_SIZE, aten, expression, meta
+from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta
 from tformer_runtime.base.errors import UnsupportedModelError
 
 
-def limit_by_branches(captured: CapturedGraph) -> None:
+def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
     """Set the limits within which the branches go the traced way, and drop the assertions, in place.
+
+    max_length: the greatest length that is evaluated.
 
     Cost: the assertions are evaluated at some twenty lengths.
 
@@ -42,7 +44,7 @@ def limit_by_branches(captured: CapturedGraph) -> None:
 
     if not all(map(hold, range(2, DENSE_SIZES))):
         raise UnsupportedModelError(captured.branch_refusal)
-    low, high = DENSE_SIZES - 1, captured.limits.get(captured.time, MAX_SIZE)
+    low, high = DENSE_SIZES - 1, captured.limits.get(captured.time, max_length)
     if not hold(high):
         while high - low > 1:
             middle = (low + high) // 2

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from tformer_export.analysis.determinism import unchanged
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.capture.trace import CapturedGraph, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta, source_line
+from tformer_export.common.module_state import unchanged
 from tformer_export.sources import Source
 from tformer_export.sources.adapter import Adapter, all_outputs
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError

@@ -296,7 +296,7 @@ def _trace(
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
         _causal_mask_hints_kept(),
         _data_detached(),
-        _lines_of_helpers_recorded(),
+        lines_of_helpers_recorded(),
     ):
         warnings.simplefilter("ignore")
         program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
@@ -346,7 +346,7 @@ def _data_detached() -> Iterator[None]:
 
 
 @contextmanager
-def _lines_of_helpers_recorded() -> Iterator[None]:
+def lines_of_helpers_recorded() -> Iterator[None]:
     """Patch the stack that a trace records for each operation: keep the user's helper functions.
 
     torch keeps the frames of functions with the name `forward` alone, so a refusal would name the line of forward that
@@ -379,18 +379,31 @@ def distinct_sizes(
     The lengths are greater by DRAWN_LENGTH_FACTOR · min_length, where min_length is the number of positions that the
     model needs. Axes of request inputs that have equal sizes in the example get equal sizes.
     """
-    lengths: dict[tuple[int, bool], int] = {}
+    sizes = {}
+    for number, group in enumerate(size_groups(example, axes, step_input)):
+        length = FIRST_LENGTH + 2 * (number - 1) + DRAWN_LENGTH_FACTOR * min_length
+        sizes.update(dict.fromkeys(group, length if number else BATCH_SIZE))
     sized = {}
     for name, value in example.items():
         for axis in axes[name]:
-            if axis == 0:
-                size = BATCH_SIZE
-            else:
-                key = (value.shape[axis], name == step_input)
-                size = lengths.setdefault(key, FIRST_LENGTH + 2 * len(lengths) + DRAWN_LENGTH_FACTOR * min_length)
-            value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+            value = value.index_select(axis, torch.arange(sizes[name, axis]) % value.shape[axis])
         sized[name] = value.contiguous()
     return sized
+
+
+def size_groups(
+    example: Mapping[str, torch.Tensor], axes: Mapping[str, tuple[int, ...]], step_input: str | None
+) -> list[list[tuple[str, int]]]:
+    """Return the free axes, as pairs of an input and an axis, that have one size: the batch first, then each length.
+
+    Axes of request inputs that have equal sizes in the example have one size.
+    """
+    groups: dict[Any, list[tuple[str, int]]] = {"batch": []}
+    for name, value in example.items():
+        for axis in axes[name]:
+            key = (value.shape[axis], name == step_input) if axis else "batch"
+            groups.setdefault(key, []).append((name, axis))
+    return list(groups.values())
 
 
 def vocabulary_size(captured: CapturedGraph, name: str) -> int | None:

@@ -1,0 +1,10 @@
+"""Trace by example: forward runs on real tensors at several sizes, and its recordings become one program.
+
+recording  one run of forward as a list of operations on data
+size_fit   whole numbers as expressions of the sizes
+simplify   forward writes to their readers, drop dead operations
+unify      recordings as one program for any size
+rebuild    the program as a module that torch.export can trace
+draws      inputs of any sizes, with padding or without
+trace      choose sizes and data, record, and prove the program at a size that was not recorded
+"""

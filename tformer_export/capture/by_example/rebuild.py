@@ -1,0 +1,110 @@
+"""A general program as a module that torch.export can trace."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+
+from tformer_export.capture.by_example.recording import InputRef, StepResult
+from tformer_export.capture.by_example.size_fit import SizeExpression
+from tformer_export.capture.by_example.unify import Call, GeneralProgram, Slice
+from tformer_export.common.fx_nodes import aten
+
+
+class RebuiltModule(nn.Module):
+    """Runs a program. Operations of a trace of it keep the lines of the user's code.
+
+    max_length: the greatest length for which it is proven; None if no limit was found.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+        self.training = False
+        self.max_length: int | None = None
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return Interpreter(self.graph_module).run(*inputs)
+
+
+def rebuild(program: GeneralProgram, places: Sequence[tuple[int, int]], num_inputs: int) -> RebuiltModule:
+    """Return a module that takes the inputs one by one and returns the tuple of outputs.
+
+    places: for each free size, the number of an input and its axis.
+    """
+    return RebuiltModule(_Builder(places, num_inputs).build(program))
+
+
+class _Builder:
+    def __init__(self, places: Sequence[tuple[int, int]], num_inputs: int) -> None:
+        self.graph, self.root = Graph(), nn.Module()
+        self.inputs = [self.graph.placeholder(f"input_{i}") for i in range(num_inputs)]
+        self.sizes = [self.graph.call_function(aten.sym_size.int, (self.inputs[i], axis)) for i, axis in places]
+        self.results: list[Node] = []
+        self.attributes: dict[int, tuple[str, Any]] = {}
+        self.made: dict[int, tuple[Any, Node]] = {}
+
+    def build(self, program: GeneralProgram) -> GraphModule:
+        for step in program.steps:
+            args, kwargs = self._operand(step.args), self._operand(dict(step.kwargs))
+            node = self.graph.call_function(step.target, args, kwargs)
+            node.stack_trace = step.stack_trace
+            self.results.append(node)
+        self.graph.output(tuple(self._operand(list(program.outputs))))
+        return GraphModule(self.root, self.graph)
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._operand(entry) for entry in value)
+        if isinstance(value, dict):
+            return {key: self._operand(entry) for key, entry in value.items()}
+        if isinstance(value, StepResult):
+            return self.results[value.number]
+        if isinstance(value, InputRef):
+            return self.inputs[value.number]
+        if isinstance(value, (SizeExpression, torch.Tensor, Call, Slice)):
+            if id(value) not in self.made:
+                self.made[id(value)] = value, self._make(value)
+            return self.made[id(value)][1]
+        return value
+
+    def _make(self, value: Any) -> Node:
+        if isinstance(value, torch.Tensor):
+            return self._attribute(value)
+        if isinstance(value, SizeExpression):
+            size: Node = self._size(value)
+            return size
+        if isinstance(value, Slice):
+            node = self._attribute(value.table)
+            for axis, size in enumerate(value.shape):
+                if size.terms:
+                    node = self.graph.call_function(aten.slice.Tensor, (node, axis, 0, self._operand(size)))
+            return node
+        return self.graph.call_function(value.target, self._operand(value.args), self._operand(dict(value.kwargs)))
+
+    def _attribute(self, value: torch.Tensor) -> Node:
+        if id(value) not in self.attributes:
+            name = f"constant_{len(self.attributes)}"
+            self.attributes[id(value)] = name, value
+            if isinstance(value, nn.Parameter):
+                self.root.register_parameter(name, value)
+            else:
+                self.root.register_buffer(name, value)
+        return self.graph.get_attr(self.attributes[id(value)][0])
+
+    def _size(self, value: SizeExpression) -> Any:
+        total: Any = value.offset
+        for factor, monomial in value.terms:
+            term: Any = self.sizes[monomial[0]]
+            for number in monomial[1:]:
+                term = self.graph.call_function(operator.mul, (term, self.sizes[number]))
+            term = term if factor == 1 else self.graph.call_function(operator.mul, (term, factor))
+            total = term if total == 0 else self.graph.call_function(operator.add, (term, total))
+        return total if value.divisor == 1 else self.graph.call_function(operator.floordiv, (total, value.divisor))

@@ -1,0 +1,296 @@
+"""One run of forward as a list of operations on data, at sizes and for data that are given.
+
+Forward runs on real tensors, so its Python code may read sizes, numbers and conditions as it likes. Its operations are
+recorded. An operation is in the result if its value follows from the data of an input. Other values follow from sizes
+and weights alone: they are constants of the recording, with the value that they have when they are used.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tformer_export.common.fx_nodes import aten
+from tformer_export.common.module_state import WriteUndo, unchanged
+
+READS_SHAPE_ALONE = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.sym_size.int,
+}
+MAX_NUMBERS = 256  # of a list that Python makes of a tensor
+NUMBER_READS = {aten.item.default, aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an operation on data, by its number in the recording."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class InputRef:
+    """An input of forward, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that does not depend on data, as an operand.
+
+    value: its value when it is used.
+    node: the node that made it; None for a number that Python read.
+    belongs_to_module: whether it is a weight or buffer that no operation of the recording changes.
+    """
+
+    value: torch.Tensor = field(compare=False)
+    node: Node | None = field(compare=False)
+    belongs_to_module: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """The elements of a storage that a tensor shows."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> tuple[Any, ...]:
+        """A key that is equal for tensors that show the same elements in the same order."""
+        strides = tuple(stride for stride, size in zip(self.strides, self.shape, strict=True) if size != 1)
+        return self.storage, self.offset, self.shape, strides
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation on data.
+
+    args, kwargs: with StepResult, InputRef and Constant in the place of tensors.
+    place: the place of its result, if that is one tensor.
+    is_view: whether its results show elements of its operands.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stack_trace: str | None
+    place: Place | None = None
+    is_view: bool = False
+
+    @property
+    def operands(self) -> list[Any]:
+        """The operands, with the entries of lists one by one."""
+        return pytree.tree_leaves((self.args, dict(self.kwargs)))
+
+
+@dataclass(frozen=True)
+class ReadNumber:
+    """A number that Python read out of data. source: the tensor."""
+
+    source: StepResult | InputRef
+    value: Any
+    stack_trace: str | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The operations on data of one run of forward, in their order.
+
+    outputs: the tensors of the result of forward, as references and constants.
+    pure: the nodes of constants that a recording can compute again, because nothing was written into them.
+    """
+
+    steps: Sequence[Step]
+    outputs: Sequence[Any]
+    numbers: Sequence[ReadNumber]
+    pure: frozenset[Node]
+    module: GraphModule
+
+
+def record(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Recording:
+    """Run `module(*inputs)` once and return its recording. The state of the module is restored.
+
+    Cost: three runs. Memory: all activations of a run, twice.
+    """
+
+    def call(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [leaf for leaf in pytree.tree_leaves(module(*values)) if isinstance(leaf, torch.Tensor)]
+
+    def call_watched(*values: torch.Tensor) -> list[torch.Tensor]:
+        with _ListsAsNumbers():
+            return call(*values)
+
+    with torch.no_grad():
+        with unchanged(module), WriteUndo(module, []):
+            tracer = make_fx(
+                call_watched, pre_dispatch=True, record_stack_traces=True, _error_on_data_dependent_ops=False
+            )
+            traced = tracer(*inputs)
+        reader = _Reader(traced, inputs)
+        try:
+            return reader.read()
+        finally:
+            reader.restore()
+
+
+class _ListsAsNumbers(TorchFunctionMode):
+    """Reads the numbers of a list or array that is made of a tensor one by one, so that each is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+            for number in args[0].flatten()[:MAX_NUMBERS]:
+                number.item()
+        return func(*args, **(kwargs or {}))
+
+
+class _Reader:
+    """Runs a recorded graph twice, and separates operations on data from constants."""
+
+    def __init__(self, traced: GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+        self.traced, self.inputs = traced, inputs
+        self.data: set[int] = set()  # storages into which data are written at some time
+        self.written: set[int] = set()  # storages into which anything is written
+        targets = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
+        self.originals = {t: _attribute(traced, t).clone() for t in targets if not t.startswith("_param_constant")}
+
+    def read(self) -> Recording:
+        values = self._find_data()
+        self.restore()
+        operations = self._find_operations(values)
+        pure = frozenset(
+            node
+            for node, value in values.items()
+            if node not in operations and not any(_storage(t) in self.written for t in _tensors(value))
+        )
+        del values
+        steps: list[Step] = []
+        numbers: list[ReadNumber] = []
+        references: dict[Node, Any] = {}
+        known: dict[Node, Any] = {}
+        modules_tensors: dict[Any, StepResult] = {}
+        num_inputs = 0
+
+        def operand(argument: Node) -> Any:
+            if argument in references:
+                return references[argument]
+            value = known[argument]
+            if not isinstance(value, torch.Tensor):
+                return value
+            own = argument.op == "get_attr" and argument in pure
+            return Constant(value if own else value.clone(), argument, own)
+
+        for node in self.traced.graph.nodes:
+            if node.op == "output":
+                return Recording(steps, map_arg(node.args[0], operand), numbers, pure, self.traced)
+            is_step = node in operations and node.target not in NUMBER_READS
+            target, args, kwargs = node.target, node.args, node.kwargs
+            if is_step:
+                args, kwargs = map_arg(args, operand), map_arg(kwargs, operand)
+            known[node] = value = self._value(node, known)
+            if node.op == "placeholder":
+                references[node] = InputRef(num_inputs)
+                num_inputs += 1
+            elif is_step:
+                if node.op == "get_attr":  # a tensor of the module into which forward writes: each run begins anew
+                    target, args = aten.clone.default, (Constant(self.originals[target], node, True),)
+                    if node.target in modules_tensors:
+                        references[node] = modules_tensors[node.target]
+                        continue
+                    modules_tensors[node.target] = StepResult(len(steps))
+                references[node] = StepResult(len(steps))
+                storages = {_storage(t) for operand in node.all_input_nodes for t in _tensors(known[operand])}
+                is_view = any(_storage(t) in storages for t in _tensors(value))
+                steps.append(Step(target, args, kwargs, node.stack_trace, _place(value), is_view))
+            elif node in operations:
+                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace))
+        raise AssertionError("a graph ends with its output")
+
+    def _find_data(self) -> dict[Node, Any]:
+        """Run the graph, note the storages that are written, and return its values."""
+        known: dict[Node, Any] = {}
+        for node in self.traced.graph.nodes:
+            if node.op == "output":
+                continue
+            known[node] = value = self._value(node, known)
+            operands = [known[n] for n in node.all_input_nodes]
+            is_data = node.op == "placeholder" or (
+                node.target not in READS_SHAPE_ALONE
+                and any(_storage(t) in self.data for operand in operands for t in _tensors(operand))
+            )
+            storages = {_storage(t) for t in _tensors(value)}
+            if is_data:
+                self.data |= storages
+            if _writes(node):
+                self.written |= storages
+        return known
+
+    def _find_operations(self, values: Mapping[Node, Any]) -> set[Node]:
+        operations: set[Node] = set()
+        for node, value in values.items():
+            depends = node.target not in READS_SHAPE_ALONE and any(n in operations for n in node.all_input_nodes)
+            if depends or any(_storage(t) in self.data for t in _tensors(value)):
+                operations.add(node)
+        return operations
+
+    def _value(self, node: Node, known: Mapping[Node, Any]) -> Any:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: known[n])
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "placeholder":
+            return self.inputs[sum(n.op == "placeholder" for n in known)].clone()
+        return _attribute(self.traced, node.target)
+
+    def restore(self) -> None:
+        """Undo the writes of a run into tensors of the module."""
+        for target, value in self.originals.items():
+            if _storage(_attribute(self.traced, target)) in self.written:
+                _attribute(self.traced, target).copy_(value)
+
+
+def _attribute(module: GraphModule, target: Any) -> torch.Tensor:
+    value: torch.Tensor = operator.attrgetter(target)(module)
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _place(value: Any) -> Place | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return Place(_storage(value), int(value.storage_offset()), tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def _writes(node: Node) -> bool:
+    return writes(node.target)
+
+
+def writes(target: Any) -> bool:
+    """Return whether an operation writes into one of its operands."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

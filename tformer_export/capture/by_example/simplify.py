@@ -1,0 +1,114 @@
+"""Simpler recordings: readers get written values directly, read numbers are constants, unused operations are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tformer_export.capture.by_example.recording import Constant, InputRef, Place, Recording, StepResult, writes
+from tformer_export.common.fx_nodes import aten
+
+
+def simplify(recordings: Sequence[Recording]) -> list[Recording]:
+    """Simplify the recordings of one course of forward. Cost: grows with the number of operations."""
+    known = numbers_of_the_course(recordings)
+    return [remove_dead_steps(_replace_operands(forward_writes(r), known)) for r in recordings]
+
+
+def forward_writes(recording: Recording) -> Recording:
+    """Let operations read a written value and not the tensor into which it was written.
+
+    A model that keeps a cache of its own writes keys into a part of a tensor and reads the same part again. A part of
+    which another write changed anything is not replaced.
+    """
+    written: dict[int, list[tuple[Place, Any]]] = {}
+    values: dict[StepResult, Any] = {}
+    for i, step in enumerate(recording.steps):
+        if step.place is None:
+            continue
+        history = written.setdefault(step.place.storage, [])
+        if step.target is aten.copy_.default and _same_form(recording, step.args[1], step.place):
+            history.append((step.place, values.get(step.args[1], step.args[1])))
+        elif writes(step.target):
+            history.append((step.place, None))
+        elif history and history[-1][1] is not None and history[-1][0].elements == step.place.elements:
+            values[StepResult(i)] = history[-1][1]
+    return _replace_operands(recording, values) if values else recording
+
+
+def _same_form(recording: Recording, source: Any, place: Place) -> bool:
+    if not isinstance(source, StepResult):
+        return False
+    form = recording.steps[source.number].place
+    return (
+        form is not None and form.shape == place.shape and form.dtype == place.dtype and form.storage != place.storage
+    )
+
+
+def numbers_of_the_course(recordings: Sequence[Recording]) -> dict[StepResult, Any]:
+    """Return the tensors that hold one whole number in all recordings, because Python has read it out of them.
+
+    `for expert in ids.unique()` reads the numbers of the experts. The course of the recordings is that of these
+    numbers, so the tensors are constants of it.
+    """
+    read = [
+        {n.source: n.value for n in r.numbers if isinstance(n.source, StepResult) and type(n.value) is int}
+        for r in recordings
+    ]
+    shared = {source: value for source, value in read[0].items() if all(other.get(source) == value for other in read)}
+    dtypes = {source: place.dtype for source in shared if (place := recordings[0].steps[source.number].place)}
+    return {
+        source: Constant(torch.tensor(shared[source], dtype=dtype), None, belongs_to_module=True)
+        for source, dtype in dtypes.items()
+    }
+
+
+def _replace_operands(recording: Recording, values: Mapping[StepResult, Any]) -> Recording:
+    if not values:
+        return recording
+
+    def new(operand: Any) -> Any:
+        while isinstance(operand, StepResult) and operand in values:
+            operand = values[operand]
+        return operand
+
+    steps = [
+        replace(s, args=pytree.tree_map(new, s.args), kwargs=pytree.tree_map(new, s.kwargs)) for s in recording.steps
+    ]
+    return replace(recording, steps=steps, outputs=[new(output) for output in recording.outputs])
+
+
+def remove_dead_steps(recording: Recording) -> Recording:
+    """Remove the operations on which no output depends, and number the others anew."""
+    steps = recording.steps
+    live = {o.number for o in recording.outputs if isinstance(o, StepResult)}
+    bases: list[set[int]] = []  # of each operation, those that made the tensors whose elements it shows
+    for i, step in enumerate(steps):
+        shown = step.args[:1] if writes(step.target) else step.operands if step.is_view else ()
+        viewed = [operand.number for operand in shown if isinstance(operand, StepResult)]
+        bases.append(set().union(*(bases[j] for j in viewed)) or {i})
+    read: set[int] = set().union(*(bases[i] for i in live))
+    for i in reversed(range(len(steps))):
+        if i in live or (writes(steps[i].target) and bases[i] & read):
+            operands = {o.number for o in steps[i].operands if isinstance(o, StepResult)}
+            live |= {i, *operands}
+            read = read.union(*(bases[j] for j in operands))
+    numbers = {old: StepResult(new) for new, old in enumerate(sorted(live))}
+
+    def renumbered(operand: Any) -> Any:
+        return numbers[operand.number] if isinstance(operand, StepResult) else operand
+
+    kept = [
+        replace(s, args=pytree.tree_map(renumbered, s.args), kwargs=pytree.tree_map(renumbered, s.kwargs))
+        for s in (steps[old] for old in sorted(live))
+    ]
+    numbers_read = [
+        replace(n, source=renumbered(n.source))
+        for n in recording.numbers
+        if isinstance(n.source, InputRef) or n.source.number in numbers
+    ]
+    return replace(recording, steps=kept, outputs=[renumbered(o) for o in recording.outputs], numbers=numbers_read)

@@ -1,0 +1,254 @@
+"""Recordings of one course of forward at several sizes as one program that runs at any size.
+
+The operations on data agree one by one (anti-unification: Plotkin 1970, "A Note on Inductive Generalization"). Their
+whole numbers become expressions of the sizes. Their constants become, in this order: the same tensor for all sizes; the
+operations that made it, at any size; one value in any shape; the first entries of a table, which is the constant of a
+recording at the greatest length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from tformer_export.capture.by_example.recording import (
+    READS_SHAPE_ALONE,
+    Constant,
+    Recording,
+    Step,
+    writes,
+)
+from tformer_export.capture.by_example.size_fit import SizeExpression, Sizes, fit
+from tformer_export.common.fx_nodes import aten
+
+BATCH = ((1, (0,)),)  # the terms of the size of the batch, which is the first size
+
+
+class DisagreementError(Exception):
+    """The recordings have no common form. place: the user's lines of the operation, as torch.fx stores them."""
+
+    def __init__(self, reason: str, stack_trace: str | None) -> None:
+        super().__init__(reason)
+        self.stack_trace = stack_trace
+
+
+@dataclass(frozen=True)
+class Call:
+    """A constant that is computed from sizes: an operation with expressions, tensors and calls as operands."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The first entries of a table: table[:shape[0], :shape[1], …]."""
+
+    table: torch.Tensor
+    shape: tuple[SizeExpression, ...]
+
+
+@dataclass(frozen=True)
+class GeneralStep:
+    """An operation on data at any size. Its operands are those of `Step`, with expressions, calls and slices."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stack_trace: str | None
+
+
+@dataclass(frozen=True)
+class GeneralProgram:
+    """The operations on data of forward at any size, and its outputs."""
+
+    steps: Sequence[GeneralStep]
+    outputs: Sequence[Any]
+    has_tables: bool
+
+
+def unify(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> GeneralProgram:
+    """Return the program of which the recordings are cases. The last recording is the longest.
+
+    sizes: the free sizes of each recording.
+
+    Raises DisagreementError. Cost: grows with the operations and the constants.
+    """
+    return _Unifier(recordings, sizes).run()
+
+
+class _Unifier:
+    def __init__(self, recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> None:
+        self.recordings, self.sizes = recordings, sizes
+        self.line: str | None = None
+        self.has_tables = False
+        self._constants: dict[tuple[int, ...], Any] = {}
+
+    def run(self) -> GeneralProgram:
+        first, *others = self.recordings
+        for i, step in enumerate(first.steps):
+            for other in others:
+                if i >= len(other.steps) or other.steps[i].target is not step.target:
+                    raise DisagreementError("other operations run at other sizes", step.stack_trace)
+        longest = max(others, key=lambda r: len(r.steps), default=first)
+        if len(longest.steps) > len(first.steps):
+            raise DisagreementError("other operations run at other sizes", longest.steps[len(first.steps)].stack_trace)
+        steps = [self._step([r.steps[i] for r in self.recordings]) for i in range(len(first.steps))]
+        self.line = None
+        outputs = self._general([list(r.outputs) for r in self.recordings])
+        return GeneralProgram(steps, outputs, self.has_tables)
+
+    def _step(self, cases: Sequence[Step]) -> GeneralStep:
+        self.line = cases[0].stack_trace
+        return GeneralStep(
+            cases[0].target,
+            tuple(self._general([list(case.args) for case in cases])),
+            self._general([dict(case.kwargs) for case in cases]),
+            cases[0].stack_trace,
+        )
+
+    def _general(self, cases: Sequence[Any]) -> Any:
+        """Return the general form of an operand."""
+        first = cases[0]
+        if isinstance(first, Constant) and all(isinstance(case, Constant) for case in cases):
+            return self._constant(cases)
+        if len({type(case) for case in cases}) > 1:
+            raise self._disagreement("an operand differs with the sizes")
+        if isinstance(first, (list, tuple)):
+            if len({len(case) for case in cases}) > 1:
+                raise self._disagreement("a list has another number of entries at other sizes")
+            return type(first)(self._general([case[i] for case in cases]) for i in range(len(first)))
+        if isinstance(first, dict):
+            return {key: self._general([case[key] for case in cases]) for key in first}
+        if isinstance(first, int) and not isinstance(first, bool):
+            return self._number(cases)
+        if any(case != first and not _both_nan(case, first) for case in cases):
+            raise self._disagreement(f"an operand is {first} at one size and another at others")
+        return first
+
+    def _number(self, cases: Sequence[int]) -> Any:
+        if len(set(cases)) == 1:
+            return cases[0]
+        found = fit(cases, self.sizes)
+        if found is None:
+            raise self._disagreement(f"a number, {cases[0]} at one size, follows from no size")
+        return found
+
+    def _constant(self, cases: Sequence[Constant]) -> Any:
+        key = tuple(id(case.node) for case in cases)
+        values = [case.value for case in cases]
+        if key in self._constants and all(
+            torch.equal(old, new) for old, new in zip(self._constants[key][0], values, strict=True)
+        ):
+            return self._constants[key][1]
+        found = self._same(values)
+        if found is None:
+            found = self._computed([case.node for case in cases])
+        if found is None:
+            found = self._scalar(values)
+        if found is None:
+            found = self._filled(values)
+        if found is None:
+            found = self._table(values)
+        if found is None:
+            raise self._disagreement("a tensor that is made from sizes alone is not part of the one at a greater size")
+        self._constants[key] = values, found
+        return found
+
+    def _same(self, values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        first = values[0]
+        return first if all(v is first or _equal(v, first) for v in values) else None
+
+    def _computed(self, nodes: Sequence[Node]) -> Any:
+        """Return the call that makes a constant at any size, if all recordings make it by the same operations."""
+        try:
+            return self._call(nodes)
+        except DisagreementError:
+            return None
+
+    def _call(self, cases: Sequence[Any]) -> Any:
+        first = cases[0]
+        if not isinstance(first, Node):
+            if isinstance(first, (list, tuple)):
+                if len({len(case) for case in cases}) > 1:
+                    raise self._disagreement("lists differ")
+                return type(first)(self._call([case[i] for case in cases]) for i in range(len(first)))
+            return self._general(cases)
+        pure = all(node in r.pure for node, r in zip(cases, self.recordings, strict=True))
+        if not pure or len({node.op for node in cases}) > 1:
+            raise self._disagreement("not computed alike")
+        if first.op == "get_attr":
+            values = [getattr(r.module, node.target) for node, r in zip(cases, self.recordings, strict=True)]
+            same = self._same(values)
+            if same is None:
+                raise self._disagreement("weights differ")
+            return same
+        if len({node.target for node in cases}) > 1 or first.target in READS_SHAPE_ALONE or writes(first.target):
+            raise self._disagreement("not computed alike")
+        args = tuple(self._call([node.args[i] for node in cases]) for i in range(len(first.args)))
+        target: Any = first.target
+        return Call(target, args, {k: self._call([node.kwargs[k] for node in cases]) for k in first.kwargs})
+
+    def _scalar(self, values: Sequence[torch.Tensor]) -> Any:
+        """Return a call for a whole number without axes that follows from the sizes."""
+        if any(v.dim() or v.dtype not in (torch.int64, torch.int32) for v in values):
+            return None
+        found = fit([int(v) for v in values], self.sizes)
+        return found and Call(aten.scalar_tensor.default, (found,), {"dtype": values[0].dtype})
+
+    def _shape(self, values: Sequence[torch.Tensor]) -> tuple[SizeExpression, ...] | None:
+        if len({v.dim() for v in values}) > 1 or len({v.dtype for v in values}) > 1:
+            return None
+        shape = [fit([v.shape[axis] for v in values], self.sizes) for axis in range(values[0].dim())]
+        return None if any(size is None for size in shape) else tuple(size for size in shape if size is not None)
+
+    def _filled(self, values: Sequence[torch.Tensor]) -> Any:
+        """Return a call for a tensor with one value in all its entries."""
+        shape = self._shape(values)
+        entries = {v.flatten()[0].item() for v in values if v.numel()}
+        if shape is None or len(entries) != 1:
+            return None
+        (entry,) = entries
+        if not all(bool((v == entry).all()) for v in values):
+            return None
+        return Call(aten.full.default, (list(shape), entry), {"dtype": values[0].dtype})
+
+    def _table(self, values: Sequence[torch.Tensor]) -> Any:
+        """Return a slice of the last constant, which is the longest; it is repeated for all rows of a batch."""
+        shape = self._shape(values)
+        if shape is None:
+            return None
+        for axis, size in enumerate(shape):
+            if size.terms == BATCH:
+                values = [v.narrow(axis, 0, 1) for v in values if _equal(v, v.narrow(axis, 0, 1).expand_as(v))]
+        if len(values) < len(self.sizes):
+            return None
+        table = values[-1].clone()
+        for value in values:
+            if any(size > limit for size, limit in zip(value.shape, table.shape, strict=True)):
+                return None
+            if not _equal(table[tuple(slice(size) for size in value.shape)], value):
+                return None
+        one_row = tuple(SizeExpression((), 1) if size.terms == BATCH else size for size in shape)
+        self.has_tables = True
+        found = Slice(table, one_row)
+        return found if one_row == shape else Call(aten.expand.default, (found, list(shape)), {})
+
+    def _disagreement(self, reason: str) -> DisagreementError:
+        return DisagreementError(reason, self.line)
+
+
+def _both_nan(one: Any, other: Any) -> bool:
+    return isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
