@@ -79,8 +79,8 @@ class _Builder:
         if isinstance(value, torch.Tensor):
             return self._attribute(value)
         if isinstance(value, SizeExpression):
-            size: Node = self._size(value)
-            return size
+            computed: Node = self._size(value)
+            return computed
         if isinstance(value, Slice):
             node = self._attribute(value.table)
             for axis, size in enumerate(value.shape):

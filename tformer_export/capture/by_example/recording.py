@@ -16,9 +16,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import WriteUndo, unchanged
 
@@ -33,8 +33,13 @@ READS_SHAPE_ALONE = {
     aten.new_full.default,
     aten.sym_size.int,
 }
-MAX_NUMBERS = 256  # of a list that Python makes of a tensor
-NUMBER_READS = {aten.item.default, aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+NUMBER_READS = {
+    aten.item.default,
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.allclose.default,
+    aten.is_nonzero.default,
+}
 
 
 @dataclass(frozen=True)
@@ -106,11 +111,16 @@ class Step:
 
 @dataclass(frozen=True)
 class ReadNumber:
-    """A number that Python read out of data. source: the tensor."""
+    """A number that Python read out of data.
+
+    source: the tensor.
+    number: the number of the read among all reads of forward; None for a read by an operation of torch itself.
+    """
 
     source: StepResult | InputRef
     value: Any
     stack_trace: str | None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,18 +128,28 @@ class Recording:
     """The operations on data of one run of forward, in their order.
 
     outputs: the tensors of the result of forward, as references and constants.
+    reads_arrays: whether Python got data as an array.
     pure: the nodes of constants that a recording can compute again, because nothing was written into them.
     """
 
     steps: Sequence[Step]
     outputs: Sequence[Any]
     numbers: Sequence[ReadNumber]
+    reads_arrays: bool
     pure: frozenset[Node]
     module: GraphModule
 
+    def descriptions(self) -> set[tuple[Any, ...]]:
+        """Return the operations on data, with their numbers, weights and constants, in no order."""
+        return set(map(_description, self.steps))
 
-def record(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Recording:
+
+def record(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor], forced: Mapping[int, Any] | None = None
+) -> Recording:
     """Run `module(*inputs)` once and return its recording. The state of the module is restored.
+
+    forced: number of a read → the value that Python gets in the place of the one that it reads.
 
     Cost: three runs. Memory: all activations of a run, twice.
     """
@@ -137,8 +157,10 @@ def record(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Recording
     def call(*values: torch.Tensor) -> list[torch.Tensor]:
         return [leaf for leaf in pytree.tree_leaves(module(*values)) if isinstance(leaf, torch.Tensor)]
 
+    mode = ReadMode(forced or {})
+
     def call_watched(*values: torch.Tensor) -> list[torch.Tensor]:
-        with _ListsAsNumbers():
+        with mode:
             return call(*values)
 
     with torch.no_grad():
@@ -147,28 +169,20 @@ def record(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Recording
                 call_watched, pre_dispatch=True, record_stack_traces=True, _error_on_data_dependent_ops=False
             )
             traced = tracer(*inputs)
-        reader = _Reader(traced, inputs)
+        reader = _Reader(traced, inputs, mode)
         try:
             return reader.read()
         finally:
             reader.restore()
 
 
-class _ListsAsNumbers(TorchFunctionMode):
-    """Reads the numbers of a list or array that is made of a tensor one by one, so that each is recorded."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
-            for number in args[0].flatten()[:MAX_NUMBERS]:
-                number.item()
-        return func(*args, **(kwargs or {}))
-
-
 class _Reader:
     """Runs a recorded graph twice, and separates operations on data from constants."""
 
-    def __init__(self, traced: GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, traced: GraphModule, inputs: Sequence[torch.Tensor], reads: ReadMode) -> None:
         self.traced, self.inputs = traced, inputs
+        self.reads = {name: number for number, name in enumerate(reads.reads)}
+        self.arrays = set(reads.arrays)
         self.data: set[int] = set()  # storages into which data are written at some time
         self.written: set[int] = set()  # storages into which anything is written
         targets = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
@@ -202,7 +216,9 @@ class _Reader:
 
         for node in self.traced.graph.nodes:
             if node.op == "output":
-                return Recording(steps, map_arg(node.args[0], operand), numbers, pure, self.traced)
+                outputs: Any = map_arg(node.args[0], operand)
+                reads_arrays = any(n.name in self.arrays for n in operations)
+                return Recording(steps, outputs, numbers, reads_arrays, pure, self.traced)
             is_step = node in operations and node.target not in NUMBER_READS
             target, args, kwargs = node.target, node.args, node.kwargs
             if is_step:
@@ -223,7 +239,8 @@ class _Reader:
                 is_view = any(_storage(t) in storages for t in _tensors(value))
                 steps.append(Step(target, args, kwargs, node.stack_trace, _place(value), is_view))
             elif node in operations:
-                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace))
+                number = self.reads.get(node.name)
+                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace, number))
         raise AssertionError("a graph ends with its output")
 
     def _find_data(self) -> dict[Node, Any]:
@@ -271,6 +288,15 @@ class _Reader:
 def _attribute(module: GraphModule, target: Any) -> torch.Tensor:
     value: torch.Tensor = operator.attrgetter(target)(module)
     return value
+
+
+def _description(step: Step) -> tuple[Any, ...]:
+    """Return the operation with its numbers, and with sums of its constants."""
+    scalars = tuple(o for o in step.operands if isinstance(o, (bool, int, float, str)))
+    constants = [o for o in step.operands if isinstance(o, Constant)]
+    own = tuple(_storage(o.value) for o in constants if o.belongs_to_module and o.node is not None)
+    made = tuple((o.value.shape, str(o.value.double().sum().item())) for o in constants if not o.belongs_to_module)
+    return step.target, scalars, own, made
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -149,7 +149,7 @@ class _Unifier:
             return self._constants[key][1]
         found = self._same(values)
         if found is None:
-            found = self._computed([case.node for case in cases])
+            found = self._computed([case.node for case in cases if case.node is not None])
         if found is None:
             found = self._scalar(values)
         if found is None:
@@ -167,6 +167,8 @@ class _Unifier:
 
     def _computed(self, nodes: Sequence[Node]) -> Any:
         """Return the call that makes a constant at any size, if all recordings make it by the same operations."""
+        if len(nodes) < len(self.recordings):
+            return None
         try:
             return self._call(nodes)
         except DisagreementError:

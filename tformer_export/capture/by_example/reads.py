@@ -1,0 +1,73 @@
+"""Numbers that Python reads out of tensors while forward runs: `if pad.any()`, `int(counts[e])`, `ids.tolist()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+_SCALARS: dict[Any, type | None] = {
+    torch.Tensor.item: None,
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.__index__: int,
+}
+_COMPARISONS = {torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
+_ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
+
+
+class ReadMode(TorchFunctionMode):
+    """Notes the recorded operation of each read, and gives Python another number where that is asked for.
+
+    forced: number of a read → the value that Python gets.
+    reads: the names of the recorded operations, one for each read.
+    arrays: the names of the recorded operations that stand for reads of whole arrays.
+    """
+
+    def __init__(self, forced: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.forced = forced
+        self.reads: list[str] = []
+        self.arrays: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SCALARS:
+            return self._read(func(*args), _SCALARS[func])
+        if func is torch.Tensor.tolist:
+            return self._list(args[0])
+        if func in _COMPARISONS:
+            return self._read(func(*args, **kwargs), bool)
+        if func in _ARRAYS and args[0].numel():
+            args[0].detach().flatten()[0].item()
+            self.arrays.append(_latest_name())
+        return func(*args, **kwargs)
+
+    def _read(self, value: Any, kind: type | None) -> Any:
+        self.reads.append(_latest_name())
+        value = self.forced.get(len(self.reads) - 1, value)
+        return value if kind is None else kind(value)
+
+    def _list(self, tensor: torch.Tensor) -> Any:
+        if tensor.dim() == 0:
+            return self._read(tensor.item(), None)
+        return [self._list(part) for part in tensor.unbind(0)]
+
+
+def _latest_name() -> str:
+    mode: Any = get_proxy_mode()
+    name: str = next(reversed(mode.tracer.graph.nodes)).name
+    return name
+
+
+def other_values(value: Any) -> list[Any]:
+    """Return values that may take Python another way than this one."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return sorted({0, 1, value + 1, 2 * value + 1, 1000} - {value})
+    return [0.0, -value, value / 2, 2 * value + 1, 1e6]
