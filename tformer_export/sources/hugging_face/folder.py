@@ -265,6 +265,7 @@ _SHARED_OPTIONS = (  # options with the same meaning in transformers and in the 
     "bad_words_ids",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "stop_strings",
 )
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # option → default of generate()
 _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value that has no effect
@@ -274,7 +275,6 @@ _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value t
     "exponential_decay_length_penalty": None,
     "renormalize_logits": False,
     "guidance_scale": 1,
-    "stop_strings": None,
     "max_time": None,
     "token_healing": False,
     "watermarking_config": None,
