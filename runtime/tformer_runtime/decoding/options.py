@@ -412,6 +412,10 @@ class Settings:
     Requests of equal settings can share a batch.
     """
 
+    # Each option is repeated because its type differs: here no value is None that only stands for a default, and values
+    # have the form after the check. A class made of the table would have no types for a type checker. A test compares
+    # the names.
+
     max_new_tokens: int | None = _default("max_new_tokens")
     min_new_tokens: int = _default("min_new_tokens")
     stop_strings: tuple[str, ...] = _default("stop_strings")
