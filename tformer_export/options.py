@@ -3,6 +3,21 @@
 Each field of `Quantization`, `Task` (`common/task.py`), `ExtraOutputs` and `ExportOptions` holds its help text, its
 allowed values and its form on the command line. `export` takes the first three as one argument each. Checks of single
 options and of combinations are here. `ExportOptions.for_model` checks them against a model.
+
+To add an option:
+
+1. Add the field to its dataclass, with `option(…)`. Allowed values are a tuple in `common/option_values.py`. The flag
+   of `tformer-export` and its help, which is also in the documentation, are made of it.
+2. If the text of the flag is not yet the value, convert it in `cli._options`. For a new form of text, add a `Kind` to
+   `common/option_table.py` and its case to `cli._click_option`.
+3. Check the value and its combinations in `__post_init__`, and what depends on the model in `for_model`.
+4. A field of `ExportOptions` is also an argument of `api.export`, which documents it and passes it on. A field of
+   `Task` is also a field of `Statements` in `sources/finish.py`, which `Statements.of` sets and `finish` applies.
+   Fields of `Quantization` and `ExtraOutputs` need neither.
+5. Read the option where it has its effect: `build.py` passes the options, or single ones, to the phases. Add a phase of
+   its own to `phases`.
+6. If the user should see it, add it to `ExportReport`, and to the manifest if the runtime needs it.
+7. Describe it in `docs/exporting.md`, or in the page of its subject.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from tformer_export.common.checkpoint import MissingExtraError, TformerError
+from tformer_runtime.base.errors import MissingExtraError, TformerError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.common.checkpoint import InputError, MissingExtraError, TformerError, load_checkpoint
+from tformer_export.common.checkpoint import load_checkpoint
 from tformer_models.g2p import SPLIT_OPTION, assign_split
+from tformer_runtime.base.errors import InputError, MissingExtraError, TformerError
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset

@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tformer_export.common.checkpoint import OptionError, SourceError
+from tformer_runtime.base.errors import OptionError, SourceError
 
 TRAINING_CHOICES = {
     "optimizer": ("adam", "adamw"),

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 import numpy as np
 
-from tformer_export.common.checkpoint import InputError, MissingExtraError, OptionError, TformerError, load_checkpoint
+from tformer_export.common.checkpoint import load_checkpoint
+from tformer_runtime.base.errors import InputError, MissingExtraError, OptionError, TformerError
 
 if TYPE_CHECKING:
     from tformer_models.windows import SeriesDataset

@@ -24,16 +24,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, WeightAveraging
 from torch import Tensor, nn
 
-from tformer_export.common.checkpoint import (
-    OptionError,
-    OutputError,
-    Task,
-    TformerError,
-    import_callable,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
+from tformer_export.common.checkpoint import import_callable, load_checkpoint, load_weights, save_checkpoint
+from tformer_export.common.task import Task
 from tformer_models.curves import LOWER_IS_BETTER, write_curves
 from tformer_models.data import Batches, Dataset
 from tformer_models.dropout import use_byte_dropout
@@ -46,6 +38,7 @@ from tformer_models.objectives import (
 )
 from tformer_models.recipe import Recipe, TrainingOptions
 from tformer_models.windows import SeriesDataset, WindowBatches
+from tformer_runtime.base.errors import OptionError, OutputError, TformerError
 
 logger = logging.getLogger(__name__)
 

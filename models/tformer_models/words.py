@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_export.common.checkpoint import InputError, TformerError
 from tformer_models.g2p import (
     LETTERS,
     PHONEMES,
@@ -37,6 +36,7 @@ from tformer_models.g2p import (
     load_split,
     read_entries,
 )
+from tformer_runtime.base.errors import InputError, TformerError
 
 if TYPE_CHECKING:
     from tformer_models.data import Dataset

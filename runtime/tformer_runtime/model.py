@@ -62,13 +62,11 @@ class Model:
     mapping from the names of the inputs.
     """
 
-    def __init__(self, engine: Engine, max_memory: int | None = None, index_offset: int = 0) -> None:
-        """Use `Model.load`.
+    _index_offset = 0  # numbers of inputs in errors, and seeds, continue from it; see `cli.resumed_model`
 
-        max_memory: see `Model.load`. index_offset: see `numbered_from`.
-        """
+    def __init__(self, engine: Engine, max_memory: int | None = None) -> None:
+        """Use `Model.load`. max_memory: see there."""
         self.engine = engine
-        self._index_offset = index_offset
         self.manifest: Manifest = engine.manifest
         self.inputs = Inputs(engine.manifest)
         self.budget = MemoryBudget(max_memory)
@@ -92,13 +90,6 @@ class Model:
         Raise ModelFileError, DeviceError or MissingExtraError.
         """
         return cls(Engine(Session(path, device, threads)), max_memory)
-
-    def numbered_from(self, index_offset: int) -> Model:
-        """Return a model with the same weights and its own memory budget, for the rest of an interrupted run.
-
-        index_offset: the number of finished inputs. Numbers of inputs in errors, and seeds, continue from it.
-        """
-        return Model(self.engine, self.budget.limit, index_offset)
 
     @property
     def device(self) -> str:

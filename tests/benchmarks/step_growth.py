@@ -30,10 +30,10 @@ ROUNDS, STEPS, SOURCE = 9, 4, 24
 @click.option("--threads", default=1, show_default=True)
 def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from versus.engines.rates import _bandwidth
+    from versus.engines.rates import bandwidth
 
-    bandwidth = _bandwidth(threads)
-    click.echo(f"{threads} threads, {bandwidth / 1e9:.1f} GB/s")
+    bytes_per_second = bandwidth(threads)
+    click.echo(f"{threads} threads, {bytes_per_second / 1e9:.1f} GB/s")
     engines = [Engine(model, device="cpu", threads=threads) for model in models]
     for count in map(int, rows.split(",")):
         least: dict[int, float] = {}
@@ -41,7 +41,7 @@ def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> No
             times = _milliseconds([_started(engine, count, cached) for engine in engines], engines)
             for i, (model, engine, found) in enumerate(zip(models, engines, times, strict=True)):
                 least.setdefault(i, found)
-                reading = cache_bytes(engine.decode.caches, count, cached) / bandwidth * 1e3
+                reading = cache_bytes(engine.decode.caches, count, cached) / bytes_per_second * 1e3
                 growth = f"{(found - least[i]) / reading:.2f} × the {reading:.2f} ms of reading"
                 click.echo(f"{Path(model).name}: {count} rows, {cached} cached: {found:.2f} ms; grown by {growth}")
 

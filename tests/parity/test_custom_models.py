@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tformer_export import Task, export
 from tformer_export.cli import command as export_command
-from tformer_export.common.checkpoint import OptionError, save_checkpoint
+from tformer_export.common.checkpoint import save_checkpoint
 from tformer_export.sources.chat_template import with_template
 from tformer_export.sources.factory import from_factory
 from tformer_export.sources.torch_module import from_module
@@ -21,6 +21,7 @@ from tformer_models import languages, words
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
 from tformer_runtime import Model
+from tformer_runtime.base.errors import OptionError
 from tformer_runtime.cli.main import main as run_command
 
 SIZES = {"width": 32, "heads": 4, "layers": 2, "feedforward": 48, "max_length": 24}

@@ -312,14 +312,15 @@ def test_generation_config_applies_to_the_file(exported, name, times):
 
 def test_unsupported_generation_settings_are_logged(exported, caplog):
     _, _, model, processor, _ = exported
-    config = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9}
+    config = {"do_sample": True, "temperature": 0.5, "num_return_sequences": 2, "min_length": 9, "stop_strings": ["a"]}
     changed = copy.copy(model)
     changed.generation_config = copy.deepcopy(model.generation_config)
     for name, value in config.items():
         setattr(changed.generation_config, name, value)
     source = from_transformers(changed, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
-    assert "sets do_sample, num_return_sequences, min_length, which the file does not carry over" in caplog.text
-    assert not {"temperature", "num_return_sequences", "min_new_tokens"} & set(source.generation_defaults)
+    lost = "do_sample, num_return_sequences, min_length, stop_strings"
+    assert f"sets {lost}, which the file does not carry over" in caplog.text
+    assert not {"temperature", "num_return_sequences", "min_new_tokens", "stop_strings"} & {*source.generation_defaults}
 
 
 def test_calls_of_text_generation_raise_unsupported_call_error(exported):

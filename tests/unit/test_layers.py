@@ -39,7 +39,8 @@ def find_imports(path: Path, package: str, modules: dict[str, Path]) -> set[str]
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}, line {node.lineno}: a relative import, which this test does not follow"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             if name.split(".")[0] == package:
@@ -98,6 +99,13 @@ def test_imports_in_functions_and_for_type_checkers_count(tmp_path):
     )
     modules = dict.fromkeys(("", "two", "three", "three.four"), tmp_path)
     assert find_imports(tmp_path / "one.py", "p", modules) == {"two", "three.four"}
+
+
+@pytest.mark.parametrize("line", ["from . import two", "from .two import a", "from ..q import b"])
+def test_relative_import_is_refused(line, tmp_path):
+    (tmp_path / "one.py").write_text(f"def f():\n    {line}\n")
+    with pytest.raises(AssertionError, match="line 2: a relative import"):
+        find_imports(tmp_path / "one.py", "p", {"": tmp_path})
 
 
 LISTS_MODULES = ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")

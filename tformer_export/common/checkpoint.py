@@ -40,31 +40,10 @@ from types import UnionType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from tformer_export.common.task import Task
-from tformer_runtime.base.errors import (
-    InputError,
-    MissingExtraError,
-    OptionError,
-    OutputError,
-    SourceError,
-    TformerError,
-)
+from tformer_runtime.base.errors import OptionError, OutputError, SourceError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-__all__ = [
-    "Checkpoint",
-    "InputError",
-    "MissingExtraError",
-    "OptionError",
-    "OutputError",
-    "SourceError",
-    "Task",
-    "TformerError",
-    "import_callable",
-    "load_checkpoint",
-    "save_checkpoint",
-]
 
 FORMAT = "tformer.checkpoint"
 VERSION = 2

@@ -19,7 +19,7 @@ from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import OutputMeaning, Preprocessing, SpecialTokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
     """A model in the form in which the compiler reads it.
 

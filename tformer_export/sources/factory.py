@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def from_state(path: Path, factory: str, config: Path | None = None, step_input:
         )
     if isinstance(module, nn.Module):
         load_weights(module, state, path.name, factory)
-    return _named(_source(result, factory, step_input), path)
+    return replace(_source(result, factory, step_input), name=path.name)
 
 
 def from_pickle(path: Path, step_input: str | None = None) -> Source:
@@ -70,7 +71,7 @@ def from_pickle(path: Path, step_input: str | None = None) -> Source:
         ) from error
     if not isinstance(result, nn.Module):
         raise SourceError(f"{path} holds a {type(result).__name__}, not a module: save it with save_checkpoint")
-    return _named(_source(result, str(path), step_input), path)
+    return replace(_source(result, str(path), step_input), name=path.name)
 
 
 def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
@@ -132,11 +133,6 @@ def _arguments(config: Path | None) -> dict[str, Any]:
             f"{type(arguments).__name__}"
         )
     return arguments
-
-
-def _named(source: Source, path: Path) -> Source:
-    source.name = path.name
-    return source
 
 
 def _see_current_folder() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,10 @@ from tformer_export.sources.hugging_face.images import with_preprocessing
 from tformer_export.sources.hugging_face.single_pass import with_tokenizer
 from tformer_export.sources.outcome import with_task
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.options import GenerationOptions, Settings, file_defaults
 from tformer_runtime.format.manifest import SpecialTokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def finish(source: Source, statements: Statements) -> Source:
     }
     source = replace(source, **{name: value for name, value in stated.items() if value is not None})
     _check_texts(source)
+    if statements.generation_defaults is None:
+        source = _drop_unmatched_stop_strings(source)
     if statements.chat_template is not None:
         source = with_template(source, statements.chat_template)
         if source.step_input not in source.tokenizers:
@@ -84,6 +89,31 @@ def finish(source: Source, statements: Statements) -> Source:
     if source.step_input is None and statements.max_length is not None:
         source = replace(source, max_length=min(statements.max_length, source.max_length or statements.max_length))
     return source
+
+
+def _drop_unmatched_stop_strings(source: Source) -> Source:
+    """Drop the model's own stop strings that the runtime cannot find in a text, and warn of them.
+
+    The runtime needs the tokenizer for them, and its texts hold no special tokens.
+    """
+    strings = file_defaults(source.generation_defaults).get("stop_strings")
+    if not strings or source.step_input is None:
+        return source
+    tokenizer = source.tokenizers.get(source.step_input)
+    if tokenizer is None:
+        unmatched, reason = strings, "the file has no tokenizer"
+    else:
+        added = Tokenizer.from_str(tokenizer).get_added_tokens_decoder().values()
+        special_texts = [token.content for token in added if token.special]
+        unmatched = tuple(string for string in strings if any(text in string for text in special_texts))
+        reason = "special tokens are not part of a generated text"
+    if not unmatched:
+        return source
+    logger.warning("the model's stop_strings %s are not carried over: %s", ", ".join(map(repr, unmatched)), reason)
+    defaults = {name: value for name, value in source.generation_defaults.items() if name != "stop_strings"}
+    if matched := [string for string in strings if string not in unmatched]:
+        defaults["stop_strings"] = matched
+    return replace(source, generation_defaults=defaults)
 
 
 def _check_texts(source: Source) -> None:

@@ -54,7 +54,6 @@ def from_sentence_encoder(module: Any, read: Callable[[Path], Source]) -> Source
     with TemporaryDirectory(prefix="tformer-") as name:
         module.save(name, create_model_card=False)
         source = read(Path(name))
-    source.name = type(module).__name__
 
     def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
         max_length = module.max_seq_length
@@ -65,8 +64,7 @@ def from_sentence_encoder(module: Any, read: Callable[[Path], Source]) -> Source
             module.max_seq_length = max_length
         return vector.float().cpu()
 
-    source.own_pipeline, source.reads_pairs = answer, False
-    return source
+    return replace(source, name=type(module).__name__, own_pipeline=answer, reads_pairs=False)
 
 
 def with_modules(folder: Path, source: Source) -> Source:

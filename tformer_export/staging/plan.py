@@ -22,13 +22,12 @@ from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, AxisChoice,
 class CachedAttention:
     """An attention over the step input's own past.
 
-    key, value: before heads are repeated, stored once for each of `groups` heads.
+    key, value: before heads are repeated.
     """
 
     node: Node
     key: Node
     value: Node
-    groups: int
     bias: Node | None
 
 
@@ -124,7 +123,7 @@ def _cached_attention(
     unique = [_unrepeated(solver, n) for n in (key, value)]
     if meta(unique[0]).shape[1] != meta(unique[1]).shape[1]:
         unique = [key, value]
-    return CachedAttention(node, unique[0], unique[1], int(meta(unique[0]).shape[1]), bias)  # type: ignore[arg-type]
+    return CachedAttention(node, unique[0], unique[1], bias)  # type: ignore[arg-type]
 
 
 def _unrepeated(solver: RestrictionSolver, node: Node) -> Node:

@@ -24,6 +24,7 @@ from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write
 from tformer_runtime.cli.jobs import make_job
 from tformer_runtime.cli.options import Command, use_flag_names
 from tformer_runtime.cli.result_file import ResultFile
+from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.format.info import file_fingerprint, file_info, info_lines
 from tformer_runtime.format.model_file import read_manifest
 from tformer_runtime.model import Model
@@ -84,7 +85,7 @@ def _run(model: Path, inputs: tuple[str, ...], flag_values: Mapping[str, Any], o
     finished = file.done if file else 0
     workers = options.workers or _default_workers(source, job, options)
     threads = 1 if workers > 1 and options.threads is None else options.threads
-    loaded = Model.load(model, options.device, threads, job.max_memory).numbered_from(finished)
+    loaded = ResumedModel(Model.load(model, options.device, threads, job.max_memory), finished)
     job.prepare(loaded, options.device, threads)
     workers = 1 if loaded.device == "cuda" else workers
     batch_size = options.batch_size or job.batch_size

@@ -103,8 +103,7 @@ def relative_cost(draft: Engine, model: Engine) -> float:
 class DraftLengthController:
     """Chooses the number of guesses with the most tokens per time, if guesses come true at the rate so far.
 
-    Guesses are counted by kind. If a guess comes true at rate r, k guesses give (1 - r**(k+1)) / (1 - r) tokens on
-    average, in a step that costs 1 + k * cost.
+    Guesses are counted by kind. See `best_num_guesses`.
     """
 
     def __init__(self, cost: float, max_guesses: int) -> None:
@@ -120,8 +119,8 @@ class DraftLengthController:
 
     def num_guesses(self, kind: int) -> int:
         """Return the number of guesses to make."""
-        best = self._best(self._rate(kind))
-        if best == 0 and self._best(1.0):
+        best = self._best_count(self._rate(kind))
+        if best == 0 and self._best_count(1.0):
             self._tokens_since_trial[kind] += 1
             if self._tokens_since_trial[kind] > self._retry_after[kind]:
                 self._tokens_since_trial[kind] = 0
@@ -131,7 +130,7 @@ class DraftLengthController:
 
     def record(self, kind: int, num_guesses: int, num_accepted: int) -> None:
         """Record that, of `num_guesses` guesses in a row, the first `num_accepted` came true."""
-        if num_accepted and not self._best(self._rate(kind)):  # the trial succeeded: begin anew
+        if num_accepted and not self._best_count(self._rate(kind)):  # the trial succeeded: begin anew
             self._accepted[kind], self._made[kind], self._retry_after[kind] = (
                 _PRIOR_ACCEPTED,
                 _PRIOR_MADE,
@@ -144,12 +143,21 @@ class DraftLengthController:
     def _rate(self, kind: int) -> float:
         return self._accepted[kind] / self._made[kind]
 
-    def _best(self, rate: float) -> int:
-        gains, tokens = [1.0], 1.0
-        for k in range(1, self._max_guesses + 1):
-            tokens += rate**k
-            gains.append(tokens / (1 + k * self._cost))
-        return int(np.argmax(gains))
+    def _best_count(self, rate: float) -> int:
+        return best_num_guesses(rate, self._cost, self._max_guesses)
+
+
+def best_num_guesses(rate: float, cost: float, max_guesses: int) -> int:
+    """Return the number of guesses with the most tokens per time, if guesses come true at a rate.
+
+    If a guess comes true at rate r, k guesses give (1 - r**(k+1)) / (1 - r) tokens on average, in a step that costs
+    1 + k * cost.
+    """
+    gains, tokens = [1.0], 1.0
+    for k in range(1, max_guesses + 1):
+        tokens += rate**k
+        gains.append(tokens / (1 + k * cost))
+    return int(np.argmax(gains))
 
 
 _PRIOR_ACCEPTED, _PRIOR_MADE = 1.0, 2.0  # before any guess of a kind: as if one of two had come true

@@ -12,6 +12,23 @@ The options decide how tokens are chosen:
 
 A sampling option of the caller overrides num_beams of the file, and the other way round. An error follows if the caller
 sets both. The same holds for the constraints, of which one can be set.
+
+To add an option:
+
+1. Write its check in `option_checks`, and a parser of its text, if none there fits.
+2. Add the field to `GenerationOptions`, at its place in the documentation. The flag of `tformer-run`, its help and the
+   tables of the documentation are made of it. An option without a metavar has no flag there: `cli/generation.py` adds
+   one by hand.
+3. Add the field to `Settings` at the same place, with the type of a checked value.
+4. If it excludes other options, say so in `Settings._check`, or in `Settings.of` if a caller's option removes the
+   file's. If no file can hold its value, add it to `_NOT_IN_FILES`.
+5. Read the setting where it has its effect: a rule in `logit_rules.make_rules` (also in the order of that module's
+   docstring), a distribution in `sampling`, a length in `request.make_request`, an output in `request.Result` and
+   `Generator.make_result`. If it needs something of the file, check that in `Model.settings`.
+6. For an output, write it in `_GenerationJob._fields` of `cli/generation.py`; `_check` there says which flags it needs.
+7. If transformers' GenerationConfig has it, add it to the options that `tformer_export` reads of a folder
+   (`_SHARED_OPTIONS` in `sources/hugging_face/folder.py`).
+8. Add its name to the message in `docs/options.md`, and describe it in `docs/generation.md`.
 """
 
 from __future__ import annotations
@@ -411,6 +428,10 @@ class Settings:
 
     Requests of equal settings can share a batch.
     """
+
+    # Each option is repeated because its type differs: here no value is None that only stands for a default, and values
+    # have the form after the check. A class made of the table would have no types for a type checker. A test compares
+    # the names.
 
     max_new_tokens: int | None = _default("max_new_tokens")
     min_new_tokens: int = _default("min_new_tokens")

@@ -45,11 +45,6 @@ class MemoryBudget:
         """The bytes that all shares have reserved."""
         return self._reserved_bytes(lambda share: True)
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of shares that wait for bytes."""
-        return len(self._waiting)
-
     def notify(self) -> None:
         """Let all waiting shares check whether they can reserve their bytes now."""
         with self.changed:

@@ -29,12 +29,10 @@ class Vocabulary:
 
     size: the number of ids.
     ends: the end tokens.
-    first_bytes, later_bytes: the bytes that each id adds at the beginning of a text, and later; empty for an id that
-        must not be generated.
+    first_bytes: the bytes that each id adds at the beginning of a text; empty for an id that must not be generated.
     silent_first_mask: (size,) ids that add no bytes at the beginning, but do later.
     end_mask: (size,) end tokens.
-    word_level: whether ids are words that decoding joins by spaces. In `first_bytes` and `later_bytes` a space then
-        follows every word.
+    word_level: whether ids are words that decoding joins by spaces. In `first_bytes` a space then follows every word.
     spellable_texts: a regular expression of texts that can be completed after every token that begins them. None if
         all texts can, or if a word-level vocabulary is too large for one. For a word-level vocabulary a space follows
         every word.
@@ -47,7 +45,6 @@ class Vocabulary:
     size: int
     ends: tuple[int, ...]
     first_bytes: Sequence[bytes]
-    later_bytes: Sequence[bytes]
     silent_first_mask: Bools
     end_mask: Bools
     word_level: bool
@@ -120,7 +117,6 @@ def vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Voca
         size=size,
         ends=ends,
         first_bytes=first_bytes,
-        later_bytes=later_bytes,
         silent_first_mask=silent_first,
         end_mask=end_mask,
         word_level=word_level,

@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.common.checkpoint import (
-    OptionError,
-    OutputError,
-    SourceError,
-    import_callable,
-    load_checkpoint,
-    save_checkpoint,
-)
+from tformer_export.common.checkpoint import import_callable, load_checkpoint, save_checkpoint
 from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime.base.errors import OptionError, OutputError, SourceError
 
 FACTORY = "tformer_models.seq2seq:Seq2SeqTransformer"
 SIZES = {"width": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 8}

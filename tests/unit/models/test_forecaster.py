@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tformer_export.common.checkpoint import OptionError, load_checkpoint
+from tformer_export.common.checkpoint import load_checkpoint
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_models import stats_series
 from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
@@ -21,6 +21,7 @@ from tformer_models.objectives import ForecastObjective
 from tformer_models.recipe import FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
 from tformer_models.windows import SeriesDataset, WindowBatches
+from tformer_runtime.base.errors import OptionError
 
 SIZES = {"width": 16, "heads": 2, "feedforward": 32, "max_length": 40}
 

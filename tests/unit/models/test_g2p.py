@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tformer_export.common.checkpoint import InputError
 from tformer_models import g2p
 from tformer_models.decoding import decode_greedily
+from tformer_runtime.base.errors import InputError
 
 
 def test_split_is_fixed():

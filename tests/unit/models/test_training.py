@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
-from tformer_export.common.checkpoint import OptionError, OutputError, SourceError, load_checkpoint
+from tformer_export.common.checkpoint import load_checkpoint
 from tformer_models.cli import main
 from tformer_models.curves import find_best_step
 from tformer_models.data import Batches, pad_rows
@@ -20,6 +20,7 @@ from tformer_models.dropout import ByteDropout, use_byte_dropout
 from tformer_models.objectives import Seq2SeqObjective, learning_rate_factor
 from tformer_models.recipe import CheckpointOptions, FactoryCall, Recipe, TrainingOptions, load_recipe
 from tformer_models.training import train
+from tformer_runtime.base.errors import OptionError, OutputError, SourceError
 
 MODEL = {"width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32, "max_length": 16}
 RECIPE = Recipe(

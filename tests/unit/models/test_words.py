@@ -11,11 +11,12 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from tformer_export.common.checkpoint import InputError, load_checkpoint
+from tformer_export.common.checkpoint import load_checkpoint
 from tformer_models import g2p, words
 from tformer_models.language_model import LanguageModel
 from tformer_models.recipe import CheckpointOptions, FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
+from tformer_runtime.base.errors import InputError
 from tformer_runtime.preprocess.chat_template import compile_template, conversation
 
 

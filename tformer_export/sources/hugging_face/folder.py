@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,22 @@ def from_folder(
             return source
         if source.step_input is None:
             return _complete_single_pass(folder, source, tokenizer)
-        if tokenizer and has_tokenizer(folder):
-            request = next((n for n in source.caller_inputs if n != source.step_input), None)
-            source.tokenizers = read_tokenizers(folder, request, source.step_input)
-        source.chat_template = read_chat_template(folder)
-        if source.tokenizers or (source.chat_template is not None and has_tokenizer(folder)):
-            source.chat_tokens = read_chat_tokens(folder)
-    return source
+        return _complete_generative(folder, source, source.step_input, tokenizer)
 
 
 def _tokenizer(folder: Path) -> Any | None:
     return load_tokenizer(folder) if has_tokenizer(folder) else None
+
+
+def _complete_generative(folder: Path, source: Source, step_input: str, tokenizer: bool) -> Source:
+    """Complete a generative model with the tokenizer and chat template of its folder."""
+    if tokenizer and has_tokenizer(folder):
+        request = next((n for n in source.caller_inputs if n != step_input), None)
+        source = replace(source, tokenizers=read_tokenizers(folder, request, step_input))
+    source = replace(source, chat_template=read_chat_template(folder))
+    if source.tokenizers or (source.chat_template is not None and has_tokenizer(folder)):
+        source = replace(source, chat_tokens=read_chat_tokens(folder))
+    return source
 
 
 def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Source:
@@ -94,7 +100,7 @@ def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Sour
         return source if processor is None else with_processor(source, processor)
     listed = source.task == FEATURES and (folder / MODULES).exists()
     limits = [source.max_length, length_limit(folder) if listed else None]
-    source.max_length = min((n for n in limits if n is not None), default=None)
+    source = replace(source, max_length=min((n for n in limits if n is not None), default=None))
     if tokenizer and has_tokenizer(folder):
         source = with_tokenizer(source, load_tokenizer(folder))
     return with_modules(folder, source) if listed else source
@@ -259,6 +265,7 @@ _SHARED_OPTIONS = (  # options with the same meaning in transformers and in the 
     "bad_words_ids",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "stop_strings",
 )
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # option → default of generate()
 _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value that has no effect
@@ -268,7 +275,6 @@ _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value t
     "exponential_decay_length_penalty": None,
     "renormalize_logits": False,
     "guidance_scale": 1,
-    "stop_strings": None,
     "max_time": None,
     "token_healing": False,
     "watermarking_config": None,

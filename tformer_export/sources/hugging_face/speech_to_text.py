@@ -33,6 +33,7 @@ CARRIED_DEFAULTS = (  # generation options that become the file's; max_new_token
 _NOT_CARRIED = (  # other options of generation configs that change the result of generate()
     "condition_on_prev_tokens", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "prompt_ids",
     "do_sample", "num_return_sequences", "num_beam_groups", "diversity_penalty", "forced_bos_token_id", "min_length",
+    "stop_strings",
 )  # fmt: skip
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ ROUNDS = 8
 def measure(threads: int) -> dict[str, float]:
     """Return bandwidth in bytes per second, fp32 and int8 in multiply-adds per second, the best of several rounds."""
     return {
-        "bandwidth": _bandwidth(threads),
+        "bandwidth": bandwidth(threads),
         "fp32": _products("MatMul", threads),
         "int8": _products("MatMulInteger", threads),
     }
@@ -29,7 +29,7 @@ def _best(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def _bandwidth(threads: int) -> float:
+def bandwidth(threads: int) -> float:
     """Read data larger than the processor caches once: the faster of a sum and a product with a vector."""
     import torch
 

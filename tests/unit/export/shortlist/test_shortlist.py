@@ -30,6 +30,7 @@ from tformer_runtime import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.decoding.batch_rows import candidates_of
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sequence import SequenceTask
@@ -202,7 +203,7 @@ def test_single_request_matches_request_of_a_batch(exported, options):
         *exported.file.generate_batch(SOURCES[:14], batch_size=5, **options)
     ]  # further requests join when rows end
     for source, index, result in zip(SOURCES, range(14), batch, strict=False):
-        single = next(iter(exported.file.numbered_from(index).generate_batch([source], **options)))
+        single = next(iter(ResumedModel(exported.file, index).generate_batch([source], **options)))
         assert_same_result(result, single, exported.exact)
         assert set(result.token_ids) <= {*candidates_by_hand(exported.file, source)}
 

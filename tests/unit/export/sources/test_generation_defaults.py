@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import string
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 
 from tformer_export import export
 from tformer_export.sources import load_source
+from tformer_export.sources.finish import Statements, finish
 from tformer_export.sources.hugging_face.folder import read_generation_defaults
 from tformer_runtime import Model, OptionError
 from tformer_runtime.decoding.options import GenerationOptions, Settings
@@ -87,6 +90,67 @@ def test_file_generates_like_its_folder(tmp_path, build, options, caplog):
     assert not all(equal)  # the config changes the results
 
 
+def letter_tokenizer():
+    """A tokenizer with a token for each letter and digit, and a special token <stop>."""
+    characters = string.ascii_lowercase + string.digits[: VOCABULARY - 4 - len(string.ascii_lowercase)]
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<s>", "</s>", "<stop>", *characters])}
+    letters = Tokenizer(models.BPE(vocabulary, []))
+    letters.decoder = decoders.Fuse()
+    tokens = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", additional_special_tokens=["<stop>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=letters, **tokens)
+
+
+def generate_new_ids(module, row, **options):
+    """Return the ids that generate() adds to a prompt."""
+    input_ids = torch.tensor([row])
+    with torch.no_grad():
+        ids = module.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)[0].tolist()
+    return ids[len(row) :]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_stop_strings_of_a_folder_end_texts_like_generate(tmp_path, options, caplog):
+    torch.manual_seed(4)
+    module, tokenizer, rows = llama().eval(), letter_tokenizer(), [[5, 6, 7], [30], [9, 35, 8, 20], [12, 13]]
+    module.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID, max_new_tokens=16, **options)
+    whole_text = tokenizer.decode(generate_new_ids(module, rows[0]), skip_special_tokens=True)
+    module.generation_config.stop_strings = [whole_text[4:7], "££"]
+    module.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    with caplog.at_level(logging.WARNING, "tformer_export"):
+        export(load_source(tmp_path / "folder"), tmp_path / "model.onnx", max_length=40)
+    assert "not carr" not in caplog.text
+    model = Model.load(tmp_path / "model.onnx", "cpu")
+    results = [model.generate(row) for row in rows]
+    assert [list(result.token_ids) for result in results] == [
+        generate_new_ids(module, row, tokenizer=tokenizer) for row in rows
+    ]
+    assert options or (results[0].text, results[0].finish_reason) == (whole_text[:4], "stop")
+    assert len({len(result.token_ids) for result in results}) > 1
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "stop_strings", "carried", "reason"),
+    [
+        (True, ["a", "<stop>", "b<stop>"], {"stop_strings": ["a"]}, "'<stop>', 'b<stop>' are not carried"),
+        (True, "<stop>", {}, "special tokens are not part of a generated text"),
+        (False, ["a"], {}, "'a' are not carried over: the file has no tokenizer"),
+    ],
+)
+def test_stop_strings_that_no_text_can_hold_are_named(has_tokenizer, stop_strings, carried, reason, tmp_path, caplog):
+    module = llama()
+    module.generation_config = GenerationConfig(stop_strings=stop_strings)
+    module.save_pretrained(tmp_path)
+    if has_tokenizer:
+        letter_tokenizer().save_pretrained(tmp_path)
+    source = load_source(tmp_path)
+    with caplog.at_level(logging.WARNING, "tformer_export"):
+        assert finish(source, Statements()).generation_defaults == carried
+    assert reason in caplog.text
+    stated = Statements(generation_defaults={"stop_strings": ["<stop>"]})
+    assert finish(source, stated).generation_defaults == stated.generation_defaults
+
+
 def greedy_without_defaults(model, row):
     """Decode greedily as if the file had no defaults."""
     settings = Settings.of(GenerationOptions(max_new_tokens=12), {})
@@ -136,6 +200,7 @@ CARRIED = [
     (0, {"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "top_k": 50, "min_p": 0.1}, ""),
     (0, {"do_sample": True, "typical_p": 0.5}, {"temperature": 1.0, "top_k": 50}, "typical_p"),
     (0, {"temperature": 0.5, "top_k": 4}, {}, ""),
+    (0, {"stop_strings": "ab"}, {"stop_strings": "ab"}, ""),
     (0, {"sequence_bias": {(5,): 1.0, (6, 7): 2.0}}, {}, r"sequence_bias \(of several tokens\)"),
     (0, {"sequence_bias": {(5,): 1.0, (6,): 2.0}}, {"logit_bias": [[5, 1.0], [6, 2.0]]}, ""),
     (1, {"encoder_no_repeat_ngram_size": 3, "guidance_scale": 2.0, "renormalize_logits": True}, {},

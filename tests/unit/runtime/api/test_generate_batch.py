@@ -10,6 +10,7 @@ import pytest
 from support.toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, Model, Result
+from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES
 from tformer_runtime.decoding.request import Request
 from tformer_runtime.decoding.sequence import SequenceTask
@@ -58,11 +59,11 @@ def test_resumed_run_matches_the_rest_of_a_whole_run(model, options):
     whole = list(model.generate_batch(WORDS, batch_size=BATCH_ROWS, max_new_tokens=6, **options))
     for done in (0, 3, len(WORDS)):
         rest = list(
-            model.numbered_from(done).generate_batch(WORDS[done:], batch_size=BATCH_ROWS, max_new_tokens=6, **options)
+            ResumedModel(model, done).generate_batch(WORDS[done:], batch_size=BATCH_ROWS, max_new_tokens=6, **options)
         )
         assert rest == whole[done:]
     with pytest.raises(InputError, match=r"^input 8: 'é'"):
-        list(model.numbered_from(6).generate_batch(["ab", "é"]))
+        list(ResumedModel(model, 6).generate_batch(["ab", "é"]))
 
 
 def bytes_needed(model, text):

@@ -16,7 +16,7 @@ from support.toy_models import END_ID, LETTERS, Toy, assert_alike, with_manifest
 
 from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError
 from tformer_runtime.decoding import drafting, speculation
-from tformer_runtime.decoding.drafting import DraftLengthController, PromptLookup
+from tformer_runtime.decoding.drafting import DraftLengthController, PromptLookup, best_num_guesses
 from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.engine.memory_budget import MemoryShare
@@ -369,7 +369,7 @@ def test_number_of_guesses_maximises_tokens_per_cost(rate, cost, most):
         return sum(n * rate ** (n - 1) * (1 - rate) for n in range(1, k + 1)) + (k + 1) * rate**k
 
     gains = [tokens(k) / (1 + k * cost) for k in range(most + 1)]
-    assert gains[DraftLengthController(cost, most)._best(rate)] == pytest.approx(max(gains))
+    assert gains[best_num_guesses(rate, cost, most)] == pytest.approx(max(gains))
 
 
 def test_rejected_guesses_stop_and_are_tried_again():

@@ -59,9 +59,14 @@ def of_length(model: Model, length: int) -> SequenceTask:
     return model.generator.make_task(make_request(model.manifest, model.inputs, "hello", 0, settings), settings)
 
 
-def wait_for_waiting_shares(budget: MemoryBudget, count: int) -> None:
+def has_waiting_share(budget: MemoryBudget) -> bool:
+    """Return whether a share waits: then no other share gets a turn, not even for no bytes."""
+    return not budget.new_share(blocking=False).reserve(0, idle=False)
+
+
+def wait_for_waiting_share(budget: MemoryBudget) -> None:
     with budget.changed:
-        assert budget.changed.wait_for(lambda: budget.num_waiting == count)
+        assert budget.changed.wait_for(lambda: has_waiting_share(budget))
 
 
 @pytest.fixture
@@ -250,7 +255,7 @@ def test_reservations_are_granted_in_order_of_arrival():
     assert small.reserve(2)
     large.release_reservation()
     small.release_reservation()
-    assert budget.num_waiting == 0
+    assert not has_waiting_share(budget)
 
 
 def test_withdrawn_reservation_lets_the_next_one_pass():
@@ -271,7 +276,7 @@ def test_thread_with_reserved_bytes_passes_waiting_threads():
     assert mine.reserve(4)
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(budget.new_share().reserve, 8)
-        wait_for_waiting_shares(budget, 1)
+        wait_for_waiting_share(budget)
         assert more.reserve(5)
         more.release_reservation()
         mine.release_reservation()
@@ -295,7 +300,7 @@ def test_deadlock_between_threads_is_refused():
     with ThreadPoolExecutor(1) as threads:
         over = threads.submit(other)
         assert ready.wait()
-        wait_for_waiting_shares(budget, 1)
+        wait_for_waiting_share(budget)
         with pytest.raises(MemoryBudgetError):
             more.reserve(5)
         mine.release_reservation()
@@ -309,7 +314,7 @@ def test_persistent_share_grows_when_memory_is_free():
     assert running.reserve(6)
     with ThreadPoolExecutor(1) as threads:
         growing = threads.submit(kept.acquire, 3)
-        wait_for_waiting_shares(budget, 1)
+        wait_for_waiting_share(budget)
         running.release_reservation()
         growing.result()
     assert budget.used_bytes == kept.used_bytes == 6

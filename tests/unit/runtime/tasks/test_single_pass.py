@@ -11,6 +11,7 @@ from support.toy_models import Toy
 from support.toy_tasks import HEAD, LABELS, MAX_INPUT_TOKENS, WIDTH, WORDS, ids_and_types, states, vector, words, write
 
 from tformer_runtime import InputError, Model, ModelFileError, OptionError, UnsupportedCallError
+from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.format import manifest as m
 from tformer_runtime.tasks import single_pass
 
@@ -129,7 +130,7 @@ def test_truncation_matches_transformers(files, text):
 def test_invalid_input_is_reported_after_earlier_results(files):
     model = files["vector"]
     for workers in (1, 2):
-        actual = model.numbered_from(3).predict(["a", [4, 99], "b"], workers=workers)
+        actual = ResumedModel(model, 3).predict(["a", [4, 99], "b"], workers=workers)
         np.testing.assert_allclose(next(actual), vector("a"), atol=1e-6)
         with pytest.raises(InputError, match=f"input 5: id 99 .* vocabulary, which ends at {len(WORDS) - 1}"):
             next(actual)
