@@ -100,40 +100,55 @@ class _Command(click.Command):
 
 @click.command(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source")
-@click.option("-o", "--output", type=_PATH, help="The file to write; by default SOURCE.onnx.")
+@click.option("-o", "--output", type=_PATH, help="Write this file.  [default: SOURCE.onnx]")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
-@click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report here, as JSON.")
+@click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report to this file, as JSON.")
 @click.option(
-    "--plot", type=_PATH, metavar="FILE.png", help="Draw the size and quality of the mixtures of --quantize mixed."
+    "--plot",
+    type=_PATH,
+    metavar="FILE.png",
+    help="Plot size and quality of the mixtures of bits that --quantize mixed has measured.",
 )
-@click.option("--quiet", is_flag=True, help="Write nothing but errors.")
+@click.option("--quiet", is_flag=True, help="Write only errors to standard error.")
 @click.option("--verbose", is_flag=True, help="Write the name of each phase, and the traceback of an error.")
 @click.version_option(package_name="tformer")
-@click.option("--factory", cls=_Option, heading=_SOURCE, help="package.module:function that makes the module.")
 @click.option(
-    "--config", cls=_Option, heading=_SOURCE, type=_PATH, help="A JSON file with the factory's keyword arguments."
+    "--factory",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="MODULE:FUNCTION",
+    help="Call this function (package.module:function) to make the module.",
+)
+@click.option(
+    "--config",
+    cls=_Option,
+    heading=_SOURCE,
+    type=_PATH,
+    help="Pass the JSON object in this file to --factory, as keyword arguments.",
 )
 @click.option(
     "--trust-pickle",
     cls=_Option,
     heading=_SOURCE,
     is_flag=True,
-    help="Load a pickled module, which runs the code that it names.",
+    help="Load a pickled module. Unpickling can run any code: use this only for files that you trust.",
 )
 @click.option(
     "--step-input",
     cls=_Option,
     heading=_SOURCE,
     metavar="NAME",
-    help="The autoregressive input; by default that of SOURCE.",
+    help="Name the input that grows by a token at each step of decoding.  [default: that of SOURCE]",
 )
-@click.option("--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="A tokenizer.json, for all inputs.")
+@click.option(
+    "--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="Use this tokenizer.json for all inputs of ids."
+)
 @click.option(
     "--chat-template",
     cls=_Option,
     heading=_SOURCE,
     type=_PATH,
-    help="Jinja text that makes a prompt of a conversation.",
+    help="Put this Jinja template, which turns a conversation into a prompt, into the file.",
 )
 @click.option(
     "--bos-id",
@@ -142,7 +157,7 @@ class _Command(click.Command):
     metavar="ID",
     type=_ID,
     multiple=True,
-    help="An id that decoding starts from; repeatable.",
+    help="Start decoding with this token id; repeatable.",
 )
 @click.option(
     "--eos-id",
@@ -151,10 +166,15 @@ class _Command(click.Command):
     metavar="ID",
     type=_ID,
     multiple=True,
-    help="An id that ends a sequence; repeatable.",
+    help="End a sequence at this token id; repeatable.",
 )
 @click.option(
-    "--pad-id", cls=_Option, heading=_SOURCE, metavar="ID", type=_ID, help="The padding, which a model may hide by id."
+    "--pad-id",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="ID",
+    type=_ID,
+    help="Name the padding token id, which a model that masks padding by its id needs.",
 )
 def command(
     source: str,
@@ -166,9 +186,10 @@ def command(
     verbose: bool,
     **flags: Any,
 ) -> None:
-    """Turn SOURCE, a trained PyTorch Transformer, into one ONNX file that decodes incrementally, or refuse.
+    """Export SOURCE, a trained PyTorch Transformer, to one ONNX file, and compare the file with SOURCE.
 
-    SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with
+    If the results differ, or the model cannot be exported, an error says why and no file is written. SOURCE is a
+    checkpoint of save_checkpoint(), a state dict (with --factory), a .pt2 file of torch.export.save() (with
     --step-input), a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
     """
     if quiet and verbose:

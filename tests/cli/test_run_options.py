@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from support.command_lines import failed, run
@@ -30,6 +31,13 @@ def test_every_generation_option_has_a_flag():
     assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
     for heading in ("Options", "Beam search", "Sampling", "Constraints (at most one)"):
         assert f"\n{heading}:\n" in text
+
+
+def test_help_names_options_by_their_flags():
+    text = run("--help").stdout
+    names = [name for name, option in OPTIONS.items() if "_" in name or name != option.flag.lstrip("-")]
+    assert not [name for name in names if re.search(rf"\b{name}\b", text)]
+    assert "`" not in text
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,21 @@ _OUTPUT_FLAGS = {
     "cross_attentions": Flag(
         "--cross-attentions",
         "OUT.png",
-        "Draw the source positions that each token attends to; - adds them to --json.",
+        "Draw a heat map of the source positions that each token attends to; - adds the weights to --json.",
         str,
     ),
-    "hidden_states": switch("--hidden-states", "Add the file's hidden states to --json."),
-    "timing": switch("--timing", "Add the seconds to the first token, and for each more, to --json."),
+    "hidden_states": switch("--hidden-states", "Add the hidden states that the file gives to --json."),
+    "timing": switch("--timing", "Add the seconds to the first token, and per further token, to --json."),
 }
 _RUN_FLAGS = {
-    "chat": switch("--chat", "An input is a message, or a JSON list of messages, for the file's chat template."),
-    "system": Flag("--system", "TEXT", "A message before each conversation.", str),
-    "stream": switch("--stream", "Write text as it comes, one input after the other."),
+    "chat": switch(
+        "--chat",
+        "Read each input as a message, or as a JSON list of messages, and apply the chat template of the file.",
+    ),
+    "system": Flag("--system", "TEXT", "Begin each conversation with this system message. Needs --chat.", str),
+    "stream": switch("--stream", "Write text while it is generated, one input after the other."),
     **MAX_MEMORY_FLAG,
-    "no_shortlist": switch("--no-shortlist", "Choose among all ids, where the file has a shortlist."),
+    "no_shortlist": switch("--no-shortlist", "Choose among all ids, although the file has a shortlist of candidates."),
 }
 
 

@@ -47,7 +47,10 @@ OUTPUT = "Additional output"
 class OptionSpec:
     """One generation option.
 
-    heading: the group of options that it belongs to. help: one or more sentences. check: see `option_checks`.
+    heading: the group of options that it belongs to.
+    help: one or more sentences. They name other options in backticks by their Python names; the command line replaces
+        these by its flags.
+    check: see `option_checks`.
     default: the value that holds if neither the caller nor the file sets one.
     metavar: the name of the value on the command line; "" for a switch, None if the option is for Python alone.
     parse: from the text of the command line to a value; from all texts, as a tuple, if `repeated`.
@@ -106,8 +109,8 @@ class GenerationOptions:
     )
     forced_prefix: str | Sequence[int] | None = _option(
         LENGTH,
-        "Begin each result with this text, or these ids (on the command line: with --ids). The prefix is part of the "
-        "result and counts as prompt; it follows forced_bos_token_id if that is set.",
+        "Begin each result with this text or these ids. The prefix is part of the result and counts as prompt. It "
+        "follows the id of `forced_bos_token_id`, if that is set.",
         check.prefix,
         (),
         "TEXT",
@@ -150,7 +153,7 @@ class GenerationOptions:
     )
     patience: float | None = _option(
         BEAM_SEARCH,
-        "Enough complete hypotheses are round(num_beams * X) (Kasai et al. 2022).",
+        "Set how many complete hypotheses are enough: X times `num_beams`, rounded (Kasai et al. 2022).",
         check.number("more than 0", lambda x: x > 0),
         1.0,
         "X",
@@ -202,7 +205,8 @@ class GenerationOptions:
     )
     seed: int | None = _option(
         SAMPLING,
-        "Draw the same tokens for the input of the same number at each run, whatever else the batch holds.",
+        "Seed the random numbers. With a seed, an input draws the same tokens in each run where it has the same "
+        "number, whatever else the batch holds.",
         check.whole_number(0),
         None,
         "N",
@@ -213,7 +217,7 @@ class GenerationOptions:
     )
     begin_suppress_tokens: Sequence[int] | None = _option(
         TOKEN_RULES,
-        "Do not begin with these ids. With forced_bos_token_id this is the token after it.",
+        "Do not begin with these ids. With `forced_bos_token_id` this holds for the token after it.",
         check.token_ids,
         (),
         "IDS",
@@ -222,7 +226,7 @@ class GenerationOptions:
     )
     bad_words_ids: Sequence[Sequence[int]] | None = _option(
         TOKEN_RULES,
-        "Never generate these ids one after another. A single end token is ignored: use suppress_tokens.",
+        "Never generate these ids one after another. A single end token is ignored: use `suppress_tokens`.",
         check.token_sequences,
         (),
         "IDS",
@@ -273,7 +277,7 @@ class GenerationOptions:
     )
     regex: str | None = _option(
         CONSTRAINTS,
-        "The text matches this regular expression as a whole, unless max_new_tokens or a stop string ends it before.",
+        "The whole text matches this regular expression, unless `max_new_tokens` or a stop string ends it earlier.",
         check.text,
         None,
         "PATTERN",
@@ -295,12 +299,13 @@ class GenerationOptions:
         check.parse_text_or_file,
     )
     choices: Sequence[str] | None = _option(
-        CONSTRAINTS, "The text is one of these.", check.choices, None, "TEXT", list, True, "--choice"
+        CONSTRAINTS, "The text is one of these strings.", check.choices, None, "TEXT", list, True, "--choice"
     )
     prompt_lookup: bool | None = _option(
         SPECULATION,
-        "Guess the next tokens by looking up the latest ones in the prompt, the source and the result. For greedy "
-        "decoding and sampling of one row; tokens stay the same (docs/generation.md).",
+        "Guess the next tokens: look up the latest ones in the prompt, the source and the result, and propose what "
+        "followed them. The model checks each guess, so that greedy results stay the same and samples keep their "
+        "distribution. Not for beam search.",
         check.boolean,
         False,
         "",
@@ -308,14 +313,14 @@ class GenerationOptions:
     )
     draft_model: HasEngine | None = _option(
         SPECULATION,
-        "Guess the next tokens with a smaller model of the same vocabulary, loaded with threads=1.",
+        "Guess the next tokens with a smaller model of the same vocabulary, loaded with one thread.",
         check.draft_model,
         None,
         "FILE.onnx",
     )
     num_draft_tokens: int | None = _option(
         SPECULATION,
-        "Guess at most this many tokens at once. The number adapts to the share of guesses that come true.",
+        "Guess at most this many tokens at once. The number adapts to the share of correct guesses.",
         check.whole_number(1),
         10,
         "N",
@@ -324,14 +329,14 @@ class GenerationOptions:
     shortlist: bool | None = _option(
         OUTPUT,
         "For a file with a shortlist: choose among the candidates of the source (the default), which is faster, or "
-        "among all ids. Ids in forced_prefix, forced_bos_token_id and logit_bias are candidates. With a constraint or "
-        "a logits_processor all ids are. Log-probabilities are among candidates.",
+        "among all ids. Ids in `forced_prefix`, `forced_bos_token_id` and `logit_bias` are candidates. With a "
+        "constraint or a `logits_processor` all ids are. Log-probabilities are among candidates.",
         check.boolean,
         True,
     )
     top_logprobs: int | None = _option(
         OUTPUT,
-        "Return the N likeliest tokens at each position with their log-probabilities (command line: in --json).",
+        "Return the N likeliest tokens at each position with their log-probabilities.",
         check.whole_number(0),
         0,
         "N",

@@ -183,7 +183,9 @@ class Task(ABC):
         return value
 
 
-_INPUT_FLAGS = {TRUNCATE: switch("--truncate", "Cut what is too long for the model, a pair longest first.")}
+_INPUT_FLAGS = {
+    TRUNCATE: switch("--truncate", "Cut inputs that are too long for the model; of a pair, the longer text first.")
+}
 
 _OUTPUT_FLAGS = {ATTENTIONS: Flag("--attentions", "OUT.png", "Draw the attention weights of each layer and head.", str)}
 

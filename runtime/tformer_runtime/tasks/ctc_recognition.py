@@ -39,10 +39,16 @@ class CtcRecognition(Speech):
         "Speech": {
             **Speech.flags["Speech"],
             "chunk_length_s": Flag(
-                "--chunk-length-s", "SECONDS", "Read what is longer in windows of so many seconds; 60.", float
+                "--chunk-length-s",
+                "SECONDS",
+                f"Read a longer sound in windows of this length.  [default: {DEFAULT_CHUNK_SECONDS:g}]",
+                float,
             ),
             "stride_length_s": Flag(
-                "--stride-length-s", "SECONDS", "On each side of these, of which nothing is taken; a sixth.", float
+                "--stride-length-s",
+                "SECONDS",
+                "Read this much context at both ends of a window without writing it.  [default: a sixth of a window]",
+                float,
             ),
         }
     }

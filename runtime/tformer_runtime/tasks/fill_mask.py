@@ -55,9 +55,9 @@ class FillMask(Task):
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Masks": {
-            "top_k": Flag("--top-k", "N", "Write the N likeliest tokens; by default 5.", int),
+            "top_k": Flag("--top-k", "N", f"Write the N likeliest tokens.  [default: {DEFAULT_TOP_K}]", int),
             "candidate_tokens": Flag(
-                "--candidate-tokens", "TOKEN", "Choose among these; repeat it for each.", list, repeated=True
+                "--candidate-tokens", "TOKEN", "Choose among these tokens only; repeatable.", list, repeated=True
             ),
         }
     }

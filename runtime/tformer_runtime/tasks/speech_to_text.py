@@ -181,8 +181,15 @@ class SpeechToText(Speech):
     flags = {  # noqa: RUF012
         "Speech": {
             **Speech.flags["Speech"],
-            "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
-            "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
+            "language": Flag(
+                "--language",
+                "CODE",
+                "Set the spoken language, such as en.  [default: that of the file, or detected]",
+                str,
+            ),
+            "task": Flag(
+                "--task", "NAME", "Choose transcribe, or translate (to English).  [default: that of the file]", str
+            ),
         },
         RUN_HEADING: MAX_MEMORY_FLAG,
     }

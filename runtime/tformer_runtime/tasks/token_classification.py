@@ -79,15 +79,22 @@ class TokenClassification(Task):
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Spans": {
-            "aggregation": Flag("--aggregation", "|".join(AGGREGATIONS), "How tokens are made spans.", str),
+            "aggregation": Flag(
+                "--aggregation",
+                "|".join(AGGREGATIONS),
+                f"Choose how tokens become spans, as in transformers' pipeline.  [default: {SIMPLE}]",
+                str,
+            ),
             "ignore_labels": Flag(
                 "--ignore-labels",
                 "LABEL",
-                "Leave out spans of this label, by default O; may be repeated, or '' for none.",
+                "Leave out spans of this label; repeatable; '' keeps all spans.  [default: O]",
                 list,
                 repeated=True,
             ),
-            "doc_stride": Flag("--doc-stride", "N", "Read what is too long in windows that share N tokens.", int),
+            "doc_stride": Flag(
+                "--doc-stride", "N", "Read a text that is too long in windows that share N tokens.", int
+            ),
         }
     }
     comparison_settings = {"aggregation": NONE, "ignore_labels": ()}  # noqa: RUF012
