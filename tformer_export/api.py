@@ -103,7 +103,7 @@ def export(
     patched for the whole process under a lock: exports of other threads wait.
     """
     options = ExportOptions(
-        quantization=quantization if isinstance(quantization, Quantization) else Quantization(quantization),
+        quantization=Quantization.of(quantization),
         extra_outputs=extra_outputs or ExtraOutputs(),
         target=target,
         precision=precision,

@@ -97,6 +97,21 @@ class Quantization:
             )
         DegradationBudget.of(self.max_degradation)
 
+    @classmethod
+    def of(cls, value: str | Quantization) -> Quantization:
+        """Return a `Quantization`, or make one from the name of a form of weights.
+
+        Raises OptionError for other values.
+        """
+        if isinstance(value, Quantization):
+            return value
+        if value not in QUANTIZATIONS:
+            raise OptionError(
+                f"quantization must be one of {', '.join(QUANTIZATIONS)}, or a Quantization, not {value!r}",
+                option="quantization",
+            )
+        return cls(value)
+
     @property
     def quantizes(self) -> bool:
         """Whether anything is quantised: weights, the cache or both."""

@@ -670,7 +670,7 @@ def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
     """Raise InputError for a single text or image, whose characters or rows of pixels would be taken for inputs."""
     is_image = isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8 and inputs.ndim < 4
     if isinstance(inputs, (str, bytes, Mapping)) or is_image or not isinstance(inputs, Iterable):
-        raise InputError("give a list of inputs, of one too")
+        raise InputError("give a list of inputs; a single input is a list of one: [input]")
     return inputs
 
 

@@ -166,7 +166,7 @@ def test_forced_prefix_is_ids_with_ids_flag(path, model):
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "not [(3, 1.0), (3, 2.0)]"),
         (["--json-schema", "{"], "--json-schema must be a JSON schema, as JSON or as a dict, not '{'"),
         (["--grammar", "@none/at/all"], "--grammar: 'none/at/all' cannot be read: No such file or directory"),
-        (["--regex", "a", "--choice", "b"], "--regex and --choice cannot be had at once: set one"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other: set one"),
         (["--num-return-sequences", "2"], "--num-return-sequences 2 needs a --num-beams of at least 2, or sampling"),
         (["--num-beams", "2", "--top-k", "3"], "--num-beams 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
         (

@@ -78,17 +78,17 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
         if flag_values.get("cross_attentions") or flag_values.get("hidden_states"):
             raise click.UsageError("--stream writes text alone: not with --cross-attentions, --hidden-states")
     if flag_values.get("system") is not None and not flag_values.get("chat"):
-        raise click.UsageError("--system is of a conversation: give --chat too")
+        raise click.UsageError("--system needs --chat: give both")
     if flag_values.get("draft_model") and flag_values.get("prompt_lookup"):
         raise click.UsageError("--draft-model and --prompt-lookup both guess tokens: give one of them")
     if flag_values.get("chat") and options.ids:
         raise click.UsageError("--chat puts texts into a template: not with --ids")
     if options.resume and draws:
-        raise click.UsageError("--resume goes on with results alone: not with --cross-attentions OUT.png")
+        raise click.UsageError("--resume cannot continue pictures: not with --cross-attentions OUT.png")
     for name in ("hidden_states", "timing", "top_logprobs", "cross_attentions"):
         if flag_values.get(name) and not options.as_json and not (name == "cross_attentions" and draws):
             flag = "--cross-attentions -" if name == "cross_attentions" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} adds to --json: give that too")
+            raise click.UsageError(f"{flag} needs --json: give both")
 
 
 class _GenerationJob(Job):

@@ -165,7 +165,9 @@ def _result_file(model: Path, job: Job, options: RunOptions) -> ResultFile | Non
     if path is None:
         return None
     if path.suffix == ".npy" and job.header is None:
-        raise OptionError(f"{path} is named as an array, and the results are lines: give it another ending")
+        raise OptionError(
+            f"{path} is the name of a numpy array, but the results are lines of text: choose another ending"
+        )
     result_options = {"MODEL.onnx": file_fingerprint(model), **job.result_options}
     result_options |= {flag: True for flag, value in {"--ids": options.ids, "--json": options.as_json}.items() if value}
     return ResultFile(path, result_options, options.force, options.resume, job.can_resume, job.header)

@@ -374,7 +374,7 @@ class GenerationOptions:
         for names in (_CONSTRAINTS, _DRAFT[:2]):
             exclusive = [name for name in names if getattr(self, name)]
             if len(exclusive) > 1:
-                raise OptionError(f"{' and '.join(exclusive)} cannot be had at once: set one")
+                raise OptionError(f"{' and '.join(exclusive)} exclude each other: set one")
 
     def given(self) -> dict[str, Any]:
         """The options that are set."""
@@ -511,7 +511,7 @@ class Settings:
 
     def _check(self) -> None:
         if self.sampling and self.num_beams > 1:
-            raise OptionError(f"num_beams={self.num_beams} and sampling ({', '.join(_SAMPLING)}) cannot be had at once")
+            raise OptionError(f"num_beams={self.num_beams} and sampling ({', '.join(_SAMPLING)}) exclude each other")
         if not self.sampling and self.num_return_sequences > self.num_beams:
             raise OptionError(
                 f"num_return_sequences={self.num_return_sequences} needs a num_beams of at least "

@@ -129,8 +129,8 @@ class Engine:
         except OutOfMemoryError as error:
             shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
             raise OutOfMemoryError(
-                f"there is not enough memory to read it ({shapes}; of most models it grows with the square of the "
-                "length): cut it into parts that are read one by one"
+                f"there is not enough memory to read the input ({shapes}; most models need memory that grows with the "
+                "square of the length): cut it into parts"
             ) from error
         return dict(zip(names, binding.get_outputs(), strict=True))
 

@@ -49,8 +49,8 @@ def only_request(
     first, *others = reading.requests
     if others:
         raise InputError(
-            f"{subject} is read in {1 + len(others)} {windows}, and attention is of what is read at once: {advice}, or "
-            "leave attention out"
+            f"{subject} is read in {1 + len(others)} {windows}, but attention weights are computed within one of them: "
+            f"{advice}, or do not request attention weights"
         )
     return first
 

@@ -72,7 +72,7 @@ class CtcRecognition(Speech):
             self._spelling = CtcSpelling(self.output_meaning.labels, blank, **spelling)
         except (TypeError, ValueError) as error:
             raise ModelFileError(
-                f"what the file says of its tokens is damaged ({error}): export the model again"
+                f"the token settings of the file are damaged ({error}): export the model again"
             ) from error
 
     @property

@@ -122,7 +122,8 @@ class TokenClassification(Task):
             stride = self._check_stride(stride)
             if aggregation == NONE:
                 raise OptionError(
-                    "doc_stride makes spans of several windows, and aggregation none leaves each token alone",
+                    "doc_stride merges spans of several windows, but aggregation none makes no spans: choose another "
+                    "aggregation",
                     option="doc_stride",
                 )
         ignored = self._check_labels(ignore_labels, aggregation)
@@ -135,7 +136,7 @@ class TokenClassification(Task):
         room = self._reader.room(max_tokens) if max_tokens is not None else None
         if check_int("doc_stride", stride, 0) >= (stride + 1 if room is None else room):
             raise OptionError(
-                f"doc_stride must be less than a window has of the text, {room} tokens, not {stride}",
+                f"doc_stride must be less than the {room} tokens of text in a window, not {stride}",
                 option="doc_stride",
             )
         return int(stride)
@@ -169,7 +170,7 @@ class TokenClassification(Task):
         truncates = super().truncates(truncate, settings)
         if truncates and settings["doc_stride"] is not None:
             raise OptionError(
-                "a text that is too long is cut or read in windows: give truncate or doc_stride, not both"
+                "truncate and doc_stride exclude each other: a text that is too long is either cut or read in windows"
             )
         return truncates
 
@@ -178,7 +179,7 @@ class TokenClassification(Task):
 
     def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
         if not isinstance(input, str):
-            raise InputError("spans are of a text: give one, not a pair, ids or names of inputs")
+            raise InputError("spans are parts of a text: give a text, not a pair, ids or a mapping")
         windows = inputs.windows(input, truncate, stride=settings["doc_stride"])
         _, reader = inputs.text_input
         return TaskInput([inputs.window_arrays(window) for window in windows], (input, windows, reader))

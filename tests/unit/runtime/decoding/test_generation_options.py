@@ -73,7 +73,7 @@ def settled(defaults=None, **options):
         ({"json_schema": {"a": float("nan")}}, "json_schema must be"),
         ({"choices": "abc"}, "choices must be strings that are not empty"),
         ({"choices": []}, "choices must be one string or more"),
-        ({"choices": ["a"], "regex": "a"}, "regex and choices cannot be had at once: set one"),
+        ({"choices": ["a"], "regex": "a"}, "regex and choices exclude each other: set one"),
     ],
 )
 def test_invalid_options_are_refused(options, message):
