@@ -212,7 +212,10 @@ def command(
 
 
 def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
-    """The dataclasses of the option table, from the values of the flags. OptionError if they do not go together."""
+    """Return the dataclasses of the option table, from the values of the flags.
+
+    Raises OptionError for values that do not go together.
+    """
 
     def values(group: type) -> dict[str, Any]:
         return {name: flags[_dest(group, name)] for name in option_specs(group)}
@@ -245,7 +248,7 @@ def _check_outputs(output: Path, report: Path | None, plot: Path | None, options
 
 
 def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, str | None]:
-    """The source, and the text of --tokenizer."""
+    """Return the source, and the text of --tokenizer."""
     from tformer_export.sources import load_source
 
     tokenizer = _tokenizer(flags["tokenizer"]) if flags["tokenizer"] is not None else None
@@ -298,7 +301,7 @@ def _export(
 
 @contextmanager
 def _progress(options: ExportOptions, quiet: bool, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """A callable for the name of each phase as it begins: a bar on a terminal, a line with --verbose, or nothing."""
+    """Yield a callable that shows the name of a phase: in a bar on a terminal, in a line with --verbose."""
     if quiet or not (verbose or sys.stderr.isatty()):
         yield lambda phase: None
         return
@@ -329,7 +332,7 @@ def _progress(options: ExportOptions, quiet: bool, verbose: bool) -> Iterator[Ca
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:
-    """The report: aligned on a terminal; elsewhere one fact a line, each line with its label, for grep."""
+    """Print the report: aligned on a terminal; elsewhere one fact a line, each line with its label, for grep."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -374,7 +377,7 @@ def _default_output(source: str) -> Path:
 
 
 def _layers(text: str) -> Any:
-    """From "", "last", or layers and layer:head with commas between them."""
+    """Parse "", "last", or layers and layer:head pairs with commas between them."""
     if text in ("", "last"):
         return text or True
     pairs = [re.fullmatch(r"(\d+)(?::(\d+))?", part.strip()) for part in text.split(",")]
@@ -404,7 +407,7 @@ def _tokenizer(tokenizer: Path) -> str:
 
 
 def main() -> None:
-    """Entry point: errors of ours are one sentence on standard error and exit status 1."""
+    """Run the command. A TformerError becomes one sentence on standard error and exit status 1."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that unfinished files are removed
     try:
         command(standalone_mode=False)

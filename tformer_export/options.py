@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", *HALF_PRECISIONS)
 class Quantization:
     """The quantisation of a file: of its weights, of the inputs of its products, and of its cache.
 
-    OptionError for values that do not exist or do not go together.
+    Raises OptionError for values that do not exist or do not go together.
     """
 
     weights: str = option(
@@ -152,7 +152,7 @@ class ExtraOutputs:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of one export. OptionError for values that do not exist or do not go together."""
+    """The options of one export. Raises OptionError for values that do not exist or do not go together."""
 
     quantization: Quantization = Quantization()
     extra_outputs: ExtraOutputs = ExtraOutputs()

@@ -176,7 +176,7 @@ def test_forced_prefix_is_ids_with_ids_flag(path, model):
         (["--suppress-tokens", "99"], "--suppress-tokens names the id 99, and the model's end at 28"),
         (
             ["--prompt-lookup", "--num-beams", "2"],
-            "--prompt-lookup guesses for one row and --num-beams 2 has more: set 1",
+            "--prompt-lookup guesses tokens for one row, but --num-beams 2 needs more rows: set --num-beams 1",
         ),
         (
             ["--prompt-lookup", "--num-draft-tokens", "0"],

@@ -122,7 +122,7 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def required_parameters(module: nn.Module) -> list[str]:
-    """The parameters of forward that have no default."""
+    """Return the parameters of forward that have no default."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         name

@@ -89,7 +89,7 @@ class GenerationOptions:
     A sampling option switches sampling on without `do_sample`. None leaves an option to the model file, and then to the
     default of the table.
 
-    OptionError for an impossible value and for an unknown name. Lists become tuples, logit_bias becomes a tuple of
+    An impossible value or an unknown name raises OptionError. Lists become tuples, logit_bias becomes a tuple of
     pairs sorted by id, and json_schema becomes JSON text, so that options can be compared and hashed.
     """
 
@@ -328,9 +328,10 @@ class GenerationOptions:
     )
     shortlist: bool | None = _option(
         OUTPUT,
-        "For a file with a shortlist: choose among the candidates of the source (the default), which is faster, or "
-        "among all ids. Ids in `forced_prefix`, `forced_bos_token_id` and `logit_bias` are candidates. With a "
-        "constraint or a `logits_processor` all ids are. Log-probabilities are among candidates.",
+        "For a file with a shortlist, a table of the target ids that are likely for each source id. True (the "
+        "default) computes the logits of these candidates only, which is faster; False computes the logits of all ids. "
+        "Ids in `forced_prefix`, `forced_bos_token_id` and `logit_bias` are always candidates. With a constraint or a "
+        "`logits_processor` all ids are candidates. Log-probabilities are normalised over the candidates.",
         check.boolean,
         True,
     )
@@ -377,11 +378,11 @@ class GenerationOptions:
                 raise OptionError(f"{' and '.join(exclusive)} exclude each other: set one")
 
     def given(self) -> dict[str, Any]:
-        """The options that are set."""
+        """Return the options that are set."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
     def with_(self, overrides: Mapping[str, Any]) -> GenerationOptions:
-        """These options with others set on top."""
+        """Return these options with others set on top."""
         return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
 
 
@@ -390,7 +391,7 @@ OPTIONS: dict[str, OptionSpec] = {f.name: f.metadata["option"] for f in fields(G
 
 
 def _documented() -> str:
-    """The docstring of `GenerationOptions` with its table, for `help()`."""
+    """Return the docstring of `GenerationOptions` with its table, for `help()`."""
     lines = [(GenerationOptions.__doc__ or "").rstrip()]
     for heading in dict.fromkeys(spec.heading for spec in OPTIONS.values()):
         lines.append(f"\n    {heading}:\n")
@@ -486,8 +487,10 @@ class Settings:
 
     @classmethod
     def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
-        """The caller's options over the file's defaults. OptionError if options contradict each other, or if the file
-        has a default that does not exist."""
+        """Return the caller's options; without one, the default of the file; without that, the default of the table.
+
+        Raise OptionError if options contradict each other, or if the file has a default that does not exist.
+        """
         caller = options.given()
         file = file_defaults(defaults)
         if caller.get("temperature") != 0 and any(name in caller for name in _SAMPLING):
@@ -542,7 +545,9 @@ class Settings:
         if self.speculates and self.beams:
             guesses = "draft_model" if self.draft_model is not None else "prompt_lookup"
             raise OptionError(
-                f"{guesses} guesses for one row and num_beams={self.num_beams} has more: set 1, or no {guesses}"
+                f"{guesses} guesses tokens for one row, but num_beams={self.num_beams} needs more rows: set "
+                "num_beams=1, "
+                f"or leave out {guesses}"
             )
         if self.forced_bos_token_id in self.suppress_tokens:
             raise OptionError(
@@ -552,9 +557,9 @@ class Settings:
 
 
 def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation defaults of a model file as options, from JSON's lists and objects or from Python's.
+    """Return the generation defaults of a model file, of JSON or of Python, as options.
 
-    OptionError for an unknown option, an impossible value, or a value that no file can hold (a callable, a model).
+    Raise OptionError for an unknown option, an impossible value, or a value that a file cannot hold (callable, model).
     """
     try:
         given = GenerationOptions(**defaults).given()
