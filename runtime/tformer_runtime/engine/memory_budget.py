@@ -131,7 +131,7 @@ class MemoryShare:
 
         idle: whether no request of this share runs that would release bytes. If so, the share waits for its turn. A
             share that does not block gets a place in the queue and must call again after a change of the budget.
-        MemoryBudgetError if the bytes can never become free, or not before stored states are released.
+        Raise MemoryBudgetError if the bytes can never become free, or not before stored states are released.
         """
         budget = self.budget
         with budget.changed:
@@ -167,7 +167,7 @@ class MemoryShare:
     def acquire(self, nbytes: int) -> None:
         """Use `nbytes` more bytes. The share of a stored state waits for them as `reserve` does.
 
-        MemoryBudgetError if the bytes are not available; then the share is unchanged.
+        Raise MemoryBudgetError if the bytes are not available; then the share is unchanged.
         """
         with self.budget.changed:
             total = self.used_bytes + nbytes

@@ -31,7 +31,7 @@ class StaticInputs:
     """
 
     def __init__(self, session: Session) -> None:
-        """Create the inputs. ModelFileError if the graph does not match the manifest."""
+        """Create the inputs. Raise ModelFileError if the graph does not match the manifest."""
         self.session = session
         self.context = self._check_context()
         self.slot_indices: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
