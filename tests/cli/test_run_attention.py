@@ -134,7 +134,9 @@ def test_invalid_uses_of_attentions_are_refused(path, tmp_path):
     assert failed(resumed, 2) == "--resume cannot continue pictures: leave out --attentions"
     out.write_text("old")
     assert failed(run(path, "a", "--attentions", out)) == f"{out} exists already: give --force to overwrite it"
-    assert failed(run(plain, "a", "--attentions", out, "--similarity"), 2).endswith("leave out --similarity")
+    assert failed(run(plain, "a", "--attentions", out, "--similarity"), 2).startswith(
+        "--attentions and --similarity exclude each other"
+    )
 
 
 def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):

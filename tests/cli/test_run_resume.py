@@ -128,9 +128,9 @@ def test_run_is_resumed_with_inputs_as_arguments(path, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-beams", 2], "--num-beams is 2, and was not given for"),
-        (["--max-new-tokens", 7], "--max-new-tokens is 7, and was 4 for"),
-        (["--bad-words-ids", "3,4"], "--bad-words-ids is [[3, 4]], and was not given for"),
+        (["--num-beams", 2], "--num-beams is 2, but was not given in"),
+        (["--max-new-tokens", 7], "--max-new-tokens is 7, but was 4 in"),
+        (["--bad-words-ids", "3,4"], "--bad-words-ids is [[3, 4]], but was not given in"),
         (["--json"], "--json is given, but was not given in"),
         (["--input-file", os.devnull], "the first 100 inputs differ from"),
     ],

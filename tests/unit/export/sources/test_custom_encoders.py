@@ -161,7 +161,12 @@ def test_pooling_reads_valid_positions_only(name):
 @pytest.mark.parametrize(
     ("labels", "options", "error", "message"),
     [
-        (3, {"pooling": "mean"}, SourceError, r"pooling needs a vector for each position, .* the model gives \(2, 3\)"),
+        (
+            3,
+            {"pooling": "mean"},
+            SourceError,
+            r"pooling needs a vector for each position, .* the model returns \(2, 3\)",
+        ),
         (0, {"pooling": "median"}, OptionError, "pooling must be one of mean, first, max, last, not 'median'"),
         (0, {"normalize": True}, OptionError, "normalize is for pooled vectors: choose a pooling too"),
         (3, {"labels": ["a"]}, OptionError, "labels and problem_type are for the tasks text-classification"),

@@ -143,10 +143,8 @@ def test_existing_or_damaged_files_are_refused(tmp_path):
     assert refusal(path, resume=True, run_options=OPTIONS | {"--num-beams": 3}) == (
         "--num-beams is 3, but was 2 in the run that wrote out.part: give the same, or start over with --force"
     )
-    assert "--json is given, and was not given for" in refusal(
-        path, resume=True, run_options=OPTIONS | {"--json": True}
-    )
-    assert "--ids is given, and was not given" in refusal(path, resume=True, run_options=OPTIONS | {"--ids": True})
+    assert "--json is given, but was not given in" in refusal(path, resume=True, run_options=OPTIONS | {"--json": True})
+    assert "--ids is given, but was not given" in refusal(path, resume=True, run_options=OPTIONS | {"--ids": True})
     for inputs in (["other", *INPUTS[1:]], INPUTS[:4], []):
         assert "the first 5 inputs differ from the inputs whose results out.part holds" in refusal(
             path, resume=True, inputs=inputs

@@ -134,8 +134,8 @@ def test_invalid_sounds_raise_input_error(tmp_path):
     with_nan[800] = np.nan
     invalid_sounds = {
         "there is no such file": tmp_path / "none.wav",
-        "text.wav is no sound": tmp_path / "text.wav",
-        "cut.flac is no sound": tmp_path / "cut.flac",
+        "text.wav is not a sound file": tmp_path / "text.wav",
+        "cut.flac is not a sound file": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
         r"no number, \[nan\] at 0.050 s": with_nan,
@@ -144,11 +144,11 @@ def test_invalid_sounds_raise_input_error(tmp_path):
         r"samples, .* not ndarray of <U4": np.array("text"),
         "these are int64: make them what they were sampled in": [0, 300, -300] * 100,
         "must be a whole number of samples per second from 1,000 to 1,000,000, not 0": (speech(0.5), 0),
-        "a rate of True": (speech(0.5), True),
-        "a rate of 1180591620717411303424": (speech(0.5), 2**70),
-        "a rate of 16000.5": (speech(0.5), 16000.5),
-        "a rate of nan": (speech(0.5), float("nan")),
-        "a rate of '16 kHz'": (speech(0.5), "16 kHz"),
+        "to 1,000,000, not True": (speech(0.5), True),
+        "to 1,000,000, not 1180591620717411303424": (speech(0.5), 2**70),
+        "to 1,000,000, not 16000.5": (speech(0.5), 16000.5),
+        "to 1,000,000, not nan": (speech(0.5), float("nan")),
+        "to 1,000,000, not '16 kHz'": (speech(0.5), "16 kHz"),
         "name of a sound's file is empty": "",
         "is a directory": tmp_path,
     }
