@@ -127,7 +127,7 @@ def test_sampling_of_the_caller_overrides_beams_of_the_file_and_vice_versa():
 
 def test_constraint_of_the_caller_overrides_the_file():
     assert settled({"regex": "a+"}, choices=["b"]) == Settings(choices=("b",))
-    with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar cannot"):
+    with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar exclude each other"):
         settled({"regex": "a+", "grammar": "start: /a/"})
 
 
