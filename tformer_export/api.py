@@ -93,8 +93,8 @@ def export(
     quantization: "none", "int8", "int4" or "mixed", or a `Quantization` with scales, cache, calibration and budget.
     target: "cpu", "cuda" or "portable". precision: "fp32", "fp16" or "bf16". optimize_for: "throughput" or "latency".
     extra_outputs: attention weights and hidden states as outputs of the file.
-    shortlist: a text file to learn from which ids belong to a source. ParityError if fewer than 99.5 % of the lines
-        decode greedily as with all ids.
+    shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
+        lines decode greedily as with all ids.
     tune: measure on this machine which forms of operators are the fastest.
     force: overwrite the file. progress: called with the name of each phase.
 
@@ -103,7 +103,7 @@ def export(
     patched for the whole process under a lock: exports of other threads wait.
     """
     options = ExportOptions(
-        quantization=quantization if isinstance(quantization, Quantization) else Quantization(quantization),
+        quantization=Quantization.of(quantization),
         extra_outputs=extra_outputs or ExtraOutputs(),
         target=target,
         precision=precision,

@@ -62,7 +62,7 @@ class _Verified:
 
 
 def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) -> BuildResult:
-    """Compile, verify and write: the file is made in a folder next to its place and renamed when all is proven.
+    """Compile a model, verify its file and move the file to its place, from a temporary folder next to it.
 
     options: for this model (`ExportOptions.for_model`). Raises a TformerError; then nothing is written.
     """

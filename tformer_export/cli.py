@@ -100,40 +100,55 @@ class _Command(click.Command):
 
 @click.command(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source")
-@click.option("-o", "--output", type=_PATH, help="The file to write; by default SOURCE.onnx.")
+@click.option("-o", "--output", type=_PATH, help="Write this file.  [default: SOURCE.onnx]")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
-@click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report here, as JSON.")
+@click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report to this file, as JSON.")
 @click.option(
-    "--plot", type=_PATH, metavar="FILE.png", help="Draw the size and quality of the mixtures of --quantize mixed."
+    "--plot",
+    type=_PATH,
+    metavar="FILE.png",
+    help="Plot size and quality of the mixtures of bits that --quantize mixed has measured.",
 )
-@click.option("--quiet", is_flag=True, help="Write nothing but errors.")
+@click.option("--quiet", is_flag=True, help="Write only errors to standard error.")
 @click.option("--verbose", is_flag=True, help="Write the name of each phase, and the traceback of an error.")
 @click.version_option(package_name="tformer")
-@click.option("--factory", cls=_Option, heading=_SOURCE, help="package.module:function that makes the module.")
 @click.option(
-    "--config", cls=_Option, heading=_SOURCE, type=_PATH, help="A JSON file with the factory's keyword arguments."
+    "--factory",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="MODULE:FUNCTION",
+    help="Call this function (package.module:function) to make the module.",
+)
+@click.option(
+    "--config",
+    cls=_Option,
+    heading=_SOURCE,
+    type=_PATH,
+    help="Pass the JSON object in this file to --factory, as keyword arguments.",
 )
 @click.option(
     "--trust-pickle",
     cls=_Option,
     heading=_SOURCE,
     is_flag=True,
-    help="Load a pickled module, which runs the code that it names.",
+    help="Load a pickled module. Unpickling can run any code: use this only for files that you trust.",
 )
 @click.option(
     "--step-input",
     cls=_Option,
     heading=_SOURCE,
     metavar="NAME",
-    help="The autoregressive input; by default that of SOURCE.",
+    help="Name the input that grows by a token at each step of decoding.  [default: that of SOURCE]",
 )
-@click.option("--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="A tokenizer.json, for all inputs.")
+@click.option(
+    "--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="Use this tokenizer.json for all inputs of ids."
+)
 @click.option(
     "--chat-template",
     cls=_Option,
     heading=_SOURCE,
     type=_PATH,
-    help="Jinja text that makes a prompt of a conversation.",
+    help="Put this Jinja template, which turns a conversation into a prompt, into the file.",
 )
 @click.option(
     "--bos-id",
@@ -142,7 +157,7 @@ class _Command(click.Command):
     metavar="ID",
     type=_ID,
     multiple=True,
-    help="An id that decoding starts from; repeatable.",
+    help="Start decoding with this token id; repeatable.",
 )
 @click.option(
     "--eos-id",
@@ -151,10 +166,15 @@ class _Command(click.Command):
     metavar="ID",
     type=_ID,
     multiple=True,
-    help="An id that ends a sequence; repeatable.",
+    help="End a sequence at this token id; repeatable.",
 )
 @click.option(
-    "--pad-id", cls=_Option, heading=_SOURCE, metavar="ID", type=_ID, help="The padding, which a model may hide by id."
+    "--pad-id",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="ID",
+    type=_ID,
+    help="Name the padding token id, which a model that masks padding by its id needs.",
 )
 def command(
     source: str,
@@ -166,9 +186,10 @@ def command(
     verbose: bool,
     **flags: Any,
 ) -> None:
-    """Turn SOURCE, a trained PyTorch Transformer, into one ONNX file that decodes incrementally, or refuse.
+    """Export SOURCE, a trained PyTorch Transformer, to one ONNX file, and compare the file with SOURCE.
 
-    SOURCE is a checkpoint of save_checkpoint, a state dict (with --factory), a .pt2 of torch.export.save (with
+    If the results differ, or the model cannot be exported, an error says why and no file is written. SOURCE is a
+    checkpoint of save_checkpoint(), a state dict (with --factory), a .pt2 file of torch.export.save() (with
     --step-input), a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
     """
     if quiet and verbose:
@@ -206,7 +227,10 @@ def _run(
 
 
 def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
-    """The dataclasses of the option table, from the values of the flags. OptionError if they do not go together."""
+    """Return the dataclasses of the option table, from the values of the flags.
+
+    Raises OptionError for values that do not go together.
+    """
 
     def values(group: type) -> dict[str, Any]:
         return {name: flags[_dest(group, name)] for name in option_specs(group)}
@@ -239,7 +263,7 @@ def _check_outputs(output: Path, report: Path | None, plot: Path | None, options
 
 
 def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, str | None]:
-    """The source, and the text of --tokenizer."""
+    """Return the source, and the text of --tokenizer."""
     from tformer_export.sources import load_source
 
     tokenizer = _tokenizer(flags["tokenizer"]) if flags["tokenizer"] is not None else None
@@ -292,7 +316,7 @@ def _export(
 
 @contextmanager
 def _progress(options: ExportOptions, quiet: bool, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """A callable for the name of each phase as it begins: a bar on a terminal, a line with --verbose, or nothing."""
+    """Yield a callable that shows the name of a phase: in a bar on a terminal, in a line with --verbose."""
     if quiet or not (verbose or sys.stderr.isatty()):
         yield lambda phase: None
         return
@@ -323,7 +347,7 @@ def _progress(options: ExportOptions, quiet: bool, verbose: bool) -> Iterator[Ca
 
 
 def _print_table(rows: list[tuple[str, str]]) -> None:
-    """The report: aligned on a terminal; elsewhere one fact a line, each line with its label, for grep."""
+    """Print the report: aligned on a terminal; elsewhere one fact a line, each line with its label, for grep."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -368,7 +392,7 @@ def _default_output(source: str) -> Path:
 
 
 def _layers(text: str) -> Any:
-    """From "", "last", or layers and layer:head with commas between them."""
+    """Parse "", "last", or layers and layer:head pairs with commas between them."""
     if text in ("", "last"):
         return text or True
     pairs = [re.fullmatch(r"(\d+)(?::(\d+))?", part.strip()) for part in text.split(",")]

@@ -54,7 +54,7 @@ PRECISIONS = ("fp32", *HALF_PRECISIONS)
 class Quantization:
     """The quantisation of a file: of its weights, of the inputs of its products, and of its cache.
 
-    OptionError for values that do not exist or do not go together.
+    Raises OptionError for values that do not exist or do not go together.
     """
 
     weights: str = option(
@@ -66,31 +66,33 @@ class Quantization:
     )
     activation_scales: str = option(
         PER_ROW,
-        "Scales of the inputs of quantised products. per-row: each row has its own. static: learnt from the "
-        "calibration data, or from random ids; faster for many rows, but rows louder than those data are clipped.",
+        "Choose how the inputs of quantised matrix products are scaled to integers. per-row: each row has its own "
+        "scale. static: scales are learnt from the calibration data, or from random ids. This is faster for many rows, "
+        "but values beyond the range of those data are clipped.",
         flag="--activation-scales",
         choices=ACTIVATION_SCALES,
     )
     kv_cache: str = option(
         "float",
-        "Store cached keys and values as floats or as 8-bit integers. int8 takes a quarter of the memory and makes "
-        "steps after long prompts faster and prompts slower.",
+        "Store cached keys and values as floats or as 8-bit integers. int8 takes a quarter of the memory. It makes "
+        "steps after long prompts faster, and the reading of prompts slower.",
         flag="--kv-cache",
         choices=KV_CACHES,
     )
     calibration: str | os.PathLike[str] | None = option(
         None,
-        "Fit the integers to these data, with GPTQ, and measure on a quarter of them: lines of text, of names of "
-        "images, of source, tab and target, or of JSON; or a series.",
+        "Fit the integers to the data in this file (GPTQ), and measure the quality on a quarter of them. Lines are "
+        "texts, names of image files, JSON, or a source, a tab and a target. A forecaster takes a series (CSV, .npy).",
         "file",
         flag="--calibration",
         metavar="FILE",
     )
     max_degradation: float | str | DegradationBudget | None = option(
         None,
-        "Refuse a file that changes more than this share of tokens (1% or 0.01), or that multiplies the perplexity by "
-        "more (1.02x). For a model that is run once: the share of rows whose class changes, or the loss of mean "
-        "cosine. The default for mixed is 1.01x, or 1% for a model that is run once.",
+        "Refuse a quantised file if more than this share of tokens changes (1% or 0.01), or if the perplexity grows by "
+        "more than this factor (1.02x). A model that runs once per input has a share only: of inputs whose class "
+        "changes, or the loss of mean cosine similarity. The default for mixed is 1.01x, or 1% for a model that runs "
+        "once per input.",
         flag="--max-degradation",
         metavar="SHARE",
     )
@@ -110,6 +112,21 @@ class Quantization:
             )
         DegradationBudget.of(self.max_degradation)
 
+    @classmethod
+    def of(cls, value: str | Quantization) -> Quantization:
+        """Return a `Quantization`, or make one from the name of a form of weights.
+
+        Raises OptionError for other values.
+        """
+        if isinstance(value, Quantization):
+            return value
+        if value not in QUANTIZATIONS:
+            raise OptionError(
+                f"quantization must be one of {', '.join(QUANTIZATIONS)}, or a Quantization, not {value!r}",
+                option="quantization",
+            )
+        return cls(value)
+
     @property
     def quantizes(self) -> bool:
         """Whether anything is quantised: weights, the cache or both."""
@@ -122,18 +139,22 @@ class ExtraOutputs:
 
     cross_attentions: AttentionSelection | None = option(
         None,
-        "Output the weights of cross-attention: the mean of all layers (True), of the last layer (last), or of layers "
-        "and heads such as 2,3:0, counted from 0.",
+        "Output the weights of cross-attention: the mean over all layers, over the last layer (last), or over given "
+        "layers and layer:head pairs, counted from 0 (2,3:0).",
         "layers",
         flag="--cross-attentions",
         metavar="[LAYERS]",
     )
     hidden_states: str | Sequence[str] = option(
-        (), "Output the result of this submodule; repeatable.", "names", flag="--hidden-states", metavar="NAME"
+        (),
+        "Output the result of this submodule, such as encoder.layers.0; repeatable.",
+        "names",
+        flag="--hidden-states",
+        metavar="NAME",
     )
     attentions: bool = option(
         False,
-        "Output the weights of all attentions, for a model that is run once for an input.",
+        "Output the weights of all attentions. For a model that runs once per input.",
         "switch",
         flag="--attentions",
     )
@@ -146,48 +167,48 @@ class ExtraOutputs:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The options of one export. OptionError for values that do not exist or do not go together."""
+    """The options of one export. Raises OptionError for values that do not exist or do not go together."""
 
     quantization: Quantization = Quantization()
     extra_outputs: ExtraOutputs = ExtraOutputs()
     target: str = option(
         "cpu",
-        "The device of the file. portable has standard ONNX operators alone.",
+        "Choose the device that runs the file. portable uses standard ONNX operators only.",
         flag="--target",
         choices=TARGET_NAMES,
     )
     precision: str | None = option(
         None,
-        "Floats of products and caches. fp16 and bf16 are for CUDA: fp16 is the default of a file that is not "
-        "quantised, and bf16 is for values beyond fp16's range. Logits are fp32 in any case.",
+        "Choose the floats of matrix products and caches. fp16 and bf16 need --target cuda. fp16 is the default there "
+        "for a file that is not quantised; bf16 is for values beyond the range of fp16. Logits are always fp32.",
         flag="--precision",
         choices=PRECISIONS,
     )
     optimize_for: str = option(
         THROUGHPUT,
-        "Kernels of quantised products. throughput: a row's result is the same alone and in any batch, and memory is "
-        "least. latency: steps of one or two rows (up to three with 4 bits) are faster. They round otherwise "
-        "than larger batches, and the decoder's weights are held twice.",
+        "Choose the kernels of quantised matrix products. throughput: the result of a row is the same alone and in any "
+        "batch, and the file takes the least memory. latency: steps of one or two rows (up to three with 4 bits) are "
+        "faster. They round differently from larger batches, and the decoder's weights are in memory twice.",
         flag="--optimize-for",
         choices=OPTIMIZATION_GOALS,
     )
     max_length: int | None = option(
         None,
-        "The longest sequence; by default the most that the model allows, up to 512.",
+        "Set the longest sequence, in tokens or steps.  [default: the limit of the model, at most 512]",
         "length",
         flag="--max-length",
     )
     shortlist: str | os.PathLike[str] | None = option(
         None,
-        "Learn from lines, as of --calibration, which ids belong to a source, and compute the logits of these alone. "
-        "For a model with an encoder that reads ids.",
+        "Learn from the lines of this file, in the form of --calibration, which target ids are likely for a source, "
+        "and compute only their logits. For an encoder-decoder that reads ids.",
         "file",
         flag="--shortlist",
         metavar="FILE",
     )
     tune: bool = option(
         False,
-        "Measure on this machine which forms of operators are the fastest, and keep them.",
+        "Measure on this machine which implementations of operators are the fastest, and use them in the file.",
         "switch",
         flag="--tune",
     )

@@ -55,11 +55,12 @@ METRICS = {
 }
 
 
-def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = False) -> Path:
+def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = False, quiet: bool = False) -> Path:
     """Train by `recipe` in the folder `output`; return the path of the finished model.pt.
 
     resume: continue from the last checkpoint in the folder, or start if there is none.
     force: remove the run in the folder.
+    quiet: show no progress bar. A terminal shows one otherwise.
 
     Raises OutputError if the folder holds a run and neither is set, or cannot be written; OptionError for data or
     options that cannot be trained with; SourceError for factories and initial weights that cannot be loaded.
@@ -74,7 +75,7 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     if options.start:
         load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
     objective, batches = _build_objective(model, dataset, options)
-    _fit(objective, batches, output, resume)
+    _fit(objective, batches, output, resume, shows_progress=sys.stderr.isatty() and not quiet)
     _load_best_weights(model, output)
     save_checkpoint(
         model,
@@ -110,7 +111,7 @@ def _build_objective(
     return objective, BatchModule(train_batches, validation_batches, options)
 
 
-def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool) -> None:
+def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool, shows_progress: bool) -> None:
     """Run the training loop; the folder `output` then holds the best checkpoint."""
     options = objective.options
     best_checkpoint = ModelCheckpoint(
@@ -131,8 +132,8 @@ def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool)
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
         logger=False,
-        callbacks=[*_make_callbacks(options, output), best_checkpoint],
-        enable_progress_bar=sys.stderr.isatty(),
+        callbacks=[*_make_callbacks(options, output, shows_progress), best_checkpoint],
+        enable_progress_bar=shows_progress,
         enable_model_summary=False,
         default_root_dir=output,
     )
@@ -142,6 +143,10 @@ def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool)
     resumed = last_checkpoint if resume and last_checkpoint.exists() else None
     try:
         trainer.fit(objective, datamodule=batches, ckpt_path=resumed)
+    except SystemExit as end:  # Lightning ends the process after an interruption
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from end
+        raise
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
 
@@ -247,7 +252,7 @@ class MetricsHistory(Callback):
         self.previous_seconds = self.rows[-1]["seconds"]
 
 
-def _make_callbacks(options: TrainingOptions, output: Path) -> list[Callback]:
+def _make_callbacks(options: TrainingOptions, output: Path, shows_progress: bool) -> list[Callback]:
     """Return the callbacks of the training loop, except the one that saves checkpoints."""
     callbacks: list[Callback] = [MetricsHistory(output, options.monitor)]
     if options.average:
@@ -264,7 +269,7 @@ def _make_callbacks(options: TrainingOptions, output: Path) -> list[Callback]:
                 options.monitor, mode=_monitor_mode(options), patience=options.patience, check_on_train_epoch_end=False
             )
         )
-    if sys.stderr.isatty():
+    if shows_progress:
         callbacks.append(RichProgressBar(console_kwargs={"stderr": True}))
     return callbacks
 

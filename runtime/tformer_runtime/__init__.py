@@ -25,6 +25,7 @@ from tformer_runtime.base.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result, Speculation, Timing
 from tformer_runtime.model import Model
@@ -38,6 +39,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "AsyncModel",
+    "CachedPrefix",
+    "Chat",
     "Classification",
     "DeadlineError",
     "DeviceError",

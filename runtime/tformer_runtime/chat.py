@@ -56,7 +56,9 @@ class CachedPrefix:
     def base(self) -> PromptPrefix:
         """The prefix for a request. Raise UnsupportedCallError after `release`."""
         if self._state.released:
-            raise UnsupportedCallError("the prefix has been released, and nothing can follow it: read it again")
+            raise UnsupportedCallError(
+                "the prefix has been released and cannot be continued: read it again with cache_prefix()"
+            )
         return PromptPrefix(self._state, self.ids)
 
     def release(self) -> None:

@@ -131,7 +131,7 @@ class Model:
         messages: a text, or mappings of "role" and "content".
         system: a system message before them.
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
-        UnsupportedCallError for a file without a template.
+        Raise UnsupportedCallError for a file without a template.
         """
         self._must_be_decoder_only("chat")
         text = self._template(conversation(messages, system))
@@ -434,7 +434,8 @@ class Model:
         Each mask is filled independently.
 
         top_k: the number of tokens for a mask.
-        candidate_tokens: the only tokens to choose from, as texts or ids. OptionError for a text that is not one token.
+        candidate_tokens: the only tokens to choose from, as texts or ids. A text that is not one token raises
+            OptionError.
         Other arguments as of `predict`. Raise UnsupportedCallError for a model of another task.
         Memory: a batch has 4 bytes for each token of the vocabulary at each position; an input that waits for its turn
         has them at its masks only.
@@ -661,7 +662,7 @@ def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
     """Raise InputError for a single text or image, whose characters or rows of pixels would be taken for inputs."""
     is_image = isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8 and inputs.ndim < 4
     if isinstance(inputs, (str, bytes, Mapping)) or is_image or not isinstance(inputs, Iterable):
-        raise InputError("give a list of inputs, of one too")
+        raise InputError("give a list of inputs; a single input is a list of one: [input]")
     return inputs
 
 

@@ -104,11 +104,11 @@ def test_invalid_uses_of_cross_attentions_are_refused(path, tmp_path):
     assert failed(run(path, "hello", "--cross-attentions", "hello")) == (
         "--cross-attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'hello'"
     )
-    assert "--cross-attentions - adds to --json" in usage_error(run(path, "hello", "--cross-attentions", "-"))
-    assert "--hidden-states adds to --json" in usage_error(run(path, "hello", "--hidden-states"))
+    assert "--cross-attentions - needs --json" in usage_error(run(path, "hello", "--cross-attentions", "-"))
+    assert "--hidden-states needs --json" in usage_error(run(path, "hello", "--hidden-states"))
     assert "not with --cross-attentions" in usage_error(run(path, "hello", "--stream", "--cross-attentions", out))
     resumed = run(path, "hello", "--cross-attentions", out, "--resume", "--output-file", tmp_path / "out")
-    assert usage_error(resumed) == "--resume goes on with results alone: not with --cross-attentions OUT.png"
+    assert usage_error(resumed) == "--resume cannot continue pictures: not with --cross-attentions OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--cross-attentions", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"

@@ -330,7 +330,7 @@ def test_invalid_chat_template_is_refused(checkpoint, folder, refused):
     Path("chat.jinja").write_bytes(b"\xff")
     assert refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja").endswith("is not UTF-8")
     Path("chat.jinja").write_text("{{ messages[0].content }}")
-    assert "and this one reads src and tgt" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
+    assert "but this model reads src and tgt" in refused(checkpoint, "-o", "out.onnx", "--chat-template", "chat.jinja")
 
 
 def test_model_that_looks_ahead_is_refused_with_its_source_line(folder, refused):

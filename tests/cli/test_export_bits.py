@@ -158,7 +158,7 @@ def test_int8_caches_are_refused_for_the_portable_target_and_without_caches(chec
         "caches in int8 need onnxruntime's own operator, as measured on the CPU: leave out either them or the target "
         "portable"
     )
-    assert "no cache of this model can be held in int8" in refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
+    assert "no cache of this model can be int8" in refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
 
 
 def test_static_activation_scales_are_fitted_to_calibration_data(checkpoint, lines, run):

@@ -148,7 +148,9 @@ def test_invalid_options_and_files_are_refused(path, history):
     assert run(path, history, "--max-memory", "64M").stdout == run(path, history).stdout
     assert "input 1: the request may need" in failed(run(path, history, "--max-memory", 100))
     assert failed(run(path, "1 2", "--ids")).startswith("a series holds numbers, and --ids is for ids")
-    assert failed(run(path, history, "--json", "--output-file", "one.npy")).startswith("one.npy is one array")
+    assert failed(run(path, history, "--json", "--output-file", "one.npy")).startswith(
+        "one.npy is written as one array"
+    )
     assert "is no name of a file: give that of a history" in failed(run(path, "a\0b.csv"))
     assert failed(run(path, "nowhere.csv")) == "input 1: nowhere.csv cannot be read: No such file or directory"
 

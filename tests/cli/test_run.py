@@ -144,8 +144,8 @@ def test_version_and_help_are_printed():
         (["--batch-size", "0"], "Invalid value for '--batch-size'"),
         (["--device", "tpu"], "Invalid value for '--device'"),
         (["--beem-size", "2"], "No such option '--beem-size'"),
-        (["--timing"], "--timing adds to --json: give that too"),
-        (["--top-logprobs", "2"], "--top-logprobs adds to --json: give that too"),
+        (["--timing"], "--timing needs --json: give both"),
+        (["--top-logprobs", "2"], "--top-logprobs needs --json: give both"),
         (["--resume"], "--resume goes on with an output file: give --output-file too"),
     ],
 )
@@ -199,7 +199,7 @@ def test_invalid_model_files_are_refused(path, tmp_path):
 def test_device_cuda_without_a_driver_is_refused(path):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("there is an NVIDIA driver")
-    assert "device cuda cannot be had" in failed(run(path, "a", "--device", "cuda"))
+    assert "device cuda is not available" in failed(run(path, "a", "--device", "cuda"))
 
 
 def test_closed_standard_output_ends_the_run_without_traceback(path):

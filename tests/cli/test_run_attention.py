@@ -131,10 +131,12 @@ def test_invalid_uses_of_attentions_are_refused(path, tmp_path):
         "--attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
     )
     resumed = run(path, "a", "--attentions", out, "--resume", "--output-file", tmp_path / "x")
-    assert failed(resumed) == "--resume goes on with results alone: leave out --attentions"
+    assert failed(resumed) == "--resume cannot continue pictures: leave out --attentions"
     out.write_text("old")
     assert failed(run(path, "a", "--attentions", out)) == f"{out} exists already: give --force to overwrite it"
-    assert failed(run(plain, "a", "--attentions", out, "--similarity")).endswith("leave out --similarity")
+    assert failed(run(plain, "a", "--attentions", out, "--similarity")).startswith(
+        "--attentions and --similarity exclude each other"
+    )
 
 
 def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):
@@ -145,7 +147,7 @@ def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):
     weights, tokens = model.attentions({"question": pair[0], "context": pair[1]})
     assert tokens == " ".join(pair).split()
     np.testing.assert_array_equal(weights, model.attentions(pair)[0])
-    with pytest.raises(InputError, match="the context is read in 2 windows of 4 tokens, and attention is of what is"):
+    with pytest.raises(InputError, match="the context is read in 2 windows of 4 tokens, but attention weights are"):
         model.attentions(pair, max_seq_len=4, doc_stride=0)
     lines = ["a\tgood day", "\t".join(pair)]
     (tmp_path / "drawn").mkdir()
@@ -158,7 +160,7 @@ def test_attentions_of_inputs_in_several_windows_are_refused(tmp_path):
 def test_models_without_common_attention_shape_raise_option_error(tmp_path):
     with pytest.raises(OptionError, match=r"the layers of the model differ: 2 heads over .* and 4 heads over"):
         exported(Encoder((2, 4)), tmp_path / "x.onnx")
-    with pytest.raises(OptionError, match="no attention was recognised in the model, so there are no weights to give"):
+    with pytest.raises(OptionError, match="no attention was recognised in the model, so that the file"):
         exported(Encoder(()), tmp_path / "x.onnx")
 
     class Step(nn.Module):
@@ -170,7 +172,7 @@ def test_models_without_common_attention_shape_raise_option_error(tmp_path):
             x = self.embed(ids)[:, None]
             return self.out(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
 
-    with pytest.raises(OptionError, match="attentions are outputs of a model that is run once, and this one"):
+    with pytest.raises(OptionError, match="attentions are for models that run once per input, but this one"):
         export(
             Step(),
             tmp_path / "x.onnx",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from support.command_lines import failed, run
@@ -30,6 +31,13 @@ def test_every_generation_option_has_a_flag():
     assert all(f"  {option.flag} {option.metavar}" in text for option in OPTIONS.values())
     for heading in ("Options", "Beam search", "Sampling", "Constraints (at most one)"):
         assert f"\n{heading}:\n" in text
+
+
+def test_help_names_options_by_their_flags():
+    text = run("--help").stdout
+    names = [name for name, option in OPTIONS.items() if "_" in name or name != option.flag.lstrip("-")]
+    assert not [name for name in names if re.search(rf"\b{name}\b", text)]
+    assert "`" not in text
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_forced_prefix_is_ids_with_ids_flag(path, model):
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "not [(3, 1.0), (3, 2.0)]"),
         (["--json-schema", "{"], "--json-schema must be a JSON schema, as JSON or as a dict, not '{'"),
         (["--grammar", "@none/at/all"], "--grammar: 'none/at/all' cannot be read: No such file or directory"),
-        (["--regex", "a", "--choice", "b"], "--regex and --choice cannot be had at once: set one"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other: set one"),
         (["--num-return-sequences", "2"], "--num-return-sequences 2 needs a --num-beams of at least 2, or sampling"),
         (["--num-beams", "2", "--top-k", "3"], "--num-beams 2 and sampling (--temperature, --top-k, --top-p, --min-p)"),
         (
@@ -168,7 +176,7 @@ def test_forced_prefix_is_ids_with_ids_flag(path, model):
         (["--suppress-tokens", "99"], "--suppress-tokens names the id 99, and the model's end at 28"),
         (
             ["--prompt-lookup", "--num-beams", "2"],
-            "--prompt-lookup guesses for one row and --num-beams 2 has more: set 1",
+            "--prompt-lookup guesses tokens for one row, but --num-beams 2 needs more rows: set --num-beams 1",
         ),
         (
             ["--prompt-lookup", "--num-draft-tokens", "0"],

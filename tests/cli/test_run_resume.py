@@ -116,7 +116,7 @@ def test_run_is_resumed_after_an_invalid_line_is_corrected(path, folder, expecte
         run(path, *OPTIONS, *resumed, "--batch-size", 3, "--workers", 2).exit_code == 0
     )  # batch size and workers may change
     assert (folder / "out").read_text() == expected
-    assert failed(run(path, *OPTIONS, *resumed)).endswith("nothing is left to resume")
+    assert failed(run(path, *OPTIONS, *resumed)).endswith("there is nothing to resume")
 
 
 def test_run_is_resumed_with_inputs_as_arguments(path, folder):
@@ -128,11 +128,11 @@ def test_run_is_resumed_with_inputs_as_arguments(path, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-beams", 2], "--num-beams is 2, and was not given for"),
-        (["--max-new-tokens", 7], "--max-new-tokens is 7, and was 4 for"),
-        (["--bad-words-ids", "3,4"], "--bad-words-ids is [[3, 4]], and was not given for"),
-        (["--json"], "--json is given, and was not given for"),
-        (["--input-file", os.devnull], "the first 100 inputs are not those that"),
+        (["--num-beams", 2], "--num-beams is 2, but was not given in"),
+        (["--max-new-tokens", 7], "--max-new-tokens is 7, but was 4 in"),
+        (["--bad-words-ids", "3,4"], "--bad-words-ids is [[3, 4]], but was not given in"),
+        (["--json"], "--json is given, but was not given in"),
+        (["--input-file", os.devnull], "the first 100 inputs differ from"),
     ],
 )
 def test_resume_with_other_options_or_inputs_is_refused(path, folder, options, message):
@@ -152,7 +152,8 @@ def test_new_run_over_a_partial_output_needs_force(path, folder, expected):
     (folder / "in").write_text(join_lines(LINES))
     resumed = ["--input-file", folder / "in", "--output-file", folder / "out"]
     assert failed(run(path, *OPTIONS, *resumed)) == (
-        f"{folder / 'out.part'} is there, of a run that did not end: give --resume to go on, or --force to start over"
+        f"{folder / 'out.part'} holds results of an interrupted run: give --resume to continue, or --force to start "
+        "over"
     )
     assert run(path, *OPTIONS, *resumed, "--force").exit_code == 0
     assert (folder / "out").read_text() == expected

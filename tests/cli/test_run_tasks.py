@@ -127,7 +127,7 @@ def test_similarity_writes_cosines_of_pairs(files, tmp_path):
     out = tmp_path / "out"
     message = failed(run(files["vector"], "--similarity", "--output-file", out, stdin="\n".join([*lines, "good"])))
     assert message == (
-        "line 7: it is one input and those before are pairs: compare the one or the other; --resume goes on "
+        "line 7: it is a single input, but the inputs before it are pairs: give inputs of one kind; --resume goes on "
         "after input 6"
     )
     resumed = run(
@@ -159,7 +159,7 @@ def test_ids_are_read_with_ids_flag(files):
         ("scores", ["--similarity"],
          "scores.onnx classifies its inputs (text-classification): it takes no --similarity"),
         ("vector", ["--output-file", "x.npy", "--json"],
-         "x.npy is one array of vectors: leave out --json and --similarity, or name another file"),
+         "x.npy is written as one array of vectors: leave out --json and --similarity, or choose another file name"),
     ],
 )  # fmt: skip
 def test_options_of_other_tasks_are_refused(files, kind, options, message):
@@ -170,7 +170,9 @@ def test_array_output_of_lines_is_refused(files, path, tmp_path):
     out = tmp_path / "x.npy"
     for file in (files["scores"], path):
         message = failed(run(file, "a", "--output-file", out))
-        assert message == f"{out} is named as an array, and the results are lines: give it another ending"
+        assert (
+            message == f"{out} is the name of a numpy array, but the results are lines of text: choose another ending"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -195,5 +197,5 @@ def test_resume_with_another_top_k_is_refused(files, tmp_path):
     out = tmp_path / "out"
     failed(run(files["scores"], "--output-file", out, stdin="a\nb\tc\td\n"))
     assert failed(run(files["scores"], "--output-file", out, "--resume", "--top-k", 2, stdin="a\nb\n")) == (
-        f"--top-k is 2, and was not given for {out}.part: ask for the same, or start over with --force"
+        f"--top-k is 2, but was not given in the run that wrote {out}.part: give the same, or start over with --force"
     )

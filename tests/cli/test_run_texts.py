@@ -132,7 +132,7 @@ def test_filled_masks_are_written_between_tabs_and_as_json(files):
          "--aggregation must be one of none, simple, first, average, max, not 'last'"),
         ("spans", ["--doc-stride", "x"], "--doc-stride must be a whole number of at least 0, not 'x'"),
         ("spans", ["--ignore-labels", "LOC"], "--ignore-labels names 'LOC', and the labels are O, A, B, C"),
-        ("spans", ["--doc-stride", "11"], "--doc-stride must be less than a window has of the text, 10 tokens, not 11"),
+        ("spans", ["--doc-stride", "11"], "--doc-stride must be less than the 10 tokens of text in a window, not 11"),
         ("spans", ["--top-k", "2"],
          "spans.onnx labels spans of its inputs (token-classification): it takes no --top-k"),
         ("answers", ["--candidate-tokens", "a"],
@@ -140,7 +140,7 @@ def test_filled_masks_are_written_between_tabs_and_as_json(files):
         ("answers", ["--truncate"],
          "answers.onnx answers questions from a context (question-answering): it takes no --truncate"),
         ("spans", ["--truncate", "--doc-stride", "2"],
-         "a text that is too long is cut or read in windows: give --truncate or --doc-stride, not both"),
+         "--truncate and --doc-stride exclude each other: a text that is too long is either cut or read in windows"),
         ("masks", ["--top-k", "0"], "--top-k must be a whole number of at least 1, not 0"),
     ],
 )  # fmt: skip

@@ -173,7 +173,7 @@ def test_chat_template_flag_replaces_the_template_of_a_factory(tmp_path, monkeyp
         ("{% for %}", "the chat template cannot be read: "),
         ("", "the chat template is empty: "),
         ({"default": "{{ messages }}"}, "the chat template is of type dict: "),
-        ("{{ bos_token }}{{ messages[0].content }}", "the chat template names bos_token, unknown here"),
+        ("{{ bos_token }}{{ messages[0].content }}", "the chat template uses bos_token, whose text is unknown"),
     ],
 )
 def test_invalid_chat_template_raises_option_error(tmp_path, template, sentence):
@@ -187,9 +187,9 @@ def test_invalid_chat_template_raises_option_error(tmp_path, template, sentence)
 
 def test_chat_template_without_tokenizer_or_step_input_raises_option_error(tmp_path):
     model, example, options = language_model()
-    with pytest.raises(OptionError, match="there is no tokenizer to read them: give one"):
+    with pytest.raises(OptionError, match="a chat template needs a tokenizer: give one"):
         export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})
-    with pytest.raises(OptionError, match="goes on with a text alone, and this one is run once for an input"):
+    with pytest.raises(OptionError, match="continues a text, but this model runs once per input"):
         export(model, tmp_path / "n.onnx", example, **{**options, "step_input": None})
     with pytest.raises(OptionError, match="chat_template of a checkpoint must be Jinja text, not dict"):
         save_checkpoint(model, tmp_path / "m.pt", factory="a:b", arguments={}, chat_template={})

@@ -129,7 +129,9 @@ def test_single_pass_forecasts_match_the_module(single_pass):
         single_pass.model.forecast(long_history)
     with pytest.raises(InputError, match="3 rows and the model reads 12 at least"):
         single_pass.model.forecast(histories[0][:3])
-    with pytest.raises(OptionError, match="horizon must be at most 5, which the model gives at once, not 6"):
+    with pytest.raises(
+        OptionError, match="horizon must be at most 5, the number of steps that the model returns, not 6"
+    ):
         single_pass.model.forecast(histories[0], 6)
 
 

@@ -336,7 +336,7 @@ def test_invalid_options_and_missing_pillow_are_refused(custom, pictures, monkey
     )
     assert failed(run(path, line, "--top-k", 0)) == "--top-k must be a whole number of at least 1, not 0"
     assert failed(run(path, f"{line}\t{line}")) == (
-        "input 1: it is two images, and each is read by itself: give one, for pairs are of --similarity alone"
+        "input 1: the input is two images: give one; only --similarity takes pairs"
     )
     assert "holds 2 tabs: a pair is two names of files with one tab" in failed(run(path, "a\tb\tc"))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
@@ -349,7 +349,7 @@ def test_invalid_calls_raise_errors(custom, pictures):
     picture = Image.open(pictures["photo.jpg"])
     pixels = np.array(picture)
     for single_input in (str(pictures["photo.jpg"]), pictures["photo.jpg"], picture, pixels, pixels[..., 0]):
-        with pytest.raises(InputError, match="give a list of inputs, of one too"):
+        with pytest.raises(InputError, match="give a list of inputs"):
             model.classify(single_input)
     with pytest.raises(UnsupportedCallError, match=r"classifies images: it cannot embed; call classify\(\) or pre"):
         model.embed([picture])

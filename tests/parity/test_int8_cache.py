@@ -172,9 +172,9 @@ def test_int8_caches_are_refused_for_other_targets_types_and_models(exported, tm
     family = exported("wide-llama").family
     with pytest.raises(OptionError, match="leave out either them or the target portable"):
         export(family.module, tmp_path / "a.onnx", quantization=Quantization(kv_cache="int8"), target="portable")
-    with pytest.raises(OptionError, match="cache is one of float, int8, not 'fp16'"):
+    with pytest.raises(OptionError, match="kv_cache must be one of float, int8, not 'fp16'"):
         export(family.module, tmp_path / "a.onnx", quantization=Quantization(kv_cache="fp16"))
-    with pytest.raises(UnsupportedModelError, match="no cache of this model can be held in int8"):
+    with pytest.raises(UnsupportedModelError, match="no cache of this model can be int8"):
         export(model_of_odd_heads(), tmp_path / "a.onnx", quantization=Quantization(kv_cache="int8"), max_length=16)
     assert not list(tmp_path.iterdir())
 

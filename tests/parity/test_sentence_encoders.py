@@ -130,7 +130,7 @@ def test_poolings_dense_layers_and_prompts_match_sentence_transformers(tmp_path)
 
 def test_unsupported_modules_raise_source_error(tmp_path):
     _, folder = save_model(tmp_path, modules.Pooling(16, "mean"), modules.LayerNorm(16))
-    with pytest.raises(SourceError, match=r"modules.json has a module LayerNorm, which is not taken at all: a transf"):
+    with pytest.raises(SourceError, match=r"modules.json has a module LayerNorm, which is not supported at all: supp"):
         load_source(folder)
     (folder / "modules.json").write_text("{}")
     assert load_source(folder).task == "feature-extraction"

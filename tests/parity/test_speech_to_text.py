@@ -220,7 +220,7 @@ def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
     assert [line[:2] for line in timed] == [
         [f"{s.start:.2f}", f"{s.end:.2f}"] for s in transcription.segments if s.text
     ]
-    assert "language is one of de, en, fr, not 'xx'" in failed(run(path, names[0], "--language", "xx"))
+    assert "language must be one of de, en, fr, not 'xx'" in failed(run(path, names[0], "--language", "xx"))
     assert "takes no --top-p" in failed(run(path, names[0], "--top-p", "0.5"))
     assert run(path, *names, "--language", "de", "--json", "--max-memory", "64M").stdout == result.stdout
     assert "--max-memory allows 100: allow more" in failed(run(path, names[0], "--max-memory", 100))
@@ -267,7 +267,7 @@ def test_spectrograms_in_memory_are_limited(exported, monkeypatch):
 
 def test_invalid_options_and_sounds_raise_errors(exported):
     model = Model.load(exported[1])
-    with pytest.raises(OptionError, match="task is one of transcribe, translate, not 'sing'"):
+    with pytest.raises(OptionError, match="task must be one of transcribe, translate, not 'sing'"):
         model.transcribe(SHORT[0], task="sing")
     with pytest.raises(OptionError, match="timestamps is True or False"):
         model.transcribe(SHORT[0], timestamps="word")

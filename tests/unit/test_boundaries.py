@@ -20,7 +20,12 @@ BANNED = {
     "tformer_export": ("tformer_models", "lightning"),
     "tformer_models": ("onnx", "onnxruntime", "onnx_ir"),
 }
-ALLOWED_IN_MODELS = ("tformer_export.common.checkpoint", "tformer_export.common.task", "tformer_runtime.base.errors")
+ALLOWED_IN_MODELS = (
+    "tformer_export.common.checkpoint",
+    "tformer_export.common.task",
+    "tformer_runtime.base.errors",
+    "tformer_runtime.cli.errors",
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -91,19 +91,20 @@ def add_attentions(captured: CapturedGraph) -> None:
     """
     if captured.step_name is not None:
         raise OptionError(
-            f"attentions are outputs of a model that is run once, and this one is stepped over {captured.step_name!r}: "
-            "ask for cross_attentions"
+            f"attentions are for models that run once per input, but this one has the step input "
+            f"{captured.step_name!r}: use cross_attentions"
         )
     weights = [w for node in captured.nodes if (w := _weights(captured, node)) is not None]
     if not weights:
         raise OptionError(
-            "no attention was recognised in the model, so there are no weights to give; attention written by hand is "
-            "recognised by softmax over (batch, heads, time, time), whose result a matrix product takes first"
+            "no attention was recognised in the model, so that the file cannot return its weights; attention written "
+            "by hand is recognised as a softmax over (batch, heads, time, time) that is the first operand of a matrix "
+            "product"
         )
     sizes = {tuple(map(expression, meta(node).shape[1:])) for node in weights}
     if len(sizes) > 1:
         shown = " and ".join(sorted(f"{heads} heads over {n} × {slots}" for heads, n, slots in sizes))
-        raise OptionError(f"attentions are one array of all layers, and the layers of the model differ: {shown}")
+        raise OptionError(f"attentions are one array of all layers, but the layers of the model differ: {shown}")
     make = NodeBuilder(captured.graph, next(iter(weights[-1].users), weights[-1].next))
     captured.add_extra(ATTENTION_MAPS, make(aten.stack.default, weights, 1))
 
@@ -134,8 +135,9 @@ def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     cross = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
     if not cross:
         raise OptionError(
-            f"cross_attentions are the weights of cross-attention, and of the {len(attentions)} attentions recognised "
-            "in the model none has its keys from the request alone; attention written by hand is recognised as "
+            f"the model has no cross-attention for cross_attentions: none of the {len(attentions)} attentions "
+            "recognised in it computes its keys from the encoder's inputs alone; attention written by hand is "
+            "recognised as "
             "softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
         )
     return cross

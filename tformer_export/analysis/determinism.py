@@ -154,9 +154,9 @@ def refuse_mixed_rows(captured: CapturedGraph, values: Mapping[Node, Any], other
         return
     node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, other))
     raise UnsupportedModelError(
-        f"{describe_node(node)} lets the rows of a batch change each other, so that a request would "
-        "be answered differently beside others. Compute each row from itself alone: batch normalisation, for one, by "
-        "its running statistics"
+        f"{describe_node(node)} lets the rows of a batch change each other, so that the result of a "
+        "request would depend on the other requests in its batch. Compute each row from itself alone: batch "
+        "normalisation, for example, must use its running statistics"
     )
 
 

@@ -75,7 +75,9 @@ def make_series_preprocessor(
     shortest = max(_positive_integer(options, "shortest", 1), begin if isinstance(begin, int) else 1, fixed_length or 1)
     longest = fixed_length or (_positive_integer(options, "longest", 0) or None)
     if longest is not None and longest < shortest:
-        raise OptionError(f"a history cannot have {shortest} rows at least and {longest} at most")
+        raise OptionError(
+            f"the shortest history, {shortest} rows, is longer than the longest, {longest}: correct one of them"
+        )
     normalize, mean, scale = _normalize(options.get("normalize"), features)
     return SeriesPreprocessor(
         input=name,
@@ -101,8 +103,8 @@ def _history(source: Source, captured: CapturedGraph) -> str:
     others = [n for n in requests if not captured.example[n].is_floating_point() or captured.example[n].dim() != 3]
     if others or len(requests) > 1:
         raise UnsupportedModelError(
-            f"a forecast follows from one history, (batch, time, features), and forward takes {', '.join(requests)}: "
-            "let it read all that is known as columns of one input; what is known ahead is not supported"
+            f"a forecaster reads one history, (batch, time, features), but forward takes {', '.join(requests)}: let it "
+            "read all known series as columns of one input; values that are known for the future are not supported"
         )
     return requests[0] if requests else str(captured.step_name)
 
@@ -110,7 +112,9 @@ def _history(source: Source, captured: CapturedGraph) -> str:
 def _width(captured: CapturedGraph, name: str | None) -> int:
     size = meta(captured.inputs[name or ""]).shape[2]
     if not isinstance(size, int):
-        raise UnsupportedModelError(f"the features of {name} must be so many, not any number of them")
+        raise UnsupportedModelError(
+            f"forward accepts any number of features in {name}: give it a fixed number of features"
+        )
     return size
 
 
@@ -128,12 +132,15 @@ def _outputs(captured: CapturedGraph, options: Mapping[str, Any]) -> tuple[int, 
         return (int(shape[2]) if len(shape) == 3 and isinstance(shape[2], int) else 0), horizon
     if len(shape) not in (2, 3) or not all(isinstance(size, int) for size in shape[1:]):
         raise UnsupportedModelError(
-            "a forecast that is given at once is (batch, horizon, features) or, of one column, (batch, horizon), and "
-            "of one size: let forward return that, or export it without series to have its outputs as they are"
+            "a model that forecasts all steps at once must return (batch, horizon, features), or (batch, horizon) for "
+            "one column, with a fixed horizon: change forward, or export it without series to keep its outputs as they "
+            "are"
         )
     max_horizon = int(shape[1])
     if horizon is not None and horizon > max_horizon:
-        raise OptionError(f"the model gives {max_horizon} steps at once: a horizon of {horizon} cannot be had")
+        raise OptionError(
+            f"horizon must be at most {max_horizon}, the number of steps that the model returns, not {horizon}"
+        )
     return (int(shape[2]) if len(shape) == 3 else 1), horizon or max_horizon
 
 
@@ -144,14 +151,13 @@ def _targets(
     if "targets" not in options:
         if target_count != features and step is not None:
             raise OptionError(
-                f"{name} has {features} columns and {step} {target_count}: say which of them it is, "
-                f"series={{'targets': […]}}"
+                f"{name} has {features} columns and {step} has {target_count}: name the columns of {name} that {step} "
+                "continues, series={'targets': […]}"
             )
         if target_count != features and "feedback" not in options:
             raise OptionError(
-                f"{name} has {features} columns and forward gives {target_count} numbers a step: say which "
-                f"columns they are, "
-                "series={'targets': […]}"
+                f"{name} has {features} columns and forward returns {target_count} numbers per step: name the columns "
+                "that they forecast, series={'targets': […]}"
             )
         return tuple(range(features))
     targets = []
@@ -178,14 +184,14 @@ def _feedback(options: Mapping[str, Any], outputs: int, targets: int) -> tuple[i
     if feedback is None:
         if outputs != targets:
             raise OptionError(
-                f"forward gives {outputs} numbers a step and {targets} are fed back: say which of them each target is, "
-                "series={'feedback': […]}; what is known ahead is not supported, and a model of tokens is stepped over "
-                "their ids"
+                f"forward returns {outputs} numbers per step and {targets} are fed back: name the output for each "
+                "target, series={'feedback': […]}. Values that are known for the future are not supported. A model of "
+                "tokens needs a step input of ids"
             )
         return tuple(range(targets))
     if len(feedback) != targets or not all(isinstance(i, int) and 0 <= i < outputs for i in feedback):
         raise OptionError(
-            f"feedback is the number of an output, 0 to {outputs - 1}, for each of {targets} targets, not {feedback!r}"
+            f"feedback must list an output, 0 to {outputs - 1}, for each of {targets} targets, not {feedback!r}"
         )
     return tuple(map(int, feedback))
 
@@ -193,7 +199,7 @@ def _feedback(options: Mapping[str, Any], outputs: int, targets: int) -> tuple[i
 def _begin(options: Mapping[str, Any], captured: CapturedGraph, name: str, targets: int) -> Begin:
     if captured.step_name is None or name == captured.step_name:
         if "begin" in options:
-            raise OptionError("begin is for a decoder beside an encoder, which has nothing of its own to begin with")
+            raise OptionError("begin is for encoder-decoders: this model has no decoder input besides the history")
         return 0
     begin = options.get("begin", 1)
     if isinstance(begin, int) and begin >= 1:
@@ -201,8 +207,8 @@ def _begin(options: Mapping[str, Any], captured: CapturedGraph, name: str, targe
     rows = [list(row) if isinstance(row, Sequence) else [row] for row in begin] if isinstance(begin, Sequence) else []
     if not rows or not all(len(row) == targets and all(map(_is_number, row)) for row in rows):
         raise OptionError(
-            f"begin is how many last rows of the history the decoder begins with, or rows of {targets} numbers, not "
-            f"{begin!r}"
+            "begin must be the number of last rows of the history that the decoder begins with, or a list of rows of "
+            f"{targets} numbers, not {begin!r}"
         )
     return tuple(tuple(map(float, row)) for row in rows)
 

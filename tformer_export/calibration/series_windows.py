@@ -38,7 +38,7 @@ def read_windows(path: Path, engine: Engine) -> Samples:
     last = len(values) - context - steps
     if last + 1 < MIN_LINES:
         raise OptionError(
-            f"{path} has {len(values)} rows: of windows of {context + steps} it must hold {MIN_LINES}, give more"
+            f"{path} has {len(values)} rows, too few for {MIN_LINES} windows of {context + steps} rows: give more rows"
         )
     starts = np.unique(np.linspace(0, last, MAX_WINDOWS).round().astype(int))
     samples = [_sample(series, values[at : at + context + steps], context, engine) for at in starts]

@@ -245,7 +245,7 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     if not wrong and not all(isinstance(value, torch.Tensor) for value in content["state_dict"].values()):
         wrong = ["state_dict"]
     if wrong:
-        raise SourceError(f"{source} holds something else than a checkpoint does as its {', '.join(wrong)}")
+        raise SourceError(f"{source} is not a valid checkpoint: wrong type of {', '.join(wrong)}")
     return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})
 
 

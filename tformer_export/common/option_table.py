@@ -52,4 +52,4 @@ def check_choices(options: Any) -> None:
     for name, spec in option_specs(type(options)).items():
         value = getattr(options, name)
         if spec.choices and value is not None and value not in spec.choices:
-            raise OptionError(f"{name} is one of {', '.join(spec.choices)}, not {value!r}")
+            raise OptionError(f"{name} must be one of {', '.join(spec.choices)}, not {value!r}", option=name)

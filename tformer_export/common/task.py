@@ -19,17 +19,17 @@ class Task:
 
     name: str | None = option(
         None,
-        "The task of the model, by transformers' names, such as text-classification; by default that of SOURCE. A "
-        "Hugging Face folder is loaded for it.",
+        "Set the task of the model, by its name in transformers, such as text-classification. A Hugging Face folder is "
+        "loaded with the class for this task.  [default: that of SOURCE]",
         flag="--task",
     )
     labels: Sequence[str] | None = option(
-        None, "The labels of a classifier, in the order of its scores.", "list", flag="--labels", metavar="A,B,…"
+        None, "Name the labels of a classifier, in the order of its scores.", "list", flag="--labels", metavar="A,B,…"
     )
     problem_type: str | None = option(
         None,
-        "The scores of a classifier: of one label that holds (softmax), of several that may hold (sigmoid), or numbers "
-        "themselves.",
+        "Set the meaning of the scores of a classifier. single_label: exactly one label applies (softmax). "
+        "multi_label: any number apply (sigmoid). regression: the scores are the result.",
         flag="--problem-type",
         choices=PROBLEM_TYPES,
     )

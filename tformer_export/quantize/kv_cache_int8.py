@@ -41,8 +41,8 @@ def quantize_caches(model: ir.Model, manifest: Manifest, before: Engine, samples
     attentions = _find_cached_attentions(model, manifest)
     if not attentions:
         raise UnsupportedModelError(
-            "no cache of this model can be held in int8: its attention is none that onnxruntime's operator computes "
-            "together with its cache (keys and values of one size, a multiple of 8); leave the caches as they are"
+            "no cache of this model can be int8: onnxruntime's operator for int8 caches does not support its attention "
+            "(it needs keys and values of one size, a multiple of 8); leave kv_cache at float"
         )
     partners = {attention.key: attention.partner for attention in attentions if attention.partner is not None}
     magnitudes = _largest_magnitudes(before, samples, [i for a in attentions for i in (a.key, a.value)], partners)

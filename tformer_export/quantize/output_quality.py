@@ -158,8 +158,8 @@ def find_measured_outputs(manifest: Manifest) -> Sequence[TensorSpec]:
     for spec in manifest.encoded:
         if not np.issubdtype(np.dtype(spec.dtype), np.floating):
             raise OptionError(
-                f"what quantisation costs is measured on scores or vectors, and the model gives {spec.dtype}: let "
-                "forward return the numbers that these are chosen by"
+                f"the loss of quality by quantisation is measured on scores or vectors, but the model returns "
+                f"{spec.dtype}: let forward return the scores that these numbers are chosen by"
             )
     return manifest.encoded
 

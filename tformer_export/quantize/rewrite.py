@@ -2,14 +2,14 @@
 
 A product has one of two forms, which `--optimize-for` selects:
 
-rows   Each row of the activations is scaled by its own maximum and rounded to uint8 around 128. MatMulInteger
-       multiplies it with int8 columns, and the result is scaled back by row and column. All operators are standard,
-       except in the encode stage for the CPU. A row's result is the same alone and in any batch, bit for bit. With
-       `--activation-scales static` (`fixed_ranges.py`) all rows have one scale, which is known when the file is made,
-       and numbers beyond it are clipped. A row's result still does not depend on other rows.
-few    MatMulNBits, which rounds activations in blocks of a row and reads weights faster, 4-bit weights as such. It is
-       faster for one or two rows, or three with 4 bits, and stands in a branch of the decode stage for so few rows
-       (`few_rows_branch.py`).
+rows   For any number of rows. Each row of the activations is divided by a scale, the row's own maximum, and rounded
+       to uint8 around 128. MatMulInteger multiplies the row with int8 columns, and the product is multiplied by the
+       scales of row and column. All operators are standard, except in the encode stage for the CPU. The result of a
+       row is the same alone and in any batch, bit for bit. With `--activation-scales static` (`fixed_ranges.py`) one
+       scale, which calibration fixes at export, holds for all rows, and values beyond its range are clipped.
+few    For one or two rows, or three with 4-bit weights. MatMulNBits rounds activations in blocks of a row. It is faster
+       for few rows, because it reads weights faster and does not unpack 4-bit weights to 8 bits. It is a branch of the
+       decode stage that runs for so few rows only (`few_rows_branch.py`).
 
 Both forms read the same integers (`weight_storage.py`), so they differ in the rounding of activations alone. The choice
 of operators was measured: docs/design/kernels.md#integer-products.

@@ -1,12 +1,14 @@
-"""Associations between source ids and target ids, by IBM's first model of translation.
+"""Learn from pairs of source and target which target ids are likely for a source id, with IBM Model 1.
 
-p(t | s), the probability that t translates source id s, is found by expectation maximisation (Brown et al. 1993,
-"The Mathematics of Statistical Machine Translation", section 4.1). Let A_j be the set of source ids of line j, with an
-empty id that stands for no source. A round is
+IBM Model 1 is a model of word alignment: each target token is the translation of one source token, whatever their
+positions (Brown et al. 1993, "The Mathematics of Statistical Machine Translation: Parameter Estimation", section 4.1,
+https://aclanthology.org/J93-2003/). It computes p(t | s), the probability that source id s is translated to target id
+t, by expectation maximisation. Let A_j be the set of source ids of line j and an empty id, which stands for no source.
+All p are equal at first. A round counts expected alignments (E step) and normalises the counts (M step):
 
     c(t, s) = Σ_j Σ_{t in line j} p(t | s) / Σ_{s' in A_j} p(t | s')        p(t | s) = c(t, s) / Σ_t' c(t', s)
 
-The first p are equal. A request's candidates are the N most frequent target ids, and for each source id the K with the
+The candidates of a request are the N most frequent target ids, and for each of its source ids the K target ids of the
 greatest p(t | s). Other measures of association cover fewer target tokens
 (docs/design/kernels.md#which-ids-a-shortlist-has).
 """

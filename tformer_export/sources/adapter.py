@@ -83,8 +83,8 @@ class EncodeDecode(nn.Module):
         free = [n for n, p in decode.items() if n not in given_names and p.default is inspect.Parameter.empty]
         if len(free) != 1:
             raise SourceError(
-                f"decode({', '.join(decode)}) is given what encode({', '.join(encode)}) returns as the one parameter "
-                f"that is no input, mask or constant, and that is {', '.join(free) or 'none'}: name all others"
+                f"decode({', '.join(decode)}) must have one parameter besides inputs, masks and fixed arguments, for "
+                f"the result of encode({', '.join(encode)}), but it has {', '.join(free) or 'none'}: name all others"
             )
         (self.memory,) = free
         self.parameters_by_name = {**encode, **{n: p for n, p in decode.items() if n != self.memory}}
@@ -122,7 +122,7 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def required_parameters(module: nn.Module) -> list[str]:
-    """The parameters of forward that have no default."""
+    """Return the parameters of forward that have no default."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
         name

@@ -17,21 +17,23 @@ def with_template(source: Source, template: str) -> Source:
     """
     if not isinstance(template, str) or not template.strip():
         kind = "empty" if isinstance(template, str) else f"of type {type(template).__name__}"
-        raise OptionError(f"the chat template is {kind}: give the Jinja text that makes a prompt of a conversation")
+        raise OptionError(f"the chat template is {kind}: give Jinja text that turns a conversation into a prompt")
     others = [name for name in source.caller_inputs if name != source.step_input]
     reason = None
     if source.step_input is None:
-        reason = "is run once for an input"
+        reason = "runs once per input"
     elif others:
         reason = f"reads {', '.join(others)} and {source.step_input}"
     elif source.series is not None:
         reason = "reads numbers"
     if reason:
-        raise OptionError(f"a chat template is for a model that goes on with a text alone, and this one {reason}")
+        raise OptionError(f"a chat template is for a model that continues a text, but this model {reason}")
     try:
         compile_template(template, source.chat_tokens)
     except InputError as error:
         raise OptionError(str(error)) from error
     if unknown := unknown_tokens(template, source.chat_tokens):
-        raise OptionError(f"the chat template names {', '.join(unknown)}, unknown here: write the text of it instead")
+        raise OptionError(
+            f"the chat template uses {', '.join(unknown)}, whose text is unknown: write the text instead of the name"
+        )
     return replace(source, chat_template=template)

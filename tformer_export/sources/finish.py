@@ -80,7 +80,7 @@ def finish(source: Source, statements: Statements) -> Source:
     if statements.chat_template is not None:
         source = with_template(source, statements.chat_template)
         if source.step_input not in source.tokenizers:
-            raise OptionError("a chat template makes texts, and there is no tokenizer to read them: give one")
+            raise OptionError("a chat template needs a tokenizer: give one")
     if statements.preprocessor is not None:
         source = with_preprocessing(
             source, statements.preprocessor, statements.labels is not None or statements.problem_type is not None

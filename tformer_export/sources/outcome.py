@@ -26,8 +26,8 @@ def with_task(
         source.step_input is not None or not (source.task in CLASSES or of_tokens)
     ):
         raise OptionError(
-            f"labels and a problem_type are of task {CLASSIFIES} (--task {CLASSIFIES}) or {CLASSIFIES_IMAGES}, labels "
-            f"also of {LABELS_TOKENS}, and this model's is {source.task}"
+            f"labels and problem_type are for the tasks {CLASSIFIES} and {CLASSIFIES_IMAGES}, labels also for "
+            f"{LABELS_TOKENS}, but the task of this model is {source.task}: choose another task (--task)"
         )
     if pooling is not None:
         source = with_pooling(source, [pooling], normalize=normalize)
@@ -55,8 +55,8 @@ def _class_meaning(source: Source, labels: tuple[str, ...], problem: str) -> Out
     if len(shape) != 2 + of_tokens:
         subject, axes = ("each token", "(batch, time, labels)") if of_tokens else ("each row", "(batch, labels)")
         raise SourceError(
-            f"a classifier gives scores of its labels for {subject}, {axes}, and this model gives {shape}: let forward "
-            "return those, or name them with output="
+            f"a classifier must return scores of its labels for {subject}, {axes}, but this model returns {shape}: let "
+            "forward return the scores, or name them with output="
         )
     labels = labels or tuple(f"LABEL_{i}" for i in range(shape[-1]))
     if len(labels) != shape[-1] or len(set(labels)) != len(labels):
@@ -71,9 +71,9 @@ def _check_span_scores(source: Source) -> None:
     shapes = _output_shapes(source)
     if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes):
         raise SourceError(
-            "to answer questions a model gives, for each token, scores that an answer begins and that it ends there, "
-            f"(batch, time) each, and this model gives {', '.join(map(str, shapes))}: name both outputs "
-            "(output=[START, END])"
+            "a model that answers questions must return two scores for each token, that an answer starts there and "
+            f"that it ends there, (batch, time) each, but this model returns {', '.join(map(str, shapes))}: name both "
+            "outputs (output=[START, END])"
         )
 
 

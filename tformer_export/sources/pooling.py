@@ -29,14 +29,15 @@ def with_pooling(
     """
     unknown = [name for name in pools if name not in POOLS]
     if unknown:
-        raise OptionError(f"pooling is one of {', '.join(POOLINGS)}, not {unknown[0]!r}")
+        raise OptionError(f"pooling must be one of {', '.join(POOLINGS)}, not {unknown[0]!r}")
     if source.step_input is not None:
         raise SourceError(
-            f"pooling is for models that are run once, and this one is stepped over {source.step_input!r}: leave out "
-            "either (--task feature-extraction loads a Hugging Face folder without what it generates with)"
+            f"pooling is for models that run once per input, but this one has the step input {source.step_input!r}: "
+            "leave out one of them (--task feature-extraction loads a Hugging Face folder without its language model "
+            "head)"
         )
     if source.outputs:
-        raise SourceError(f"pooling is of one output, and the model gives {', '.join(source.outputs)}: name one")
+        raise SourceError(f"pooling takes one output, but the model returns {', '.join(source.outputs)}: name one")
     of = next(iter(source.caller_inputs), "")
     with source.eval_mode(), torch.no_grad():
         shape = tuple(source.module(*source.example.values()).shape)
@@ -44,7 +45,8 @@ def with_pooling(
     whole = example_ids.is_floating_point() and example_ids.dim() == 4  # an image: all positions are valid
     if len(shape) != 3 or not (whole or shape[:2] == example_ids.shape[:2]):
         raise SourceError(
-            f"pooling needs a vector for each position, (batch, time, width), and the model gives {shape} for an input "
+            f"pooling needs a vector for each position, (batch, time, width), but the model returns {shape} for an "
+            "input "
             f"of {tuple(example_ids.shape)}: leave out --pooling (Task(pooling=…)), or let forward return its last "
             "states"
         )

@@ -58,7 +58,7 @@ def _labelled(logits: torch.Tensor, read: Encoding) -> torch.Tensor:
 
 
 def _filled(logits: torch.Tensor, read: Encoding, mask: int | None) -> torch.Tensor:
-    """(masks, DEFAULT_TOP_K): the probabilities of the likeliest tokens."""
+    """Return (masks, DEFAULT_TOP_K): the probabilities of the likeliest tokens."""
     scores = logits[torch.tensor(read.ids) == mask].double().softmax(-1)
     return scores.topk(min(DEFAULT_TOP_K, scores.shape[-1])).values
 

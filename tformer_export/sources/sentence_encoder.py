@@ -188,8 +188,9 @@ def _weights(path: Path) -> Mapping[str, torch.Tensor]:
 
 def _refused(folder: Path, kind: str, where: str) -> SourceError:
     return SourceError(
-        f"{folder / MODULES} has a module {kind}, which is not taken {where}: a transformer, its pooling, dense layers "
-        "and a normalisation are, in this order; for others, export the transformer alone (its own config.json)"
+        f"{folder / MODULES} has a module {kind}, which is not supported {where}: supported are a transformer, its "
+        "pooling, dense layers and a normalisation, in this order; otherwise export only the transformer (its own "
+        "config.json)"
     )
 
 

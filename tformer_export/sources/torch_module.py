@@ -42,7 +42,7 @@ def from_module(
     for name, mask in described.items():
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
             if of not in inputs:
-                raise SourceError(f"the mask {name!r} speaks of {of!r}, which is not in the example")
+                raise SourceError(f"the mask {name!r} describes the input {of!r}, which is not in the example")
     # The runtime makes one keep-mask for each request input whose padding changes an argument.
     padded = [mask.of for mask in described.values() if mask.of != step_input and mask.depends_on_padding]
     keeps = {of: f"{of}.keep" for of in padded}

@@ -55,7 +55,7 @@ def find_auxiliary_outputs(
     outputs: tuple[list[AuxiliaryOutput], list[AuxiliaryOutput]] = ([], [])
     for name, node in captured.extras.items():
         if level[node] == Level.CONSTANT:
-            raise OptionError(f"{name} is the same for every input: there is nothing to give")
+            raise OptionError(f"the extra output {name} is the same for every input: leave it out")
         of_step = level[node] == Level.STEP
         outputs[of_step].append(_extra(captured, name, node, of_step))
     return outputs
@@ -76,8 +76,8 @@ def _extra(captured: CapturedGraph, name: str, node: Node, of_step: bool) -> Aux
     ):
         positions = "its positions" if of_step else "none for those of the step"
         raise OptionError(
-            f"{name} has the shape {tuple(map(str, sizes))}; to be given row by row it needs one axis for the batch, "
-            f"{positions}, and else sizes that are fixed, an input's length or what convolutions make of it"
+            f"{name} has the shape {tuple(map(str, sizes))}, but an extra output needs one axis for the batch, "
+            f"{positions}, and other axes that are fixed, the length of an input or the length after a convolution"
         )
     first = (manifest.BATCH_AXIS, manifest.SELECTED_AXIS) if of_step else (manifest.BATCH_AXIS,)
     return AuxiliaryOutput(name, node, axes, (*first, *(names[axis] for axis in rest)))

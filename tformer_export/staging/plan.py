@@ -43,7 +43,9 @@ class StagingPlan:
     tables: constants that are gathered by position.
     length_invariant: constants that depend on the length and must be the same at any length.
     fused: attentions that update their own caches.
-    select: the value from which on only the wanted positions are computed; None if they are selected at the end.
+    select: the value at which decode drops the positions whose logits the caller does not request, such as the hidden
+        states after the last attention. All later operations run on the remaining positions. None if decode computes
+        all positions and drops some of its outputs.
     """
 
     demands: dict[Node, list[Roles]] = field(default_factory=dict)

@@ -41,8 +41,9 @@ from tformer_export.staging.restriction_errors import explain_refusal
 from tformer_runtime.base.errors import UnsupportedModelError
 
 NEW, ALL = "new", "all"
-ONE = "one"  # a request value that is the same at every position: computed for one position
-FRESH = "fresh"  # a constant that indexes the present rows: computed for the number of new positions
+# Forms of an operand other than its rows at the new positions (NEW) or at all positions so far (ALL):
+ONE = "one"  # of a request value that is equal at every position, such as a broadcast mask: one position is kept
+FRESH = "fresh"  # of a constant that numbers positions from 0, such as arange(time): computed for the new positions
 Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of the axes
 AxisChoice = Roles | str | None
 
@@ -262,9 +263,11 @@ class RestrictionSolver:
 
     @contextmanager
     def _with_even_scores(self, node: Node) -> Iterator[None]:
-        """Replace the attention's operands by small random numbers, for the time of the `with` block.
+        """Replace the operands of an attention by small random numbers within a `with` block.
 
-        Where its scores are so far apart that it attends to one position alone, it would seem to need no other.
+        The search tries which positions of the operands change the result. If softmax gives one position all the
+        weight, no other position changes the result, and the search would conclude that the attention does not need
+        them. Small random operands give every position some weight.
         """
         operands = [a for a in node.args[:3] if isinstance(a, Node)]
         before = {n: self.values[n] for n in (node, *operands)}

@@ -77,7 +77,7 @@ class Tuning:
         return {decision.choice: decision.kept for decision in self.decisions}
 
     def table(self) -> list[tuple[str, str]]:
-        """The rows of the report, as label and text."""
+        """Return the rows of the report, as label and text."""
         batches = ", ".join(map(str, self.rows))
         changed = f"a request takes {self.ratio:.2f} ± {self.spread:.2f} × the time in the default forms"
         defaults = all(decision.kept == decision.trials[0].form for decision in self.decisions)

@@ -193,8 +193,8 @@ def _check_steps(draws: InputDraws, engine: Engine, steps: int) -> None:
         if not (difference <= draws.tolerance * max(span, float(np.abs(expected).max()))).all():
             step = int(positions[int(difference.argmax())]) - len(starts[row]) + 2
             raise ParityError(
-                f"the file's forecast is not what its source gives after the steps before: row {row}, step {step}, by "
-                f"{difference.max():.3g} where the outputs span {span:.3g}; no file was written"
+                f"the file's forecast differs from its source's after the same earlier steps: row {row}, step {step}, "
+                f"by {difference.max():.3g} where the outputs span {span:.3g}; no file was written"
             )
 
 

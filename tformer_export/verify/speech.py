@@ -114,8 +114,8 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
     frame_count, frames = sum(map(len, scores)), len(source.own_pipeline(sound, None))
     if len(pieces) < 2 or frame_count != frames:
         raise ParityError(
-            f"a sound that is read in {len(pieces)} windows gives {frame_count} frames, and as a whole {frames}; no "
-            "file was written"
+            f"a sound that is read in {len(pieces)} windows gives {frame_count} frames, but {frames} when it is read "
+            "as a whole; no file was written"
         )
     expected = np.concatenate(scores)
     best = np.sort(expected, 1)
@@ -128,7 +128,10 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
         bool((best[:, -1] - best[:, -2] > 2 * error).all())
         and result.token_ids != task.result([expected], settings).token_ids
     ):
-        raise ParityError("the file hears something else than its source in windows of a sound; no file was written")
+        raise ParityError(
+            "the file transcribes a sound in windows differently from its source: the token ids differ; no file was "
+            "written"
+        )
 
 
 def _outputs(engine: Engine, rows: Sequence[Mapping[str, np.ndarray]], together: bool) -> list[np.ndarray]:

@@ -186,7 +186,7 @@ class Session:
         if device == "cuda":
             missing = find_missing_cuda()
             if missing:
-                raise DeviceError(f"device cuda cannot be had: {missing}")
+                raise DeviceError(f"device cuda is not available: {missing}")
         elif device == "auto":
             # A file for the CPU has operators that CUDA lacks: it would copy tensors between both devices at each step.
             device = "cpu" if self.manifest.target == "cpu" or find_missing_cuda() else "cuda"
@@ -265,10 +265,10 @@ class Session:
                     + " with another precision"
                 ) from error
             if self.device == "cuda" and "CUDA" in str(error) and not settings:
-                raise DeviceError(f"device cuda cannot be had: {_first_line(error)}") from error
+                raise DeviceError(f"device cuda is not available: {_first_line(error)}") from error
             raise self._translate_error(error) from error
         if self.device == "cuda" and _CUDA not in session.get_providers():
-            raise DeviceError("device cuda cannot be had: onnxruntime's CUDA provider did not start on this machine")
+            raise DeviceError("device cuda is not available: onnxruntime's CUDA provider did not start on this machine")
         return session
 
     def _translate_error(self, error: Exception) -> TformerError:

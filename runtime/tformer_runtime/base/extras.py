@@ -9,7 +9,7 @@ from tformer_runtime.base.errors import MissingExtraError
 
 
 def import_optional(name: str, purpose: str, extra: str) -> Any:
-    """Import and return an optional module. MissingExtraError if it is not installed or cannot be loaded.
+    """Import and return an optional module. Raise MissingExtraError if it is not installed or cannot be loaded.
 
     purpose: the beginning of the error's sentence, such as "reading sound needs soundfile".
     extra: the extra of the package tformer that installs the module.

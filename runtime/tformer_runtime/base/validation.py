@@ -19,21 +19,21 @@ def invalid_value(name: str, requirement: str, value: Any) -> OptionError:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return a boolean value as bool. OptionError for any other type, as a text such as "no" would count as true."""
+    """Return a boolean value as bool. Raise OptionError for other types: the text "no" would be true."""
     if not isinstance(value, (bool, np.bool_)):
         raise invalid_value(name, "True or False", value)
     return bool(value)
 
 
 def check_int(name: str, value: Any, minimum: int = 1) -> int:
-    """Return an integer value of at least `minimum` as int. OptionError for any other value."""
+    """Return an integer value of at least `minimum` as int. Raise OptionError for any other value."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise invalid_value(name, f"a whole number of at least {minimum}", value)
     return int(value)
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """Return a number of seconds, from 0 to MAX_TIMEOUT_SECONDS, as float. OptionError for any other value."""
+    """Return a number of seconds, from 0 to MAX_TIMEOUT_SECONDS, as float. Raise OptionError for any other value."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= MAX_TIMEOUT_SECONDS:
         raise invalid_value(name, f"a number of seconds from 0 to {MAX_TIMEOUT_SECONDS:,}", value)
     return float(value)

@@ -26,7 +26,9 @@ def forecasting_job(task: Forecasting, settings: Mapping[str, Any], options: Run
         raise OptionError("a series holds numbers, and --ids is for ids: leave it out")
     as_array = options.output_file is not None and options.output_file.suffix == ".npy"
     if as_array and options.as_json:
-        raise OptionError(f"{options.output_file} is one array of forecasts: leave out --json, or name another")
+        raise OptionError(
+            f"{options.output_file} is written as one array of forecasts: leave out --json, or choose another file name"
+        )
     return _ForecastArrayJob(task, settings, options) if as_array else _ForecastJob(task, settings, options)
 
 

@@ -27,18 +27,21 @@ _OUTPUT_FLAGS = {
     "cross_attentions": Flag(
         "--cross-attentions",
         "OUT.png",
-        "Draw the source positions that each token attends to; - adds them to --json.",
+        "Draw a heat map of the source positions that each token attends to; - adds the weights to --json.",
         str,
     ),
-    "hidden_states": switch("--hidden-states", "Add the file's hidden states to --json."),
-    "timing": switch("--timing", "Add the seconds to the first token, and for each more, to --json."),
+    "hidden_states": switch("--hidden-states", "Add the hidden states that the file gives to --json."),
+    "timing": switch("--timing", "Add the seconds to the first token, and per further token, to --json."),
 }
 _RUN_FLAGS = {
-    "chat": switch("--chat", "An input is a message, or a JSON list of messages, for the file's chat template."),
-    "system": Flag("--system", "TEXT", "A message before each conversation.", str),
-    "stream": switch("--stream", "Write text as it comes, one input after the other."),
+    "chat": switch(
+        "--chat",
+        "Read each input as a message, or as a JSON list of messages, and apply the chat template of the file.",
+    ),
+    "system": Flag("--system", "TEXT", "Begin each conversation with this system message. Needs --chat.", str),
+    "stream": switch("--stream", "Write text while it is generated, one input after the other."),
     **MAX_MEMORY_FLAG,
-    "no_shortlist": switch("--no-shortlist", "Choose among all ids, where the file has a shortlist."),
+    "no_shortlist": switch("--no-shortlist", "Choose among all ids, although the file has a shortlist of candidates."),
 }
 
 
@@ -75,17 +78,17 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
         if flag_values.get("cross_attentions") or flag_values.get("hidden_states"):
             raise click.UsageError("--stream writes text alone: not with --cross-attentions, --hidden-states")
     if flag_values.get("system") is not None and not flag_values.get("chat"):
-        raise click.UsageError("--system is of a conversation: give --chat too")
+        raise click.UsageError("--system needs --chat: give both")
     if flag_values.get("draft_model") and flag_values.get("prompt_lookup"):
         raise click.UsageError("--draft-model and --prompt-lookup both guess tokens: give one of them")
     if flag_values.get("chat") and options.ids:
         raise click.UsageError("--chat puts texts into a template: not with --ids")
     if options.resume and draws:
-        raise click.UsageError("--resume goes on with results alone: not with --cross-attentions OUT.png")
+        raise click.UsageError("--resume cannot continue pictures: not with --cross-attentions OUT.png")
     for name in ("hidden_states", "timing", "top_logprobs", "cross_attentions"):
         if flag_values.get(name) and not options.as_json and not (name == "cross_attentions" and draws):
             flag = "--cross-attentions -" if name == "cross_attentions" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} adds to --json: give that too")
+            raise click.UsageError(f"{flag} needs --json: give both")
 
 
 class _GenerationJob(Job):

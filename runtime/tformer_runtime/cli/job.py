@@ -105,7 +105,7 @@ class Job:
         self.truncate = task.truncates(settings.get(TRUNCATE, False), checked)
         self.max_memory = settings.get(MAX_MEMORY)
         if self.max_memory is not None and task.manifest.decode is None:
-            raise OptionError("the model is run once for an input and keeps no caches: leave out --max-memory")
+            raise OptionError("the model runs once per input and keeps no caches: leave out --max-memory")
         self.heat_maps = self._heat_maps(Path(settings[ATTENTIONS]), options) if ATTENTIONS in settings else None
         self.can_resume = self.heat_maps is None
         flags = {name: flag.flag for flags in task.all_flags().values() for name, flag in flags.items()}
@@ -117,7 +117,7 @@ class Job:
         from tformer_runtime.cli.heatmaps import AttentionMapWriter  # its imports include the tasks
 
         if options.resume:
-            raise OptionError("--resume goes on with results alone: leave out --attentions")
+            raise OptionError("--resume cannot continue pictures: leave out --attentions")
         if not any(extra.kind == ATTENTIONS for extra in self.task.manifest.extras):
             raise UnsupportedCallError(
                 "the file holds no attention weights to draw: export the model with --attentions "

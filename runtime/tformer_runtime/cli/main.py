@@ -40,28 +40,51 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.command(cls=Command, kinds=KINDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(path_type=Path))
 @click.argument("inputs", metavar="[INPUT ...]", nargs=-1)
-@click.option("--input-file", metavar="F|-", help="Read inputs from a file, one a line; - is standard input.")
+@click.option("--input-file", metavar="F|-", help="Read inputs from a file, one per line; - is standard input.")
 @click.option("--output-file", metavar="F", type=click.Path(path_type=Path), help="Write results to a file.")
-@click.option("--resume", is_flag=True, help="Go on with the output file of a run that was stopped.")
+@click.option("--resume", is_flag=True, help="Continue the output file of an interrupted run.")
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--threads", type=_AT_LEAST_1, help="Threads of one operator.  [default: one per core, 1 with workers]")
-@click.option("--batch-size", type=_AT_LEAST_1, help="Inputs computed together.  [default: 32, 1 with speculation]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto is cuda if the file and the machine can use it, else cpu.",
+)
+@click.option(
+    "--threads",
+    metavar="N",
+    type=_AT_LEAST_1,
+    help="Compute an operator with N threads.  [default: one per core; 1 with workers]",
+)
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=_AT_LEAST_1,
+    help="Compute N inputs together.  [default: 32; 8 for speech and masks; 1 with speculation]",
+)
 @click.option(
     "--workers",
+    metavar="N",
     type=_AT_LEAST_1,
-    help="Batches at the same time.  [default for lines of a file or of standard input: one per core, at most 8]",
+    help="Compute N batches at the same time.  [default: 1 for INPUT arguments; else one per core, at most 8]",
 )
-@click.option("--ids", is_flag=True, help="Inputs and results are ids between spaces.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--info", is_flag=True, help="Say what the file is, and stop.")
-@click.option("--quiet", is_flag=True, help="Write nothing but errors to standard error.")
-@click.option("--verbose", is_flag=True, help="Write device, workers and batch size, and the traceback of an error.")
+@click.option("--ids", is_flag=True, help="Inputs, results and --forced-prefix are token ids with spaces between.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object per result.")
+@click.option("--info", is_flag=True, help="Describe the file, and exit.")
+@click.option("--quiet", is_flag=True, help="Write only errors to standard error.")
+@click.option(
+    "--verbose", is_flag=True, help="Write the device, the workers, the batch size, and the traceback of an error."
+)
 @click.version_option(package_name="tformer")
 @click.pass_context
 def main(context: click.Context, /, model: Path, inputs: tuple[str, ...], info: bool, **values: Any) -> None:
-    """Run a model on each INPUT, or on each line of a file or of standard input: generate, classify, turn into numbers.
-    An image is given by its file's name, and a pair with a tab between the two."""
+    """Run a model on each INPUT, or on each line of a file or of standard input.
+
+    The file decides the task, such as generation, classification or vectors, and the form of an input: a text, two
+    texts with a tab between them, the name of an image, sound or CSV file, or JSON. The options under Options are for
+    all files; the others are for files of some tasks. --info shows the task of a file.
+    """
     assert isinstance(context.command, Command)
     flag_values = {name: values.pop(name) for name in context.command.flags}
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
@@ -142,7 +165,9 @@ def _result_file(model: Path, job: Job, options: RunOptions) -> ResultFile | Non
     if path is None:
         return None
     if path.suffix == ".npy" and job.header is None:
-        raise OptionError(f"{path} is named as an array, and the results are lines: give it another ending")
+        raise OptionError(
+            f"{path} is the name of a numpy array, but the results are lines of text: choose another ending"
+        )
     result_options = {"MODEL.onnx": file_fingerprint(model), **job.result_options}
     result_options |= {flag: True for flag, value in {"--ids": options.ids, "--json": options.as_json}.items() if value}
     return ResultFile(path, result_options, options.force, options.resume, job.can_resume, job.header)

@@ -18,10 +18,18 @@ from tformer_runtime.decoding.options import GenerationOptions, OptionSpec
 from tformer_runtime.tasks import TASKS
 from tformer_runtime.tasks.settings import Flag, value_of
 
+_NOTES = {"top_logprobs": " Needs --json."}  # sentences of --help that do not hold in Python
+
+
+def _flag_name(name: str) -> str:
+    return SPECS[name].flag or f"--{name.replace('_', '-')}"
+
 
 def _flag(name: str, spec: OptionSpec) -> Flag:
     """Return the flag of an option. Options without a metavar are for Python alone and have none."""
-    return Flag(spec.flag or f"--{name.replace('_', '-')}", spec.metavar or "", spec.help, spec.parse, spec.repeated)
+    help = re.sub(r"`(\w+)`", lambda option: _flag_name(option[1]), spec.help)
+    help += _NOTES.get(name, "") + (" Repeatable." if spec.repeated else "")
+    return Flag(_flag_name(name), spec.metavar or "", help, spec.parse, spec.repeated)
 
 
 OPTIONS = {name: _flag(name, spec) for name, spec in SPECS.items() if spec.metavar is not None}

@@ -81,7 +81,7 @@ class ResultFile:
         Raise OutputError for a file that may not be overwritten, or that this run cannot resume.
         """
         if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a file that results could replace: name another, or none")
+            raise OutputError(f"{path} is not a regular file: give the name of a new or regular file to --output-file")
         self._path = path
         self._part, self._journal = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.part.json")
         self._run_options = json.loads(json.dumps(run_options))
@@ -93,11 +93,11 @@ class ResultFile:
         self._progress = self._recorded = self._read_journal() if resume else _Progress()  # of the run; in the journal
         self._next_record = 0.0  # time.monotonic()
         if resume and not force and path.exists() and not self._part.exists():
-            raise OutputError(f"{path} is there and {self._part} is not: nothing is left to resume")
+            raise OutputError(f"{path} exists and {self._part} does not: there is nothing to resume")
         self._check_output()
         if not (resume or force) and self._part.exists():
             raise OutputError(
-                f"{self._part} is there, of a run that did not end: give --resume to go on, or --force to start over"
+                f"{self._part} holds results of an interrupted run: give --resume to continue, or --force to start over"
             )
 
     @property
@@ -115,8 +115,8 @@ class ResultFile:
             skipped = skipped.after(line, 0)
         if skipped.digest != self._progress.digest:
             raise OutputError(
-                f"the first {self.done} inputs are not those that {self._part} has results of: give the same inputs, "
-                "or start over with --force"
+                f"the first {self.done} inputs differ from the inputs whose results {self._part} holds: give the same "
+                "inputs, or start over with --force"
             )
         self._start()
         for line in source:
@@ -204,8 +204,8 @@ class ResultFile:
             new, old = self._run_options.get(name), run_options.get(name)
             if new != old:
                 raise OutputError(
-                    f"{name} is {_describe(new)}, and was {_describe(old)} for {self._part}: ask for the same, or "
-                    "start over with --force"
+                    f"{name} is {_describe(new)}, but was {_describe(old)} in the run that wrote {self._part}: give "
+                    "the same, or start over with --force"
                 )
         if size < self._header_bytes + progress.bytes and progress.inputs:
             raise OutputError(f"{self._part} has lost results since they were written: start over with --force")

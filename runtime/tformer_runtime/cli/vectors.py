@@ -31,12 +31,12 @@ def vectors_job(task: Features, settings: Mapping[str, Any], options: RunOptions
     if options.output_file is not None and options.output_file.suffix == ".npy":
         if options.as_json or similarity:
             raise OptionError(
-                f"{options.output_file} is one array of vectors: leave out --json and --similarity, or name another "
-                "file"
+                f"{options.output_file} is written as one array of vectors: leave out --json and --similarity, or "
+                "choose another file name"
             )
         return VectorArrayJob(task, settings, options, task.must_pool("one array of all"))
     if similarity and settings.get(ATTENTIONS):
-        raise OptionError("attention is drawn of inputs that are read as they are: leave out --similarity")
+        raise OptionError("--attentions and --similarity exclude each other: leave out one of them")
     if similarity:
         task.must_pool("--similarity")
         return CosineJob(task, settings, options)
@@ -80,7 +80,7 @@ class CosineJob(Job):
             return
         pairs = isinstance(first, tuple)
         if not pairs and batches.index_offset:
-            raise InputError("a table is made of all inputs at once: start over with --force")
+            raise InputError("a table of all inputs cannot be resumed: start over with --force")
         checked = (
             _check_kind(value, pairs, number)
             for number, value in enumerate(chain([first], rest), batches.index_offset + 1)
@@ -117,6 +117,6 @@ class CosineJob(Job):
 def _check_kind(value: Input, pairs: bool, number: int) -> Any:
     """Return the input. Raise InputError for a single input among pairs, and for a pair among single inputs."""
     if isinstance(value, tuple) != pairs:
-        one, others = ("one input", "pairs") if pairs else ("a pair", "single inputs")
-        raise InputError(f"it is {one} and those before are {others}: compare the one or the other", number)
+        kind, others = ("a single input", "pairs") if pairs else ("a pair", "single inputs")
+        raise InputError(f"it is {kind}, but the inputs before it are {others}: give inputs of one kind", number)
     return value

@@ -60,7 +60,7 @@ class _Histories:
         self.lengths, self.scores = np.pad(self.lengths, padding[0]), np.pad(self.scores, padding[0])
 
     def take(self, rows: Ints) -> None:
-        """Row i becomes row rows[i]."""
+        """Replace row i by row rows[i]."""
         self.ids, self.logprobs = self.ids[rows], self.logprobs[rows]
         self.lengths, self.scores = self.lengths[rows], self.scores[rows]
 

@@ -41,7 +41,7 @@ def whole_number(minimum: int) -> Check:
 
 
 def number(description: str, holds: Callable[[float], bool] = lambda _: True) -> Check:
-    """A check for a finite number for which `holds` is true. description: the allowed numbers, for the error."""
+    """Return a check for a finite number for which `holds` is true. description: the allowed numbers, for the error."""
 
     def check(name: str, value: Any) -> float:
         if not (_is_finite(value) and holds(value)):
@@ -111,7 +111,7 @@ def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """From a mapping, whose ids are strings if it was JSON, or from pairs; sorted by id."""
+    """Return pairs of id and number, sorted by id, from a mapping or from pairs. Ids from JSON are strings."""
     items = _items(value.items() if isinstance(value, Mapping) else value)
     pairs = [_id_and_number(item) for item in items or ()]
     bias = dict(pair for pair in pairs if pair)
@@ -121,7 +121,7 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def json_schema(name: str, value: Any) -> str:
-    """As JSON text. The order of the properties is kept, because generated JSON has the properties in this order."""
+    """Return the schema as JSON text. Keep the order of its properties, which generated JSON follows."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         as_text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -161,7 +161,7 @@ def _id_and_number(value: Any) -> tuple[int, float] | None:
 
 
 def _items(value: Any) -> tuple[Any, ...] | None:
-    """The items of a list, a tuple, a set or an array; None for any other value."""
+    """Return the items of a list, a tuple, a set or an array; None for any other value."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         return None
     try:
@@ -202,7 +202,7 @@ def parse_biases(arguments: tuple[str, ...]) -> list[tuple[int, float]]:
 
 
 def parse_text_or_file(argument: str) -> str:
-    """The argument itself, or for @FILE the content of the file. OptionError if the file cannot be read."""
+    """Return the argument, or for @FILE the content of the file. Raise OptionError if the file cannot be read."""
     if not argument.startswith("@"):
         return argument
     try:

@@ -64,7 +64,10 @@ OUTPUT = "Additional output"
 class OptionSpec:
     """One generation option.
 
-    heading: the group of options that it belongs to. help: one or more sentences. check: see `option_checks`.
+    heading: the group of options that it belongs to.
+    help: one or more sentences. They name other options in backticks by their Python names; the command line replaces
+        these by its flags.
+    check: see `option_checks`.
     default: the value that holds if neither the caller nor the file sets one.
     metavar: the name of the value on the command line; "" for a switch, None if the option is for Python alone.
     parse: from the text of the command line to a value; from all texts, as a tuple, if `repeated`.
@@ -103,7 +106,7 @@ class GenerationOptions:
     A sampling option switches sampling on without `do_sample`. None leaves an option to the model file, and then to the
     default of the table.
 
-    OptionError for an impossible value and for an unknown name. Lists become tuples, logit_bias becomes a tuple of
+    An impossible value or an unknown name raises OptionError. Lists become tuples, logit_bias becomes a tuple of
     pairs sorted by id, and json_schema becomes JSON text, so that options can be compared and hashed.
     """
 
@@ -123,8 +126,8 @@ class GenerationOptions:
     )
     forced_prefix: str | Sequence[int] | None = _option(
         LENGTH,
-        "Begin each result with this text, or these ids (on the command line: with --ids). The prefix is part of the "
-        "result and counts as prompt; it follows forced_bos_token_id if that is set.",
+        "Begin each result with this text or these ids. The prefix is part of the result and counts as prompt. It "
+        "follows the id of `forced_bos_token_id`, if that is set.",
         check.prefix,
         (),
         "TEXT",
@@ -167,7 +170,7 @@ class GenerationOptions:
     )
     patience: float | None = _option(
         BEAM_SEARCH,
-        "Enough complete hypotheses are round(num_beams * X) (Kasai et al. 2022).",
+        "Set how many complete hypotheses are enough: X times `num_beams`, rounded (Kasai et al. 2022).",
         check.number("more than 0", lambda x: x > 0),
         1.0,
         "X",
@@ -219,7 +222,8 @@ class GenerationOptions:
     )
     seed: int | None = _option(
         SAMPLING,
-        "Draw the same tokens for the input of the same number at each run, whatever else the batch holds.",
+        "Seed the random numbers. With a seed, an input draws the same tokens in each run where it has the same "
+        "number, whatever else the batch holds.",
         check.whole_number(0),
         None,
         "N",
@@ -230,7 +234,7 @@ class GenerationOptions:
     )
     begin_suppress_tokens: Sequence[int] | None = _option(
         TOKEN_RULES,
-        "Do not begin with these ids. With forced_bos_token_id this is the token after it.",
+        "Do not begin with these ids. With `forced_bos_token_id` this holds for the token after it.",
         check.token_ids,
         (),
         "IDS",
@@ -239,7 +243,7 @@ class GenerationOptions:
     )
     bad_words_ids: Sequence[Sequence[int]] | None = _option(
         TOKEN_RULES,
-        "Never generate these ids one after another. A single end token is ignored: use suppress_tokens.",
+        "Never generate these ids one after another. A single end token is ignored: use `suppress_tokens`.",
         check.token_sequences,
         (),
         "IDS",
@@ -290,7 +294,7 @@ class GenerationOptions:
     )
     regex: str | None = _option(
         CONSTRAINTS,
-        "The text matches this regular expression as a whole, unless max_new_tokens or a stop string ends it before.",
+        "The whole text matches this regular expression, unless `max_new_tokens` or a stop string ends it earlier.",
         check.text,
         None,
         "PATTERN",
@@ -312,12 +316,13 @@ class GenerationOptions:
         check.parse_text_or_file,
     )
     choices: Sequence[str] | None = _option(
-        CONSTRAINTS, "The text is one of these.", check.choices, None, "TEXT", list, True, "--choice"
+        CONSTRAINTS, "The text is one of these strings.", check.choices, None, "TEXT", list, True, "--choice"
     )
     prompt_lookup: bool | None = _option(
         SPECULATION,
-        "Guess the next tokens by looking up the latest ones in the prompt, the source and the result. For greedy "
-        "decoding and sampling of one row; tokens stay the same (docs/generation.md).",
+        "Guess the next tokens: look up the latest ones in the prompt, the source and the result, and propose what "
+        "followed them. The model checks each guess, so that greedy results stay the same and samples keep their "
+        "distribution. Not for beam search.",
         check.boolean,
         False,
         "",
@@ -325,14 +330,14 @@ class GenerationOptions:
     )
     draft_model: HasEngine | None = _option(
         SPECULATION,
-        "Guess the next tokens with a smaller model of the same vocabulary, loaded with threads=1.",
+        "Guess the next tokens with a smaller model of the same vocabulary, loaded with one thread.",
         check.draft_model,
         None,
         "FILE.onnx",
     )
     num_draft_tokens: int | None = _option(
         SPECULATION,
-        "Guess at most this many tokens at once. The number adapts to the share of guesses that come true.",
+        "Guess at most this many tokens at once. The number adapts to the share of correct guesses.",
         check.whole_number(1),
         10,
         "N",
@@ -340,15 +345,16 @@ class GenerationOptions:
     )
     shortlist: bool | None = _option(
         OUTPUT,
-        "For a file with a shortlist: choose among the candidates of the source (the default), which is faster, or "
-        "among all ids. Ids in forced_prefix, forced_bos_token_id and logit_bias are candidates. With a constraint or "
-        "a logits_processor all ids are. Log-probabilities are among candidates.",
+        "For a file with a shortlist, a table of the target ids that are likely for each source id. True (the "
+        "default) computes the logits of these candidates only, which is faster; False computes the logits of all ids. "
+        "Ids in `forced_prefix`, `forced_bos_token_id` and `logit_bias` are always candidates. With a constraint or a "
+        "`logits_processor` all ids are candidates. Log-probabilities are normalised over the candidates.",
         check.boolean,
         True,
     )
     top_logprobs: int | None = _option(
         OUTPUT,
-        "Return the N likeliest tokens at each position with their log-probabilities (command line: in --json).",
+        "Return the N likeliest tokens at each position with their log-probabilities.",
         check.whole_number(0),
         0,
         "N",
@@ -386,14 +392,14 @@ class GenerationOptions:
         for names in (_CONSTRAINTS, _DRAFT[:2]):
             exclusive = [name for name in names if getattr(self, name)]
             if len(exclusive) > 1:
-                raise OptionError(f"{' and '.join(exclusive)} cannot be had at once: set one")
+                raise OptionError(f"{' and '.join(exclusive)} exclude each other: set one")
 
     def given(self) -> dict[str, Any]:
-        """The options that are set."""
+        """Return the options that are set."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
     def with_(self, overrides: Mapping[str, Any]) -> GenerationOptions:
-        """These options with others set on top."""
+        """Return these options with others set on top."""
         return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
 
 
@@ -402,7 +408,7 @@ OPTIONS: dict[str, OptionSpec] = {f.name: f.metadata["option"] for f in fields(G
 
 
 def _documented() -> str:
-    """The docstring of `GenerationOptions` with its table, for `help()`."""
+    """Return the docstring of `GenerationOptions` with its table, for `help()`."""
     lines = [(GenerationOptions.__doc__ or "").rstrip()]
     for heading in dict.fromkeys(spec.heading for spec in OPTIONS.values()):
         lines.append(f"\n    {heading}:\n")
@@ -502,8 +508,10 @@ class Settings:
 
     @classmethod
     def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
-        """The caller's options over the file's defaults. OptionError if options contradict each other, or if the file
-        has a default that does not exist."""
+        """Return the caller's options; without one, the default of the file; without that, the default of the table.
+
+        Raise OptionError if options contradict each other, or if the file has a default that does not exist.
+        """
         caller = options.given()
         file = file_defaults(defaults)
         if caller.get("temperature") != 0 and any(name in caller for name in _SAMPLING):
@@ -527,7 +535,7 @@ class Settings:
 
     def _check(self) -> None:
         if self.sampling and self.num_beams > 1:
-            raise OptionError(f"num_beams={self.num_beams} and sampling ({', '.join(_SAMPLING)}) cannot be had at once")
+            raise OptionError(f"num_beams={self.num_beams} and sampling ({', '.join(_SAMPLING)}) exclude each other")
         if not self.sampling and self.num_return_sequences > self.num_beams:
             raise OptionError(
                 f"num_return_sequences={self.num_return_sequences} needs a num_beams of at least "
@@ -558,7 +566,9 @@ class Settings:
         if self.speculates and self.beams:
             guesses = "draft_model" if self.draft_model is not None else "prompt_lookup"
             raise OptionError(
-                f"{guesses} guesses for one row and num_beams={self.num_beams} has more: set 1, or no {guesses}"
+                f"{guesses} guesses tokens for one row, but num_beams={self.num_beams} needs more rows: set "
+                "num_beams=1, "
+                f"or leave out {guesses}"
             )
         if self.forced_bos_token_id in self.suppress_tokens:
             raise OptionError(
@@ -568,9 +578,9 @@ class Settings:
 
 
 def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation defaults of a model file as options, from JSON's lists and objects or from Python's.
+    """Return the generation defaults of a model file, of JSON or of Python, as options.
 
-    OptionError for an unknown option, an impossible value, or a value that no file can hold (a callable, a model).
+    Raise OptionError for an unknown option, an impossible value, or a value that a file cannot hold (callable, model).
     """
     try:
         given = GenerationOptions(**defaults).given()

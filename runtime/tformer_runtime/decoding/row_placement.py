@@ -59,7 +59,7 @@ def _assign_places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> 
 
 @contextmanager
 def mask_forbidden(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) -> Iterator[None]:
-    """A context in which the forbidden tokens of some rows have logits of -inf. Afterwards the logits are restored.
+    """Set the logits of the forbidden tokens of some rows to -inf within a `with` block. Restore them afterwards.
 
     Cost: proportional to the number of forbidden tokens, because no row is copied.
     """

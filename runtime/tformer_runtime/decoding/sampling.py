@@ -150,7 +150,7 @@ def warp(logits: F32, temperature: float, top_k: int, top_p: float, min_p: float
     top_k keeps ties with the k-th token. top_p drops the least likely tokens as long as their sum is at most 1 - p.
     min_p drops the tokens that are less than p times as likely as the likeliest. The likeliest token always stays
     (Holtzman et al. 2020 and Nguyen et al. 2024, as in transformers' TopPLogitsWarper and MinPLogitsWarper). Raise
-    OptionError if all logits are -inf. Cost: top_p sorts the vocabulary.
+    Raise OptionError if all logits are -inf. Cost: top_p sorts the vocabulary.
     """
     tokens = np.flatnonzero(logits != -np.inf)
     if not len(tokens):

@@ -42,7 +42,7 @@ class RunningBatch(Protocol):
         """Feed (rows, 1) tokens. Return logits (rows, vocabulary), which the next step overwrites."""
 
     def reorder(self, rows: Ints) -> None:
-        """Row i becomes row rows[i]. Rows may repeat, and there may be fewer or more of them."""
+        """Replace row i by row rows[i]. Rows may repeat, and there may be fewer or more of them."""
 
     def requests(self) -> Ints | None:
         """Return (rows,) numbers that are equal for rows that should be neighbours; None if places do not matter."""
@@ -262,7 +262,11 @@ class Scheduler:
         return 0 if row_values is None else len(row_values)
 
     def _admit(self) -> None:
-        """Start waiting tasks, in their order, if enough rows are free for it to pay."""
+        """Start waiting tasks in their order, if enough rows are free.
+
+        Reading the prompts of new tasks delays the running rows. Therefore tasks wait until a quarter of the rows is
+        free, or as many rows as all waiting tasks need.
+        """
         if not self._waiting:
             self.memory.withdraw()
             return

@@ -183,7 +183,7 @@ class SequenceSearch(Protocol):
         """Remove tasks between two steps. Return the rows that stay."""
 
     def renumber(self, rows: Ints) -> None:
-        """Row i of the search becomes row rows[i] of the next logits."""
+        """Map row i of the search to row rows[i] of the next logits."""
 
     def advance(
         self,

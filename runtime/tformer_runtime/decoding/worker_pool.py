@@ -146,7 +146,7 @@ class WorkerPool:
                 for task in scheduler.step_or_fail():
                     self._outbox.put(task)
         finally:
-            scheduler.fail(UnsupportedCallError("the batch was left"))
+            scheduler.fail(UnsupportedCallError("the batch was closed before all its results were read"))
 
     def _take_tasks(self, scheduler: Scheduler) -> None:
         """Move tasks from the queue to a scheduler."""

@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def decode(self) -> DecodeStage:
-        """The decode stage. UnsupportedCallError if the file has none."""
+        """The decode stage. Raise UnsupportedCallError if the file has none."""
         if self.manifest.decode is None:
             raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
         return self.manifest.decode
@@ -77,7 +77,7 @@ class Engine:
 
     @functools.cached_property
     def shortlist(self) -> Shortlist | None:
-        """The file's shortlist; None if it has none. ModelFileError if it is damaged."""
+        """The file's shortlist; None if it has none. Raise ModelFileError if it is damaged."""
         if self._shortlist_override is not None:
             return self._shortlist_override
         if self.decode.shortlist is None or self._shortlist_text is None:
@@ -129,8 +129,8 @@ class Engine:
         except OutOfMemoryError as error:
             shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
             raise OutOfMemoryError(
-                f"there is not enough memory to read it ({shapes}; of most models it grows with the square of the "
-                "length): cut it into parts that are read one by one"
+                f"there is not enough memory to read the input ({shapes}; most models need memory that grows with the "
+                "square of the length): cut it into parts"
             ) from error
         return dict(zip(names, binding.get_outputs(), strict=True))
 
@@ -194,8 +194,8 @@ class Engine:
             N, vocabulary). Ids that are no candidates of a row have -inf.
 
         The returned array is read-only. The next call overwrites it, and the extra outputs of the state.
-        InputError if a row would exceed the maximum length, MemoryBudgetError if the caches cannot grow. After either
-        error the state is unchanged.
+        Raise InputError if a row would exceed the maximum length, MemoryBudgetError if the caches cannot grow. After
+        either error the state is unchanged.
         """
         rows, new_tokens = tokens.shape[:2]
         if rows != state.rows:

@@ -126,7 +126,7 @@ class MemoryShare:
 
         idle: whether no request of this share runs that would release bytes. If so, the share waits for its turn. A
             share that does not block gets a place in the queue and must call again after a change of the budget.
-        MemoryBudgetError if the bytes can never become free, or not before stored states are released.
+        Raise MemoryBudgetError if the bytes can never become free, or not before stored states are released.
         """
         budget = self.budget
         with budget.changed:
@@ -162,7 +162,7 @@ class MemoryShare:
     def acquire(self, nbytes: int) -> None:
         """Use `nbytes` more bytes. The share of a stored state waits for them as `reserve` does.
 
-        MemoryBudgetError if the bytes are not available; then the share is unchanged.
+        Raise MemoryBudgetError if the bytes are not available; then the share is unchanged.
         """
         with self.budget.changed:
             total = self.used_bytes + nbytes
@@ -200,15 +200,15 @@ class MemoryShare:
             return never_fits_error(nbytes, self.limit)
         others = self.budget._reserved_bytes(lambda other: other is not self)
         return MemoryBudgetError(
-            f"{nbytes:,} bytes may be needed and {others:,} of max_memory={self.limit:,} are held by what does not end "
-            "before (prefixes, conversations, streams that are not read to their end): release some, allow more, or "
-            "ask for fewer tokens or beams"
+            f"the request may need {nbytes:,} bytes, and prefixes, conversations and unfinished streams hold "
+            f"{others:,} of max_memory={self.limit:,} until they are released: release some, allow more, or ask for "
+            "fewer tokens or beams"
         )
 
 
 def never_fits_error(need: int, limit: int) -> MemoryBudgetError:
     """Return the error for a request that exceeds the limit on its own. need, limit: in bytes."""
     return MemoryBudgetError(
-        f"the request may need {need:,} bytes of cache and max_memory allows {limit:,}: allow more, or ask for fewer "
+        f"the request may need {need:,} bytes of cache, but max_memory allows {limit:,}: allow more, or ask for fewer "
         "tokens or beams"
     )

@@ -82,7 +82,7 @@ class Shortlist:
 
     @classmethod
     def from_text(cls, text: str) -> Shortlist:
-        """Read the result of `to_text`. ModelFileError if it is damaged."""
+        """Read the result of `to_text`. Raise ModelFileError if it is damaged."""
         import zipfile
 
         try:

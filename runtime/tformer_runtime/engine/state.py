@@ -105,7 +105,7 @@ class State:
     def check(self) -> None:
         """Raise UnsupportedCallError if the state has been released."""
         if self.released:
-            raise UnsupportedCallError("what was read has been released, and nothing can follow it: read it again")
+            raise UnsupportedCallError("the state has been released and cannot be continued: read its inputs again")
 
     def rewind(self, length: int) -> None:
         """Drop the cached tokens of each row beyond the first `length`."""

@@ -31,7 +31,7 @@ class StaticInputs:
     """
 
     def __init__(self, session: Session) -> None:
-        """Create the inputs. ModelFileError if the graph does not match the manifest."""
+        """Create the inputs. Raise ModelFileError if the graph does not match the manifest."""
         self.session = session
         self.context = self._check_context()
         self.slot_indices: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
@@ -47,8 +47,8 @@ class StaticInputs:
         names = decode.context
         if len(names) != len(outputs) or any(name not in self.session.input_shapes("decode") for name in names):
             raise ModelFileError(
-                f"{self.session.path}: its manifest lists {len(outputs)} context tensors and its graph does not read "
-                "them all: export the model again"
+                f"{self.session.path}: its manifest lists {len(outputs)} context tensors, but its graph does not read "
+                "all of them: export the model again"
             )
         return names
 
@@ -72,8 +72,8 @@ class StaticInputs:
             arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}
         except KeyError as error:
             raise ModelFileError(
-                f"{self.session.path}: its graph reads {error}, of which its manifest tells nothing: "
-                "export the model again"
+                f"{self.session.path}: its graph has an input {error} that its manifest does not describe: export the "
+                "model again"
             ) from error
         return {name: self.session.device_tensor(array) for name, array in arrays.items()}
 

@@ -351,7 +351,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read a manifest. ModelFileError if it is damaged, or has another version than this runtime."""
+        """Read a manifest. Raise ModelFileError if it is damaged, or has another version than this runtime."""
         try:
             data = json.loads(text)
             version = int(data["version"])

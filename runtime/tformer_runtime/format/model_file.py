@@ -42,7 +42,7 @@ WEIGHT_ALIGNMENT_BYTES = 64  # kernels read whole vectors, so that weights at ot
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a model file.
 
-    ModelFileError if the file is no tformer model, is damaged, or has another version than this runtime.
+    Raise ModelFileError if the file is no tformer model, is damaged, or has another version than this runtime.
     """
     metadata = read_metadata(path)
     if MANIFEST_KEY not in metadata:
@@ -54,7 +54,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the metadata_props of an ONNX file. ModelFileError if it cannot be read or is not a whole ONNX file."""
+    """Return the metadata_props of an ONNX file. Raise ModelFileError for an unreadable or incomplete file."""
     with _open(path) as (file, size):
         return _model_metadata(file, size)
 
@@ -122,7 +122,7 @@ def _is_mappable(offset: int, length: int) -> bool:
 
 
 def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
-    """Read a ModelProto from its beginning and return its metadata. WireError if it has no version or no graph."""
+    """Read a ModelProto and return its metadata. Raise WireError if it has no version or no graph."""
     metadata: dict[str, str] = {}
     seen: set[int] = set()
     while file.tell() < size:

@@ -57,7 +57,7 @@ def varint_field(number: int, value: int) -> bytes:
 
 
 def iter_fields(content: bytes) -> Iterator[Field]:
-    """Yield the fields of a message, in their order. WireError if the bytes are not a message."""
+    """Yield the fields of a message, in their order. Raise WireError if the bytes are not a message."""
     stream = io.BytesIO(content)
     while (begin := stream.tell()) < len(content):
         number, length = read_field_header(stream, len(content))
@@ -70,7 +70,7 @@ def read_field_header(file: BinaryIO, end: int) -> tuple[int, int]:
     """Read a tag and return the field's number and the bytes of content that follow.
 
     The value of a varint is read as well, so that its content has 0 bytes.
-    WireError if no field begins here, or if the field extends beyond `end`.
+    Raise WireError if no field begins here, or if the field extends beyond `end`.
     """
     header = _read_varint(file)
     number, wire_type = header >> 3, header & 7

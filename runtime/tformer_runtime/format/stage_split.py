@@ -40,7 +40,7 @@ def extract_stage(model: bytes, stage: Stage) -> bytes:
 
     model: as `model_file.read_mapped_model` returns it.
     Time and memory grow with the size of the model without its weights.
-    ModelFileError if the file has another form.
+    Raise ModelFileError if the file has another form.
     """
     try:
         return _extract_stage(model, stage)

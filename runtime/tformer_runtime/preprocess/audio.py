@@ -184,7 +184,7 @@ class AudioPreprocessor:
                 raise ValueError("a spectrogram without size")
         except (TypeError, ValueError) as error:
             raise ModelFileError(
-                f"what the file says of its sound is damaged ({error}): export the model again"
+                f"the sound settings of the file are damaged ({error}): export the model again"
             ) from error
         return audio
 
@@ -220,7 +220,7 @@ def _read_file(source: Any, name: str) -> tuple[F32, int]:
             rate = _check_rate(file.samplerate, name)
             if file.frames == UNKNOWN_FRAMES:
                 raise InputError(
-                    f"{name} does not say how long it is, as what comes from a pipe: write it to a file again"
+                    f"{name} does not state its length, which is usual for output of a pipe: convert it to a file"
                 )
             if file.frames * file.channels > MAX_SAMPLES:
                 raise _too_long(name, file.frames * file.channels)
@@ -231,7 +231,7 @@ def _read_file(source: Any, name: str) -> tuple[F32, int]:
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition(": ")[2] or str(error)
         raise InputError(
-            f"{name} is no sound that can be read (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
+            f"{name} is not a sound file of a supported format (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
         ) from error
     return samples, rate
 
@@ -250,7 +250,7 @@ def _check_complete(file: Any, read_frames: int, name: str) -> None:
     if expected_frames:
         raise InputError(
             f"{name} is cut off: it holds {read_frames / file.samplerate:.2f} s of "
-            f"{expected_frames / file.samplerate:.2f} s that its header speaks of; copy it again"
+            f"{expected_frames / file.samplerate:.2f} s that its header states; copy it again"
         )
 
 
@@ -263,8 +263,8 @@ def _check_rate(rate: Any, name: str) -> int:
     is_number = isinstance(rate, (int, float, np.integer, np.floating)) and not isinstance(rate, bool)
     if not is_number or not MIN_RATE <= rate <= MAX_RATE or rate != int(rate):
         raise InputError(
-            f"{name} has a rate of {rate!r} samples a second, which is a whole number from {MIN_RATE:,} to "
-            f"{MAX_RATE:,}: give what it was sampled at"
+            f"the sampling rate of {name} must be a whole number of samples per second from {MIN_RATE:,} to "
+            f"{MAX_RATE:,}, not {rate!r}"
         )
     return int(rate)
 
@@ -289,7 +289,7 @@ def _as_samples(array: Any) -> F32:
         )
     values = values[:, None] if values.ndim == 1 else values
     if 0 < len(values) < values.shape[1]:
-        raise InputError(f"samples are (samples, channels), and these are {values.shape}: turn them round")
+        raise InputError(f"samples must have the shape (samples, channels), not {values.shape}: transpose the array")
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
 

@@ -128,7 +128,7 @@ class ImagePreprocessor:
             images.check()
         except (TypeError, ValueError) as error:
             raise ModelFileError(
-                f"what the file says of its images is damaged ({error}): export the model again"
+                f"the image settings of the file are damaged ({error}): export the model again"
             ) from error
         return images
 
@@ -204,7 +204,7 @@ def _open(source: Any, name: str) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
             image = Image.open(file)
     elif isinstance(source, (list, tuple)) and len(source) == 2:
-        raise InputError("it is two images, and each is read by itself: give one, for pairs are of --similarity alone")
+        raise InputError("the input is two images: give one; only --similarity takes pairs")
     else:
         raise InputError(
             "an image is the name of a file, its bytes, a Pillow image or an array of uint8, not "

@@ -126,11 +126,12 @@ class SeriesPreprocessor:
         """Return the number of steps to forecast. Raise OptionError for an impossible horizon."""
         steps = self.horizon if horizon is None else horizon
         if steps is None:
-            raise OptionError("say how many steps to forecast, for the file does not (horizon)")
+            raise OptionError("the file has no default horizon: set horizon, the number of steps to forecast")
         steps = check_int("horizon", steps)
         if self.at_once and self.horizon is not None and steps > self.horizon:
             raise OptionError(
-                f"horizon must be at most {self.horizon}, which the model gives at once, not {steps}", option="horizon"
+                f"horizon must be at most {self.horizon}, the number of steps that the model returns, not {steps}",
+                option="horizon",
             )
         return steps
 
@@ -172,7 +173,7 @@ class SeriesPreprocessor:
                     return cls(input=name, **{key: _tuples(value) for key, value in entry.numbers.items()})
                 except TypeError as error:
                     raise ModelFileError(
-                        f"what the file says of its series is damaged ({error}): export the model again"
+                        f"the series settings of the file are damaged ({error}): export the model again"
                     ) from error
         return None
 

@@ -129,7 +129,8 @@ class TextReader:
         if room < 1:
             parts = "tokens around a text" if isinstance(text, str) else "first text and the tokens around both"
             raise InputError(
-                f"the {parts} leave no room in a window of {max_tokens} tokens: shorten it, or make that longer"
+                f"the {parts} leave no room in a window of {max_tokens} tokens: shorten the text, or allow longer "
+                "windows"
             )
         encoding = self._encode(text, max_tokens, stride if stride < room else room // 2)
         return [TextWindow.of(encoding), *map(TextWindow.of, encoding.overflowing)]

@@ -143,8 +143,8 @@ def _decoder_types(decoder: Mapping[str, Any] | None) -> list[str]:
     supported = _SUPPORTED_DECODERS.fullmatch("".join(f"{kind} " for kind in kinds))
     if strips_end or not supported or (decoder and not parts):
         raise OptionError(
-            f"generation with this tokenizer cannot be constrained: what its decoder ({', '.join(kinds) or 'none'}) "
-            "makes of a token is not known before the text's end"
+            f"generation with this tokenizer cannot be constrained: its decoder ({', '.join(kinds) or 'none'}) may "
+            "change the text of a token when later tokens follow"
         )
     return kinds
 
@@ -200,8 +200,8 @@ def _verify(tokenizer: Tokenizer, first: Mapping[int, bytes], later: Mapping[int
         expected = b"".join([first[ids[0]], *(later[i] for i in ids[1:])]).decode()
         if text != (expected[:-1] if word_level else expected):
             raise OptionError(
-                "generation with this tokenizer cannot be constrained: what it decodes ids to is not what it decodes "
-                "each to"
+                "generation with this tokenizer cannot be constrained: the text of a sequence of ids is not the "
+                "concatenation of the texts of each id"
             )
 
 

@@ -49,8 +49,8 @@ def only_request(
     first, *others = reading.requests
     if others:
         raise InputError(
-            f"{subject} is read in {1 + len(others)} {windows}, and attention is of what is read at once: {advice}, or "
-            "leave attention out"
+            f"{subject} is read in {1 + len(others)} {windows}, but attention weights are computed within one of them: "
+            f"{advice}, or do not request attention weights"
         )
     return first
 
@@ -183,7 +183,9 @@ class Task(ABC):
         return value
 
 
-_INPUT_FLAGS = {TRUNCATE: switch("--truncate", "Cut what is too long for the model, a pair longest first.")}
+_INPUT_FLAGS = {
+    TRUNCATE: switch("--truncate", "Cut inputs that are too long for the model; of a pair, the longer text first.")
+}
 
 _OUTPUT_FLAGS = {ATTENTIONS: Flag("--attentions", "OUT.png", "Draw the attention weights of each layer and head.", str)}
 

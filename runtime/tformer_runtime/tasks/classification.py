@@ -40,7 +40,7 @@ class Classifier(Task):
     names = ("text-classification",)
     does = "classifies its inputs"
     call = "classify()"
-    flags = {"Classes": {"top_k": Flag("--top-k", "N", "Write the N likeliest labels.", int)}}  # noqa: RUF012
+    flags = {"Classes": {"top_k": Flag("--top-k", "N", "Write the N likeliest labels.  [default: 1]", int)}}  # noqa: RUF012
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(values)

@@ -39,10 +39,16 @@ class CtcRecognition(Speech):
         "Speech": {
             **Speech.flags["Speech"],
             "chunk_length_s": Flag(
-                "--chunk-length-s", "SECONDS", "Read what is longer in windows of so many seconds; 60.", float
+                "--chunk-length-s",
+                "SECONDS",
+                f"Read a longer sound in windows of this length.  [default: {DEFAULT_CHUNK_SECONDS:g}]",
+                float,
             ),
             "stride_length_s": Flag(
-                "--stride-length-s", "SECONDS", "On each side of these, of which nothing is taken; a sixth.", float
+                "--stride-length-s",
+                "SECONDS",
+                "Read this much context at both ends of a window without writing it.  [default: a sixth of a window]",
+                float,
             ),
         }
     }
@@ -66,7 +72,7 @@ class CtcRecognition(Speech):
             self._spelling = CtcSpelling(self.output_meaning.labels, blank, **spelling)
         except (TypeError, ValueError) as error:
             raise ModelFileError(
-                f"what the file says of its tokens is damaged ({error}): export the model again"
+                f"the token settings of the file are damaged ({error}): export the model again"
             ) from error
 
     @property

@@ -25,7 +25,8 @@ class Features(Task):
     flags = {  # noqa: RUF012
         "Vectors": {
             "similarity": switch(
-                "--similarity", "Write cosines: of all inputs in a table, or of each pair with a tab between the two."
+                "--similarity",
+                "Write cosine similarities: a table of all inputs, or a number per input if inputs are pairs.",
             )
         }
     }

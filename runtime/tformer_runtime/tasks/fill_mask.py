@@ -55,9 +55,9 @@ class FillMask(Task):
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Masks": {
-            "top_k": Flag("--top-k", "N", "Write the N likeliest tokens; by default 5.", int),
+            "top_k": Flag("--top-k", "N", f"Write the N likeliest tokens.  [default: {DEFAULT_TOP_K}]", int),
             "candidate_tokens": Flag(
-                "--candidate-tokens", "TOKEN", "Choose among these; repeat it for each.", list, repeated=True
+                "--candidate-tokens", "TOKEN", "Choose among these tokens only; repeatable.", list, repeated=True
             ),
         }
     }
@@ -143,8 +143,8 @@ class FillMask(Task):
         request = inputs.single_pass_arrays(input, truncate)
         ids = next(request[spec.name] for spec in self._specs if spec.role == "ids")
         if not (ids == self.mask).any():
-            cut = ", or what was cut had it" if truncate else ""
-            raise InputError(f"the input has no mask: write {self._reader.token(self.mask)} where it belongs{cut}")
+            cut = " (or truncation removed it)" if truncate else ""
+            raise InputError(f"the input has no mask{cut}: write {self._reader.token(self.mask)} where it belongs")
         return TaskInput([request], ids)
 
     @property

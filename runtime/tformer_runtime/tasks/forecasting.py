@@ -232,7 +232,10 @@ class Forecasting(Task):
     names = (TASK,)
     does = "forecasts series of numbers"
     call = "forecast()"
-    flags = {"Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.", int)}, RUN_HEADING: MAX_MEMORY_FLAG}  # noqa: RUF012
+    flags = {  # noqa: RUF012
+        "Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.  [default: set at export]", int)},
+        RUN_HEADING: MAX_MEMORY_FLAG,
+    }
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)

@@ -63,15 +63,28 @@ class QuestionAnswering(Task):
     comparison_settings = {"top_k": 10**6}  # noqa: RUF012
     flags = {  # noqa: RUF012
         "Answers": {
-            "top_k": Flag("--top-k", "N", "Write the N best answers.", int),
-            "allow_no_answer": switch("--allow-no-answer", "Write nothing for an answer where that is the likeliest."),
+            "top_k": Flag("--top-k", "N", "Write the N best answers.  [default: 1]", int),
+            "allow_no_answer": switch(
+                "--allow-no-answer", "Write an empty answer if it is likelier than any part of the context."
+            ),
             "max_answer_tokens": Flag(
-                "--max-answer-tokens", "N", "Tokens that an answer has at most; by default 15.", int
+                "--max-answer-tokens",
+                "N",
+                f"Allow at most N tokens in an answer.  [default: {DEFAULT_MAX_ANSWER_TOKENS}]",
+                int,
             ),
             "max_seq_len": Flag(
-                "--max-seq-len", "N", "Read a context in windows of N tokens, with the question; 384.", int
+                "--max-seq-len",
+                "N",
+                f"Read a long context in windows of N tokens, the question included.  [default: {DEFAULT_MAX_SEQ_LEN}]",
+                int,
             ),
-            "doc_stride": Flag("--doc-stride", "N", "Windows share N tokens of the context; by default 128.", int),
+            "doc_stride": Flag(
+                "--doc-stride",
+                "N",
+                f"Let windows share N tokens of the context.  [default: {DEFAULT_DOC_STRIDE} or half a window]",
+                int,
+            ),
         }
     }
 

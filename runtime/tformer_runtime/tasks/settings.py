@@ -66,5 +66,5 @@ def bytes_of(text: str) -> int:
 MAX_MEMORY = "max_memory"
 RUN_HEADING = "Run"  # of flags
 MAX_MEMORY_FLAG = {
-    MAX_MEMORY: Flag("--max-memory", "SIZE", "Bytes that caches may take, such as 500M or 2G.", bytes_of)
+    MAX_MEMORY: Flag("--max-memory", "SIZE", "Limit the memory of the caches, in bytes, such as 500M or 2G.", bytes_of)
 }

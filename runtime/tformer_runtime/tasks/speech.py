@@ -51,8 +51,10 @@ class Speech(Task):
     can_truncate = False  # sounds may have any length
     flags = {  # noqa: RUF012
         "Speech": {
-            "timestamps": switch("--timestamps", "Write a line for each word or segment: from, to (seconds) and text."),
-            "num_beams": Flag("--num-beams", "N", "Hypotheses that are kept; 1 is greedy.", int),
+            "timestamps": switch(
+                "--timestamps", "Write a line for each word or segment: its start and end in seconds, and its text."
+            ),
+            "num_beams": Flag("--num-beams", "N", "Keep N hypotheses; 1 is greedy.", int),
         }
     }
 

@@ -68,13 +68,13 @@ class DecoderPrompt:
             if spelling in self.languages:
                 return self.languages[spelling]
         known = ", ".join(sorted(spelling.strip("<|>") for spelling in self.languages))
-        raise OptionError(f"language is one of {known or 'none, in this model'}, not {name!r}", option="language")
+        raise OptionError(f"language must be one of {known or 'none, in this model'}, not {name!r}", option="language")
 
     def task_id(self, name: str) -> int:
         """Return the id of a task. Raise OptionError for a task that the model does not have."""
         if name not in self.tasks:
             raise OptionError(
-                f"task is one of {', '.join(self.tasks) or 'none, in this model'}, not {name!r}", option="task"
+                f"task must be one of {', '.join(self.tasks) or 'none, in this model'}, not {name!r}", option="task"
             )
         return self.tasks[name]
 
@@ -181,8 +181,15 @@ class SpeechToText(Speech):
     flags = {  # noqa: RUF012
         "Speech": {
             **Speech.flags["Speech"],
-            "language": Flag("--language", "CODE", "What is spoken, such as en; by default it is found out.", str),
-            "task": Flag("--task", "NAME", "transcribe, or translate to English.", str),
+            "language": Flag(
+                "--language",
+                "CODE",
+                "Set the spoken language, such as en.  [default: that of the file, or detected]",
+                str,
+            ),
+            "task": Flag(
+                "--task", "NAME", "Choose transcribe, or translate (to English).  [default: that of the file]", str
+            ),
         },
         RUN_HEADING: MAX_MEMORY_FLAG,
     }
@@ -198,7 +205,7 @@ class SpeechToText(Speech):
             self.prompt = DecoderPrompt(**manifest.output_meaning.settings)
         except TypeError as error:
             raise ModelFileError(
-                f"what the file says of its tokens is damaged ({error}): export the model again"
+                f"the token settings of the file are damaged ({error}): export the model again"
             ) from error
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,11 +284,13 @@ class Transcriber:
             several_windows = frames.shape[1] > audio.frames
             window = f"{audio.samples / audio.rate:g} s"
             if several_windows and prompt.no_timestamps is None:
-                raise InputError(f"the sound is longer than {window}, and this model writes no times: cut it before")
+                raise InputError(
+                    f"the sound is longer than {window}, and this model writes no timestamps: cut it into parts"
+                )
             if several_windows and settings["timestamps"] is False:
                 raise InputError(
-                    f"the sound is longer than {window}, which is read in windows that follow from the times in them: "
-                    "leave timestamps=False out"
+                    f"the sound is longer than {window}, so that it is read in windows, whose starts follow from "
+                    "timestamps: leave out timestamps=False"
                 )
         except InputError as error:
             raise with_input_number(error, index + 1) from error

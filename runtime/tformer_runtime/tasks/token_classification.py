@@ -79,15 +79,22 @@ class TokenClassification(Task):
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Spans": {
-            "aggregation": Flag("--aggregation", "|".join(AGGREGATIONS), "How tokens are made spans.", str),
+            "aggregation": Flag(
+                "--aggregation",
+                "|".join(AGGREGATIONS),
+                f"Choose how tokens become spans, as in transformers' pipeline.  [default: {SIMPLE}]",
+                str,
+            ),
             "ignore_labels": Flag(
                 "--ignore-labels",
                 "LABEL",
-                "Leave out spans of this label, by default O; may be repeated, or '' for none.",
+                "Leave out spans of this label; repeatable; '' keeps all spans.  [default: O]",
                 list,
                 repeated=True,
             ),
-            "doc_stride": Flag("--doc-stride", "N", "Read what is too long in windows that share N tokens.", int),
+            "doc_stride": Flag(
+                "--doc-stride", "N", "Read a text that is too long in windows that share N tokens.", int
+            ),
         }
     }
     comparison_settings = {"aggregation": NONE, "ignore_labels": ()}  # noqa: RUF012
@@ -115,7 +122,8 @@ class TokenClassification(Task):
             stride = self._check_stride(stride)
             if aggregation == NONE:
                 raise OptionError(
-                    "doc_stride makes spans of several windows, and aggregation none leaves each token alone",
+                    "doc_stride merges spans of several windows, but aggregation none makes no spans: choose another "
+                    "aggregation",
                     option="doc_stride",
                 )
         ignored = self._check_labels(ignore_labels, aggregation)
@@ -128,7 +136,7 @@ class TokenClassification(Task):
         room = self._reader.room(max_tokens) if max_tokens is not None else None
         if check_int("doc_stride", stride, 0) >= (stride + 1 if room is None else room):
             raise OptionError(
-                f"doc_stride must be less than a window has of the text, {room} tokens, not {stride}",
+                f"doc_stride must be less than the {room} tokens of text in a window, not {stride}",
                 option="doc_stride",
             )
         return int(stride)
@@ -162,7 +170,7 @@ class TokenClassification(Task):
         truncates = super().truncates(truncate, settings)
         if truncates and settings["doc_stride"] is not None:
             raise OptionError(
-                "a text that is too long is cut or read in windows: give truncate or doc_stride, not both"
+                "truncate and doc_stride exclude each other: a text that is too long is either cut or read in windows"
             )
         return truncates
 
@@ -171,7 +179,7 @@ class TokenClassification(Task):
 
     def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
         if not isinstance(input, str):
-            raise InputError("spans are of a text: give one, not a pair, ids or names of inputs")
+            raise InputError("spans are parts of a text: give a text, not a pair, ids or a mapping")
         windows = inputs.windows(input, truncate, stride=settings["doc_stride"])
         _, reader = inputs.text_input
         return TaskInput([inputs.window_arrays(window) for window in windows], (input, windows, reader))

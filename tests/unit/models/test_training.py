@@ -2,10 +2,13 @@
 
 import csv
 import math
+import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,6 +364,52 @@ def test_command_prints_its_version():
 def test_command_refuses_resume_with_force():
     result = CliRunner().invoke(main, ["small.toml", "--resume", "--force"])
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"), [([], 1), (["--quiet"], 0)], ids=["a line of metrics per validation", "quiet"]
+)
+def test_command_writes_metrics_unless_it_is_quiet(tmp_path, options, lines):
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(RECIPE_TOML)
+    command = [sys.executable, "-c", "from tformer_models.cli import main; main()", recipe, *options]
+    tests = Path(__file__).parents[2]  # the folder of `support`, which the command finds as its current folder
+    result = subprocess.run(
+        [*command, "--output", tmp_path / "run"], capture_output=True, check=True, text=True, cwd=tests
+    )
+    assert result.stdout == f"{tmp_path / 'run' / 'model.pt'}\n"
+    assert len(result.stderr.splitlines()) == lines
+    assert all(line.startswith("step ") for line in result.stderr.splitlines())
+
+
+def test_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
+    (tmp_path / "small.toml").write_text(RECIPE_TOML)
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", interrupt)
+    handler = signal.getsignal(signal.SIGINT)  # Lightning ignores further signals
+    try:
+        result = CliRunner().invoke(main, [str(tmp_path / "small.toml"), "--output", str(tmp_path / "run"), "--quiet"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert result.exit_code == 128 + signal.SIGINT
+    assert result.stderr.endswith("tformer-train: interrupted; the same command with --resume continues the run\n")
+
+
+def test_verbose_command_writes_the_traceback_of_an_error(tmp_path):
+    arguments = [str(tmp_path / "none.toml")]
+    plain, verbose = CliRunner().invoke(main, arguments), CliRunner().invoke(main, [*arguments, "--verbose"])
+    assert "Traceback" not in plain.stderr
+    assert verbose.stderr.startswith("Traceback (most recent call last):")
+    assert verbose.stderr.endswith(plain.stderr)
+
+
+def test_quiet_and_verbose_exclude_each_other():
+    result = CliRunner().invoke(main, ["small.toml", "--quiet", "--verbose"])
+    assert result.exit_code == 2
+    assert "--quiet writes nothing but errors: not with --verbose" in result.stderr
 
 
 def test_command_names_a_missing_recipe_and_a_missing_extra(tmp_path, monkeypatch):

@@ -50,8 +50,8 @@ def from_audio_model(
     """
     if module.main_input_name != SAMPLES:
         raise SourceError(
-            f"{type(module).__name__} is run once on {module.main_input_name}: spectrograms are made for models alone "
-            "that write what they hear; load it in Python and give an example of its inputs"
+            f"{type(module).__name__} reads {module.main_input_name}: the runtime computes spectrograms for "
+            "speech-to-text models only; load the model in Python and give an example of its inputs"
         )
     taken = inspect.signature(module.forward).parameters
     source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)
@@ -108,9 +108,9 @@ def read_extractor(extractor: Any) -> AudioPreprocessor:
         else:
             return preprocessor
     raise SourceError(
-        f"the feature extractor {type(extractor).__name__} does something else than normalise samples, or make "
-        f"spectrograms of log mel as this runtime does (max |Δ| {error:.3g}): load the model in Python and give an "
-        "example of its inputs, which are then made by whoever runs the file"
+        f"the runtime cannot compute the features of {type(extractor).__name__}: it normalises samples and makes log "
+        f"mel spectrograms (max |Δ| {error:.3g}). Load the model in Python and give an example of its inputs; the file "
+        "then reads features instead of sounds"
     )
 
 
@@ -219,8 +219,9 @@ def _check_spelling(spelling: CtcSpelling, tokenizer: Any, width: int) -> None:
         expected = str(tokenizer.decode(path.tolist()))
         if text != expected:
             raise SourceError(
-                f"{type(tokenizer).__name__} writes {expected!r} for ids that say {text!r} where runs of one are one "
-                f"and {spelling.tokens[spelling.blank]!r} is left out: export without it, and the file gives ids"
+                f"{type(tokenizer).__name__} decodes ids to {expected!r}, but merging equal neighbours and removing "
+                f"{spelling.tokens[spelling.blank]!r} gives {text!r}: export without the tokenizer, and the file "
+                "returns ids"
             )
         if timed:
             decoded = tokenizer.decode(path.tolist(), output_word_offsets=True, output_char_offsets=True)
@@ -229,7 +230,9 @@ def _check_spelling(spelling: CtcSpelling, tokenizer: Any, width: int) -> None:
                 (spelling.characters(path), decoded.char_offsets, "char"),
             ):
                 if stretches != [CtcSpan(o[name], o["start_offset"], o["end_offset"]) for o in offsets]:
-                    raise SourceError(f"{type(tokenizer).__name__} has other times of each {name} for {path.tolist()}")
+                    raise SourceError(
+                        f"{type(tokenizer).__name__} gives other times than CTC for each {name} of {path.tolist()}"
+                    )
 
 
 def _make_own_pipeline(module: Any, extractor: Any, names: Sequence[str]) -> Pipeline:

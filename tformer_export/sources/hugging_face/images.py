@@ -324,7 +324,7 @@ def _checked(preprocessor: ImagePreprocessor) -> ImagePreprocessor:
     try:
         preprocessor.check()
     except ValueError as error:
-        raise OptionError(f"what is said of images cannot be: {error}") from error
+        raise OptionError(f"the image preprocessing is invalid: {error}") from error
     return preprocessor
 
 

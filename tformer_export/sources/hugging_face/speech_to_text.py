@@ -51,13 +51,13 @@ def from_speech_to_text_model(
     """
     if extractor is None:
         raise SourceError(
-            f"{name} has no feature extractor, which says how its sounds are made: put its preprocessor_config.json "
-            "into the folder, or give its processor (tokenizer=)"
+            f"{name} has no feature extractor, which describes how sounds become inputs: put its "
+            "preprocessor_config.json into the folder, or give its processor (tokenizer=)"
         )
     audio = read_extractor(extractor)
     if audio.features != LOG_MEL:
         raise SourceError(
-            f"{name} writes what it hears in samples, which is done here of windows of log mel alone: load it in "
+            f"{name} transcribes samples, but only models that read log mel spectrograms are supported: load it in "
             "Python and give an example of its inputs"
         )
     single: Any = as_float32(module)

@@ -152,7 +152,7 @@ class Centred(Mixer):
 
 def test_dependence_between_rows_is_refused(tmp_path):
     assert refusal(Centred, tmp_path) == (
-        f"`aten.sub.Tensor` at {here(Centred.forward)} lets the rows of a batch change each other, so that a request "
-        "would be answered differently beside others. Compute each row from itself alone: batch normalisation, for "
-        "one, by its running statistics"
+        f"`aten.sub.Tensor` at {here(Centred.forward)} lets the rows of a batch change each other, so that the "
+        "result of a request would depend on the other requests in its batch. Compute each row from itself alone: "
+        "batch normalisation, for example, must use its running statistics"
     )

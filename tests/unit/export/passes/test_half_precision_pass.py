@@ -200,12 +200,16 @@ def test_weight_beyond_half_range_is_refused():
     [
         ({"precision": "fp16"}, "fp16 is for the target cuda"),
         ({"precision": "bf16"}, "bf16 is for the target cuda"),
-        ({"precision": "fp8"}, "precision is one of fp32, fp16, bf16"),
+        ({"precision": "fp8"}, "precision must be one of fp32, fp16, bf16"),
+        (
+            {"quantization": "int3"},
+            "quantization must be one of none, int8, int4, mixed, or a Quantization, not 'int3'",
+        ),
         ({"precision": "bf16", "target": "cuda", "quantization": "int4"}, "leave out bf16 or int4"),
         ({"precision": "fp16", "target": "cuda", "quantization": "int8"}, "leave out fp16 or int8"),
     ],
 )
-def test_invalid_precision_raises_option_error(tmp_path, options, message):
+def test_invalid_precision_or_quantization_raises_option_error(tmp_path, options, message):
     with pytest.raises(OptionError, match=message):
         export(nn.Linear(4, 4), tmp_path / "m.onnx", {"x": torch.zeros(2, 4)}, **options)
 

@@ -288,7 +288,7 @@ def test_options_that_do_not_apply_raise_option_error(tmp_path):
         def forward(self, src):
             return super().forward(src).argmax(1)
 
-    with pytest.raises(OptionError, match="is measured on scores or vectors, and the model gives int64"):
+    with pytest.raises(OptionError, match="is measured on scores or vectors, but the model returns int64"):
         export(Best(), tmp_path / "out.onnx", {"src": IDS}, quantization="int8", special_tokens={"pad_token_id": 0})
     assert list(tmp_path.iterdir()) == []
 

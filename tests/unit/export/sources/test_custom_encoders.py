@@ -161,17 +161,22 @@ def test_pooling_reads_valid_positions_only(name):
 @pytest.mark.parametrize(
     ("labels", "options", "error", "message"),
     [
-        (3, {"pooling": "mean"}, SourceError, r"pooling needs a vector for each position, .* the model gives \(2, 3\)"),
-        (0, {"pooling": "median"}, OptionError, "pooling is one of mean, first, max, last, not 'median'"),
+        (
+            3,
+            {"pooling": "mean"},
+            SourceError,
+            r"pooling needs a vector for each position, .* the model returns \(2, 3\)",
+        ),
+        (0, {"pooling": "median"}, OptionError, "pooling must be one of mean, first, max, last, not 'median'"),
         (0, {"normalize": True}, OptionError, "normalize is for pooled vectors: choose a pooling too"),
-        (3, {"labels": ["a"]}, OptionError, r"labels and a problem_type are of task text-classification \(--task"),
+        (3, {"labels": ["a"]}, OptionError, "labels and problem_type are for the tasks text-classification"),
         (3, {"labels": ["a"], "name": "text-classification"}, OptionError, "1 labels are given for 3 scores"),
-        (0, {"name": "text-classification"}, SourceError, r"a classifier gives scores .* gives \(2, 3, 16\)"),
+        (0, {"name": "text-classification"}, SourceError, r"a classifier must return scores .* returns \(2, 3, 16\)"),
         (
             3,
             {"problem_type": "ordinal", "name": "text-classification"},
             OptionError,
-            "problem_type is one of single_label, multi",
+            "problem_type must be one of single_label, multi",
         ),
         (0, {"tokenizer": len}, OptionError, "a tokenizer is text in tokenizers' JSON format"),
     ],

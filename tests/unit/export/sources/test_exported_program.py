@@ -88,7 +88,7 @@ def test_masks_of_a_program_need_descriptions():
     torch.testing.assert_close(
         source.module(make_ids(9)), Masked()(make_ids(9), torch.ones(9, 9, dtype=torch.bool).tril())
     )
-    with pytest.raises(SourceError, match="speaks of 'src'"):
+    with pytest.raises(SourceError, match="describes the input 'src'"):
         from_program(masked_program, "ids", masks={"mask": padding("src")})
 
 

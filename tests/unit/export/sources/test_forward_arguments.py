@@ -336,7 +336,11 @@ def test_undescribed_mask_in_example_is_refused(name, value, description):
     [
         (EXAMPLE, {"masks": {"src_mask": padding("src")}}, "forward needs tgt_mask too"),
         (EXAMPLE, {"masks": {"mask": padding("src")}}, "no parameter 'mask': it takes src, tgt, src_mask, tgt_mask"),
-        (EXAMPLE, {"masks": {"src_mask": padding("source"), "tgt_mask": causal("tgt")}}, "speaks of 'source'"),
+        (
+            EXAMPLE,
+            {"masks": {"src_mask": padding("source"), "tgt_mask": causal("tgt")}},
+            "describes the input 'source'",
+        ),
         (EXAMPLE, {"fixed_arguments": {"src": 1}}, "'src' is in the example and in fixed_arguments"),
         ({**EXAMPLE, "src_mask": None}, {}, "must be a tensor, .* fixed_arguments={'src_mask': …}"),
         ({**EXAMPLE, "src_mask": torch.tensor(1.0)}, {"masks": {"tgt_mask": causal("tgt")}}, "is a single number"),

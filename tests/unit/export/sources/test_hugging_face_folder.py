@@ -237,6 +237,6 @@ def test_chat_matches_chat_template_of_transformers(tmp_path):
     for invalid_messages in ('[{"role": "user"}]', "[]", "[3]"):
         error = failed(run(tmp_path / "model.onnx", invalid_messages, "--chat"))
         assert error.startswith('input 1: a conversation is a text, or a list of messages such as {"role": "user", ')
-    for flags, message in ((["--system", "w7"], "give --chat too"), (["--chat", "--ids"], "not with --ids")):
+    for flags, message in ((["--system", "w7"], "--system needs --chat"), (["--chat", "--ids"], "not with --ids")):
         refused = run(tmp_path / "model.onnx", "3", *flags)
         assert (refused.exit_code, message in refused.stderr) == (2, True)

@@ -109,10 +109,10 @@ def test_histories_are_ragged_if_padding_is_masked():
         ("decoder_only", {"horizont": 3}, "series has no horizont: it takes columns, targets"),
         ("decoder_only", {"feedback": [0, 1], "columns": ["a"]}, "x has 2 columns: give as many names"),
         ("decoder_only", {"feedback": [0, 1], "columns": ["a", "a"]}, "each once, not a, a"),
-        ("decoder_only", {}, "forward gives 3 numbers a step and 2 are fed back: say which of them each target is"),
+        ("decoder_only", {}, "forward returns 3 numbers per step and 2 are fed back: name the output for each target"),
         ("decoder_only", {"feedback": [0]}, "for each of 2 targets, not [0]"),
-        ("decoder_only", {"feedback": [0, 3]}, "the number of an output, 0 to 2"),
-        ("decoder_only", {"feedback": [0, 1], "begin": 2}, "begin is for a decoder beside an encoder"),
+        ("decoder_only", {"feedback": [0, 3]}, "feedback must list an output, 0 to 2"),
+        ("decoder_only", {"feedback": [0, 1], "begin": 2}, "begin is for encoder-decoders"),
         (
             "decoder_only",
             {"feedback": [0, 1], "normalize": "mean"},
@@ -129,13 +129,13 @@ def test_histories_are_ragged_if_padding_is_masked():
             {"feedback": [0, 1], "horizon": 0},
             "horizon of a series is a whole number of 1 or more, not 0",
         ),
-        ("decoder_only", {"feedback": [0, 1], "shortest": 5, "longest": 4}, "5 rows at least and 4 at most"),
-        ("encoder_decoder", {}, "history has 3 columns and x 1: say which of them it is"),
+        ("decoder_only", {"feedback": [0, 1], "shortest": 5, "longest": 4}, "5 rows, is longer than the longest, 4"),
+        ("encoder_decoder", {}, "history has 3 columns and x has 1: name the columns of history"),
         ("encoder_decoder", {"targets": [0, 1]}, "x has 1 features and there are 2 targets"),
         ("encoder_decoder", {"targets": ["b"]}, "there is no column 'b' to forecast: history has 0 to 2"),
         ("encoder_decoder", {"targets": [0], "begin": 0}, "rows of 1 numbers, not 0"),
         ("encoder_decoder", {"targets": [0], "begin": [[1, 2]]}, "rows of 1 numbers, not [[1, 2]]"),
-        ("at_once", {"horizon": 5}, "the model gives 4 steps at once: a horizon of 5 cannot be had"),
+        ("at_once", {"horizon": 5}, "horizon must be at most 4, the number of steps that the model returns, not 5"),
     ],
 )
 def test_invalid_series_options_raise_option_error(request, fixture, options, message):
@@ -151,7 +151,7 @@ def test_fed_columns_must_all_be_forecast(decoder_only):
 
 def test_series_needs_one_history_of_numbers():
     ids = capture_case(nn.Embedding(5, 4), {"input": torch.zeros(2, 3, dtype=torch.int64)}, None)
-    with pytest.raises(UnsupportedModelError, match="a forecast follows from one history"):
+    with pytest.raises(UnsupportedModelError, match="a forecaster reads one history"):
         make_preprocessor(ids)
     stepped = capture_case(nn.Embedding(5, 4), {"input": torch.zeros(2, 3, dtype=torch.int64)}, "input")
     with pytest.raises(OptionError, match="series is for numbers, and the step input 'input' holds ids"):
@@ -160,7 +160,5 @@ def test_series_needs_one_history_of_numbers():
 
 def test_horizon_must_have_a_fixed_size(at_once):
     free = capture_case(nn.Identity(), {"input": torch.zeros(2, 6, 2)}, None)
-    with pytest.raises(
-        UnsupportedModelError, match=r"a forecast that is given at once is \(batch, horizon, features\)"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"must return \(batch, horizon, features\)"):
         make_preprocessor(free)

@@ -114,7 +114,7 @@ def test_unrecognised_cross_attention_is_refused():
     captured = captured_of(OneHeadByHand(), example=EXAMPLE_INPUTS)
     assert recognise(captured) == 0
     text = refusal(add_cross_attentions, captured, True)
-    assert text.startswith("cross_attentions are the weights of cross-attention, and of the 0 attentions recognised")
+    assert text.startswith("the model has no cross-attention for cross_attentions: none of the 0 attentions recognised")
 
 
 class Modules(nn.Module):

@@ -383,8 +383,8 @@ def test_output_other_than_logits_of_all_positions_is_refused(model, shape, reas
 def test_step_input_of_embeddings_is_refused(tmp_path):
     with pytest.raises(OptionError) as raised:
         export(nn.Linear(8, 9), tmp_path / "model.onnx", {"input": torch.randn(2, 3, 8)}, "input")
-    assert str(raised.value).startswith("forward gives 9 numbers a step and 8 are fed back: say which of them")
-    assert str(raised.value).endswith("a model of tokens is stepped over their ids")
+    assert str(raised.value).startswith("forward returns 9 numbers per step and 8 are fed back: name the output")
+    assert str(raised.value).endswith("A model of tokens needs a step input of ids")
 
 
 # -- torch.onnx -------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_memory_of_a_prefix_is_freed_by_release_or_deletion(model):
     prefix.release()
     assert model.memory()["held"] == 0
     for call in (model.generate, lambda *a, **k: next(model.generate_batch([*a], **k))):
-        with pytest.raises(UnsupportedCallError, match="the prefix has been released, and nothing can follow it"):
+        with pytest.raises(UnsupportedCallError, match="the prefix has been released and cannot be continued"):
             call("you", prefix=prefix)
     deleted = model.cache_prefix("hello")
     assert model.memory()["held"] == prefix_bytes
@@ -284,7 +284,7 @@ def test_turn_that_exceeds_the_memory_limit_is_refused(model):
     limited = Model(model.engine, max_memory=30_000)
     chat = limited.chat()
     first = chat.send("hello", max_new_tokens=4)
-    with pytest.raises(MemoryBudgetError, match=r"may need [\d,]+ bytes of cache and max_memory allows 30,000"):
+    with pytest.raises(MemoryBudgetError, match=r"may need [\d,]+ bytes of cache, but max_memory allows 30,000"):
         chat.send("you", num_beams=5, max_new_tokens=40)
     assert_same(
         chat.send("you", max_new_tokens=4),

@@ -155,7 +155,7 @@ def test_unknown_or_missing_device_is_refused(path, monkeypatch):
 def test_cuda_without_a_driver_is_refused(path):
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime holds no CUDA provider")
-    with pytest.raises(DeviceError, match="cuda cannot be had: there is no NVIDIA driver"):
+    with pytest.raises(DeviceError, match="cuda is not available: there is no NVIDIA driver"):
         Session(path, "cuda")
 
 
@@ -175,7 +175,7 @@ def test_cuda_provider_that_fails_to_start_is_one_sentence(path, tmp_path, monke
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
     monkeypatch.setattr("tformer_runtime.backend.session.find_missing_cuda", lambda: None)
-    with pytest.raises(DeviceError, match=r"cannot be had: CUDA failure 35: the driver is too old$"):
+    with pytest.raises(DeviceError, match=r"is not available: CUDA failure 35: the driver is too old$"):
         Session(other, "cuda")
     assert Session(other, "auto").device == "cpu"
     monkeypatch.setattr(

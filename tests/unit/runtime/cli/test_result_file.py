@@ -94,7 +94,7 @@ def test_run_killed_at_any_system_call_can_be_resumed(tmp_path, monkeypatch, res
         out, part = state / "out", state / "out.part"
         if out.exists():
             assert out.read_text() == EXPECTED
-            with pytest.raises(OutputError, match="nothing is left to resume"):
+            with pytest.raises(OutputError, match="there is nothing to resume"):
                 ResultFile(out, OPTIONS, resume=True)
             continue
         with part.open("a") as file:
@@ -138,17 +138,15 @@ def test_existing_or_damaged_files_are_refused(tmp_path):
     path = tmp_path / "out"
     write_and_fail(path)
     assert refusal(path) == (
-        "out.part is there, of a run that did not end: give --resume to go on, or --force to start over"
+        "out.part holds results of an interrupted run: give --resume to continue, or --force to start over"
     )
     assert refusal(path, resume=True, run_options=OPTIONS | {"--num-beams": 3}) == (
-        "--num-beams is 3, and was 2 for out.part: ask for the same, or start over with --force"
+        "--num-beams is 3, but was 2 in the run that wrote out.part: give the same, or start over with --force"
     )
-    assert "--json is given, and was not given for" in refusal(
-        path, resume=True, run_options=OPTIONS | {"--json": True}
-    )
-    assert "--ids is given, and was not given" in refusal(path, resume=True, run_options=OPTIONS | {"--ids": True})
+    assert "--json is given, but was not given in" in refusal(path, resume=True, run_options=OPTIONS | {"--json": True})
+    assert "--ids is given, but was not given" in refusal(path, resume=True, run_options=OPTIONS | {"--ids": True})
     for inputs in (["other", *INPUTS[1:]], INPUTS[:4], []):
-        assert "the first 5 inputs are not those that out.part has results of" in refusal(
+        assert "the first 5 inputs differ from the inputs whose results out.part holds" in refusal(
             path, resume=True, inputs=inputs
         )
     part = (tmp_path / "out.part").read_bytes()
@@ -161,7 +159,7 @@ def test_existing_or_damaged_files_are_refused(tmp_path):
     write(path, force=True)
     assert path.read_text() == EXPECTED
     assert refusal(path) == "out exists already: give --force to overwrite it"
-    assert refusal(path, resume=True) == "out is there and out.part is not: nothing is left to resume"
+    assert refusal(path, resume=True) == "out exists and out.part does not: there is nothing to resume"
 
 
 def test_old_result_file_is_replaced_at_the_end(tmp_path):
@@ -189,7 +187,7 @@ def test_unwritable_path_raises_output_error(tmp_path):
     with pytest.raises(OutputError, match="none/out cannot be written: No such file or directory"):
         write(tmp_path / "none" / "out")
     for place in (tmp_path, Path("/dev/null")):
-        with pytest.raises(OutputError, match="is not a file that results could replace"):
+        with pytest.raises(OutputError, match="is not a regular file"):
             write(place, force=True)
 
 

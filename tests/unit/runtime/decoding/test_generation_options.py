@@ -73,7 +73,7 @@ def settled(defaults=None, **options):
         ({"json_schema": {"a": float("nan")}}, "json_schema must be"),
         ({"choices": "abc"}, "choices must be strings that are not empty"),
         ({"choices": []}, "choices must be one string or more"),
-        ({"choices": ["a"], "regex": "a"}, "regex and choices cannot be had at once: set one"),
+        ({"choices": ["a"], "regex": "a"}, "regex and choices exclude each other: set one"),
     ],
 )
 def test_invalid_options_are_refused(options, message):
@@ -127,7 +127,7 @@ def test_sampling_of_the_caller_overrides_beams_of_the_file_and_vice_versa():
 
 def test_constraint_of_the_caller_overrides_the_file():
     assert settled({"regex": "a+"}, choices=["b"]) == Settings(choices=("b",))
-    with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar cannot"):
+    with pytest.raises(OptionError, match="the model file's generation defaults: regex and grammar exclude each other"):
         settled({"regex": "a+", "grammar": "start: /a/"})
 
 

@@ -413,7 +413,7 @@ def test_request_that_never_fits_is_refused_before_it_starts(made):
     limited = Model(model.engine, max_memory=10_000)
     calls = []
     with pytest.raises(
-        MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache and max_memory allows 10,0"
+        MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache, but max_memory allows 10,0"
     ):
         limited.generate("hello", num_beams=8, max_new_tokens=40, logits_processor=lambda i, s: calls.append(i) or s)
     assert not calls

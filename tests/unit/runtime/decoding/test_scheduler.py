@@ -178,7 +178,7 @@ def test_memory_limit_bounds_the_running_rows():
     """With `HfStarter` a task needs one byte per row."""
     scheduler = Scheduler(hf.HfStarter(hf.gpt2(4)), memory=MemoryBudget(5).new_share())
     ((wide,), _) = tasks_for("gpt2", [0], max_new_tokens=3, num_beams=6)
-    with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache and max_memory allows 5"):
+    with pytest.raises(MemoryBudgetError, match="may need 6 bytes of cache, but max_memory allows 5"):
         scheduler.submit(wide)
     tasks = [*tasks_for("gpt2", [0, 1], max_new_tokens=6, num_beams=3)[0], *tasks_for("gpt2", [2], max_new_tokens=3)[0]]
     for t in tasks:

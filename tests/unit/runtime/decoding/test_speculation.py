@@ -467,7 +467,8 @@ def test_invalid_drafts_are_refused(files, tmp_path):
     for wrong in ("promt", 3, files["decoder-only"]):
         assert "draft_model must be a Model, not " in refused(wrong)
     assert refused("prompt", num_beams=3) == (
-        "prompt_lookup guesses for one row and num_beams=3 has more: set 1, or no prompt_lookup"
+        "prompt_lookup guesses tokens for one row, but num_beams=3 needs more rows: set num_beams=1, or leave out "
+        "prompt_lookup"
     )
     assert refused("prompt", num_draft_tokens=0) == "num_draft_tokens must be a whole number of at least 1, not 0"
     with pytest.raises(OptionError, match="num_draft_tokens=3 needs prompt_lookup or a draft_model"):

@@ -55,7 +55,7 @@ def test_workers_do_not_wait_for_an_open_stream_of_the_caller(path, free):
     model = limited(path, free, 1.5)
     stream = model.stream("hello", **LONG)
     next(stream)
-    with pytest.raises(MemoryBudgetError, match=r"^input 1: .* held by what does not end before"):
+    with pytest.raises(MemoryBudgetError, match=r"^input 1: .* unfinished streams hold"):
         list(model.generate_batch(WORDS, workers=2, **LONG))
     stream.close()
     assert len(list(model.generate_batch(WORDS, workers=2, **LONG))) == len(WORDS)

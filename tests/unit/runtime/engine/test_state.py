@@ -373,7 +373,7 @@ def test_released_state_is_refused(made, used):
         "joined": lambda: world.engine.join(there.state, gone.state),
         "copy": lambda: world.engine.copy(gone.state, np.array([0])),
     }
-    with pytest.raises(UnsupportedCallError, match="has been released, and nothing can follow it: read it again"):
+    with pytest.raises(UnsupportedCallError, match="has been released and cannot be continued: read its inputs again"):
         calls[used]()
     world.feed(there, [[7]])
     assert world.budget.used_bytes == there.state.nbytes

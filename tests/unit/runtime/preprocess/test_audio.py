@@ -134,21 +134,21 @@ def test_invalid_sounds_raise_input_error(tmp_path):
     with_nan[800] = np.nan
     invalid_sounds = {
         "there is no such file": tmp_path / "none.wav",
-        "text.wav is no sound": tmp_path / "text.wav",
-        "cut.flac is no sound": tmp_path / "cut.flac",
+        "text.wav is not a sound file": tmp_path / "text.wav",
+        "cut.flac is not a sound file": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
         r"no number, \[nan\] at 0.050 s": with_nan,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
-        r"these are \(2, 800\): turn them round": np.zeros((2, 800), np.float32),
+        r"\(samples, channels\), not \(2, 800\): transpose": np.zeros((2, 800), np.float32),
         r"samples, .* not ndarray of <U4": np.array("text"),
         "these are int64: make them what they were sampled in": [0, 300, -300] * 100,
-        "a rate of 0 samples a second, which is a whole number from 1,000 to 1,000,000": (speech(0.5), 0),
-        "a rate of True": (speech(0.5), True),
-        "a rate of 1180591620717411303424": (speech(0.5), 2**70),
-        "a rate of 16000.5": (speech(0.5), 16000.5),
-        "a rate of nan": (speech(0.5), float("nan")),
-        "a rate of '16 kHz'": (speech(0.5), "16 kHz"),
+        "must be a whole number of samples per second from 1,000 to 1,000,000, not 0": (speech(0.5), 0),
+        "to 1,000,000, not True": (speech(0.5), True),
+        "to 1,000,000, not 1180591620717411303424": (speech(0.5), 2**70),
+        "to 1,000,000, not 16000.5": (speech(0.5), 16000.5),
+        "to 1,000,000, not nan": (speech(0.5), float("nan")),
+        "to 1,000,000, not '16 kHz'": (speech(0.5), "16 kHz"),
         "name of a sound's file is empty": "",
         "is a directory": tmp_path,
     }
@@ -175,12 +175,12 @@ def test_sounds_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="the sound has 68,719,476,735 samples, and at most 1,073,741,824 are read"):
         WAVE.read(with_frame_count((tmp_path / "a.flac").read_bytes(), 2**36 - 1))
     soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
-    with pytest.raises(InputError, match=r"slow\.wav has a rate of 1 samples a second"):
+    with pytest.raises(InputError, match=r"sampling rate of .*slow\.wav must be .*, not 1$"):
         WAVE.read(tmp_path / "slow.wav")
     monkeypatch.setattr("tformer_runtime.preprocess.audio.MAX_SAMPLES", 10000)
     with pytest.raises(InputError, match="resampled to 16000 Hz, has 16,000 samples, and at most 10,000"):
         WAVE.read((speech(1.0, 8000), 8000))
-    with pytest.raises(InputError, match="does not say how long it is"):
+    with pytest.raises(InputError, match="does not state its length"):
         WAVE.read(with_frame_count((tmp_path / "a.flac").read_bytes(), 0))
 
     def raise_memory_error(*_, **__):

@@ -112,7 +112,7 @@ def test_generating_model_reads_images(tmp_path):
         ("a\0.png", r"'a\x00.png' is no name of a file: give that of an image"),
         (
             ("a.png", "b.png"),
-            "it is two images, and each is read by itself: give one, for pairs are of --similarity alone",
+            "the input is two images: give one; only --similarity takes pairs",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_image_too_large_for_memory_is_refused(monkeypatch):
      {"mean": [0.5] * 3, "std": [0.5, 0.0, 0.5]}, {"channels": 2}],
 )  # fmt: skip
 def test_damaged_manifest_entry_raises_model_file_error(numbers):
-    with pytest.raises(ModelFileError, match="what the file says of its images is damaged"):
+    with pytest.raises(ModelFileError, match="the image settings of the file are damaged"):
         ImagePreprocessor.of(Preprocessing("image", numbers))
 
 

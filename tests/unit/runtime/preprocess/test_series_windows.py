@@ -97,9 +97,13 @@ def test_horizon_is_an_option_or_a_default_of_the_file():
     assert series(horizon=7).steps(30) == 30
     assert series(horizon=7, at_once=True).steps(2) == 2
     for options, horizon, message in (
-        ({}, None, "say how many steps to forecast, for the file does not"),
+        ({}, None, "the file has no default horizon: set horizon"),
         ({}, 0, "horizon must be a whole number of at least 1, not 0"),
-        ({"horizon": 7, "at_once": True}, 8, "horizon must be at most 7, which the model gives at once, not 8"),
+        (
+            {"horizon": 7, "at_once": True},
+            8,
+            "horizon must be at most 7, the number of steps that the model returns, not 8",
+        ),
     ):
         with pytest.raises(OptionError, match=message):
             series(**options).steps(horizon)
@@ -117,7 +121,7 @@ def test_manifest_entry_round_trip():
     manifest = Manifest.from_json(
         json.dumps(json.loads(manifest.to_json()) | {"preprocessing": {"x": as_json(damaged)}})
     )
-    with pytest.raises(ModelFileError, match="what the file says of its series is damaged"):
+    with pytest.raises(ModelFileError, match="the series settings of the file are damaged"):
         SeriesPreprocessor.of(manifest)
 
 

@@ -67,8 +67,8 @@ def test_empty_context_is_refused(files, context):
     ("kind", "settings", "message"),
     [
         ("answers", {"truncate": True}, "this file answers questions from a context: it takes no truncate"),
-        ("spans", {"truncate": True, "doc_stride": 2}, "give truncate or doc_stride, not both"),
-        ("spans", {"doc_stride": 10}, "stride must be less than a window has of the text, 10 tokens, not 10"),
+        ("spans", {"truncate": True, "doc_stride": 2}, "truncate and doc_stride exclude each other"),
+        ("spans", {"doc_stride": 10}, "stride must be less than the 10 tokens of text in a window, not 10"),
         ("spans", {"ignore_labels": 5}, "ignore_labels must be labels, not 5"),
         ("spans", {"ignore_labels": [None]}, r"ignore_labels must be labels, not \[None\]"),
         ("spans", {"ignore_labels": ["A", "LOC"]}, "ignore_labels names 'LOC', and the labels are O, A, B, C"),
