@@ -5,6 +5,9 @@ size_fit   whole numbers as expressions of the sizes
 simplify   forward writes to their readers, drop dead operations
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
+reads      numbers that Python reads out of tensors
 draws      inputs of any sizes, with padding or without
+input_facts  the number of ids of an input, and the ids that may be padding
+proof      compare the program with the module for other sizes and data
 trace      choose sizes and data, record, and prove the program at a size that was not recorded
 """

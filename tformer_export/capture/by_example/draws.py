@@ -48,11 +48,10 @@ class InputDraws:
     @property
     def kinds(self) -> list[DataKind]:
         """The kinds of data, the most general first."""
-        return [
-            *(DataKind(True, i, scattered) for i in sorted(self.paddings) for scattered in (True, False)),
-            DataKind(True),
-            DataKind(False),
-        ]
+        requests = [name for name in self.vocabulary if name != self.step_input]
+        scattered = [DataKind(True, i, scattered=True) for i in sorted(self.paddings)]
+        padded = [DataKind(True, i) for i in sorted(self.paddings) if requests]
+        return [*scattered, *padded, *([DataKind(True)] if self.masks else []), DataKind(False)]
 
     def draw(self, sizes: Sequence[int], kind: DataKind, seed: int = 0) -> dict[str, torch.Tensor]:
         """Return name → input. sizes: one for each group."""

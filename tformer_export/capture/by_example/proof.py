@@ -1,0 +1,99 @@
+"""The proof that a rebuilt module computes as its source does, for sizes and data that were not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tformer_export.capture.by_example.draws import InputDraws
+from tformer_export.capture.by_example.reads import other_values
+from tformer_export.capture.by_example.rebuild import RebuiltModule
+from tformer_export.capture.by_example.recording import ReadNumber, Recording, record
+from tformer_export.capture.by_example.size_fit import Sizes
+from tformer_export.capture.by_example.unify import DisagreementError
+from tformer_export.common.module_state import WriteUndo, is_same, unchanged
+
+FORWARD_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)  # at a size, or for data
+HONEST_RUNS = 6  # of each kind of data
+
+
+def run(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the tensors of the result of forward; None if it fails. The state of the module is restored."""
+    try:
+        with torch.no_grad(), unchanged(module), WriteUndo(module, []):
+            leaves = pytree.tree_leaves(module(*inputs))
+            return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    except FORWARD_FAILURES:
+        return None
+
+
+def agree(module: nn.Module, rebuilt: RebuiltModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether both modules run and give the same outputs."""
+    expected, actual = run(module, inputs), run(rebuilt, inputs)
+    return expected is not None and actual is not None and is_same(actual, expected)
+
+
+def check_agreement(
+    module: nn.Module, rebuilt: RebuiltModule, draws: InputDraws, sizes: Sequence[Sizes], seeds: Sequence[int]
+) -> None:
+    """Raise DisagreementError unless both modules give the same outputs for all kinds of data at these sizes."""
+    for case in sizes:
+        for kind in draws.kinds:
+            for seed in seeds:
+                if not agree(module, rebuilt, [*draws.draw(case, kind, seed).values()]):
+                    raise DisagreementError("the recorded operations give other results for other data", None)
+
+
+def check_reads(module: nn.Module, draws: InputDraws, recordings: Sequence[Recording], sizes: Sizes) -> None:
+    """Raise DisagreementError if a number that Python reads may lead to operations that were never compared.
+
+    Honest runs of all kinds of data are recorded at one set of sizes, those of `check_agreement`. Then each number is
+    forced to other values. An operation that no honest run had, such as one of another branch, refuses the module. So
+    does another operation at all, if the number was the same in all honest runs. A forced run that fails comes from an
+    assertion on data.
+
+    Cost: `HONEST_RUNS` recordings of each kind, and up to twenty for each line that reads a number.
+    """
+    if any(recording.reads_arrays for recording in recordings):
+        raise DisagreementError("forward hands its data to numpy", None)
+    if not any(read.number is not None for recording in recordings for read in recording.numbers):
+        return
+    honest = {
+        (kind, seed): record(module, [*draws.draw(sizes, kind, seed).values()])
+        for kind in draws.kinds
+        for seed in range(HONEST_RUNS)
+    }
+    operations: set[Any] = set().union(*(recording.descriptions() for recording in honest.values()))
+    values: dict[str, set[Any]] = {}
+    for recording in honest.values():
+        for line, reads in _reads_by_line(recording).items():
+            values.setdefault(line, set()).update(read.value for read in reads)
+    for kind in (draws.kinds[0], draws.kinds[-1]):
+        inputs = [*draws.draw(sizes, kind, 0).values()]
+        for line, reads in _reads_by_line(honest[kind, 0]).items():
+            known = operations if len(values[line]) > 1 else honest[kind, 0].descriptions()
+            for read in {read.number: read for read in (reads[0], reads[-1])}.values():
+                _force(module, inputs, read, known, line)
+
+
+def _force(module: nn.Module, inputs: Sequence[torch.Tensor], read: ReadNumber, known: set[Any], line: str) -> None:
+    for value in other_values(read.value):
+        assert read.number is not None
+        try:
+            forced = record(module, inputs, {read.number: value})
+        except FORWARD_FAILURES:
+            continue
+        if not forced.descriptions() <= known:
+            raise DisagreementError("a number that Python reads leads to operations that were never compared", line)
+
+
+def _reads_by_line(recording: Recording) -> dict[str, list[ReadNumber]]:
+    reads: dict[str, list[ReadNumber]] = {}
+    for read in recording.numbers:
+        if read.number is not None:
+            reads.setdefault(read.stack_trace or "", []).append(read)
+    return reads
