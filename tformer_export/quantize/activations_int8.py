@@ -142,15 +142,15 @@ class ActivationQuantizer:
             assert above is not None
             assert above.inputs[0] is not None
             source = above.inputs[0]
-            highest = ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest")
-            return source, [highest, ir.node("Relu", [highest.outputs[0]], name=f"{name}.most")], POSITIVE_STEPS, 0
+            highest = ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
+            return source, [highest, ir.node("Relu", [highest.outputs[0]], name=f"{name}.maximum")], POSITIVE_STEPS, 0
         if is_gelu(value):
             lowest_maximum = self.store.constant("quantise.gelu", np.float32(MAX_NEGATIVE_GELU))
-            highest = ir.node("ReduceMax", [value, axis], {"keepdims": 1}, name=f"{name}.highest")
-            maximum = ir.node("Max", [highest.outputs[0], lowest_maximum], name=f"{name}.most")
+            highest = ir.node("ReduceMax", [value, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
+            maximum = ir.node("Max", [highest.outputs[0], lowest_maximum], name=f"{name}.maximum")
             return value, [highest, maximum], SIGNED_STEPS, UINT8_CENTRE
         size = ir.node("Abs", [value], name=f"{name}.size")
-        maximum = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.most")
+        maximum = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.maximum")
         return value, [size, maximum], SIGNED_STEPS, UINT8_CENTRE
 
     def _divide(

@@ -153,7 +153,7 @@ def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor,
     assert source.transcribe is not None
     manifest = engine.manifest
     max_tokens = min(MAX_COMPARED_TOKENS, manifest.max_length - PROMPT_TOKENS)
-    settings = {**manifest.output_meaning.settings, "most": max_tokens}
+    settings = {**manifest.output_meaning.settings, "max_new_tokens": max_tokens}
     file = Transcriber(
         Model(engine).generator, replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings))
     )

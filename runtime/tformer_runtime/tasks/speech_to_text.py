@@ -46,7 +46,7 @@ class DecoderPrompt:
     latest: the maximum of the first time, in steps.
     step: seconds of a time step.
     stride: frames of a time step.
-    most: the maximum number of tokens of a window.
+    max_new_tokens: the maximum number of tokens of a window.
     """
 
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class DecoderPrompt:
     latest: int | None = None
     step: float = 0.02
     stride: int = 2
-    most: int | None = None
+    max_new_tokens: int | None = None
 
     def language_id(self, name: str) -> int:
         """Return the id of a language. Raise OptionError for a language that the model does not have."""
@@ -333,7 +333,7 @@ class Transcriber:
             end_id = self._manifest.special_tokens.eos_token_ids[0]
             options = options.with_({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
         room = self._manifest.max_length - prompt_tokens
-        max_tokens = min(room, prompt.most or room)
+        max_tokens = min(room, prompt.max_new_tokens or room)
         requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]
         return generate_all(self._generator, requests, Settings.of(options, self._manifest.generation_defaults))
 

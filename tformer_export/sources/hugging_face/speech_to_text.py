@@ -122,5 +122,5 @@ def read_decoder_prompt(module: Any) -> DecoderPrompt:
         latest=setting("max_initial_timestamp_index"),
         step=float(step),
         stride=round(step / frame),
-        most=setting("max_new_tokens") or setting("max_length"),
+        max_new_tokens=setting("max_new_tokens") or setting("max_length"),
     )

@@ -351,7 +351,9 @@ def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bit
     assert ("MatMulNBits" in kinds) == (form != "none")
     assert quantisation.count > 0
     measure(gate, before, after, exact=False)  # refuses a file whose batches change a row by more than rounding does
-    limit = next((v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.most"), None)
+    limit = next(
+        (v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.max_tokens"), None
+    )
     expected = {"none": None, FEW_ROWS_KERNEL.default: {8: 2, 4: 3}[bits]}.get(
         form, int(form[0]) if form[0].isdigit() else None
     )
@@ -403,7 +405,7 @@ def test_file_and_report_name_kept_forms(tmp_path, patch_times):
     assert "Split" not in kinds
     assert {"GroupQueryAttention", "RMSNormalization", "MatMulNBits"} < set(kinds)
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    assert numpy_helper.to_array(initializers["few.most"]) == 4
+    assert numpy_helper.to_array(initializers["few.max_tokens"]) == 4
     assert list(tmp_path.iterdir()) == [path]
     report.write(report_file)
     decisions = json.loads(report_file.read_text())["tuning"]["decisions"]
