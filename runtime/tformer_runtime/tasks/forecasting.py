@@ -87,7 +87,7 @@ class Forecaster:
         """The maximum number of steps of a forecast of the shortest history; None for a model without a decoder."""
         if self.engine.manifest.decode is None:
             return None
-        history_rows = self.series.shortest if self._decoder_only else 0
+        history_rows = self.series.min_context_length if self._decoder_only else 0
         return self.engine.manifest.max_length - self._decoder_rows(0) - history_rows
 
     def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> SeriesWindow:

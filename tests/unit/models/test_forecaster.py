@@ -38,7 +38,7 @@ def waves(context: int = 12, horizon: int = 6) -> SeriesDataset:
     """Return two sines, of periods 8 and 5, which a tiny model learns in seconds."""
     time = np.arange(200)
     values = np.stack([np.sin(2 * np.pi * time / 8), np.cos(2 * np.pi * time / 5)], 1)
-    series = {"columns": ["one", "two"], "horizon": horizon, "longest": context}
+    series = {"columns": ["one", "two"], "horizon": horizon, "max_context_length": context}
     return SeriesDataset(values[:140], values[140 - context :], context, horizon, series, {"features": 2})
 
 
@@ -110,7 +110,12 @@ def test_checkpoint_of_a_fixed_context_is_exported_at_that_length(tmp_path):
         recipe(steps=4, rollout=0.0), model=FactoryCall("tformer_models.forecaster:EncoderForecaster", arguments)
     )
     path = train(fixed_context, tmp_path / "run")
-    assert load_checkpoint(path).series == {"columns": ["one", "two"], "horizon": 6, "longest": 12, "shortest": 12}
+    assert load_checkpoint(path).series == {
+        "columns": ["one", "two"],
+        "horizon": 6,
+        "max_context_length": 12,
+        "min_context_length": 12,
+    }
     source = from_checkpoint(path)
     assert source.step_input is None
     assert source.example["history"].shape == (2, 12, 2)
@@ -163,7 +168,7 @@ def test_forecaster_learns_and_its_checkpoint_is_complete(tmp_path):
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     loaded = load_checkpoint(path)
     assert loaded.step_input == "x"
-    assert loaded.series == {"columns": ["one", "two"], "horizon": 6, "longest": 12}
+    assert loaded.series == {"columns": ["one", "two"], "horizon": 6, "max_context_length": 12}
     data = waves()
     window = torch.from_numpy(data.validation[:18].astype(np.float32))[None]
     with torch.inference_mode():
