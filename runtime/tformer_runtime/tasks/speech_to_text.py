@@ -275,7 +275,7 @@ class Transcriber:
         try:
             frames = audio.spectrogram(audio.read(sound))
             several_windows = frames.shape[1] > audio.frames
-            window = f"{audio.samples / audio.rate:g} s"
+            window = f"{audio.n_samples / audio.sampling_rate:g} s"
             if several_windows and prompt.no_timestamps is None:
                 raise InputError(f"the sound is longer than {window}, and this model writes no times: cut it before")
             if several_windows and settings["timestamps"] is False:
@@ -341,7 +341,7 @@ class Transcriber:
         return Request(sound.recording.index, {self._input_name: self._window(sound)}, prompt, max_tokens)
 
     def _window(self, sound: _Progress) -> F32:
-        """Return the frames (mels, frames) of the next window, padded with zeros at the end."""
+        """Return the frames (num_mel_bins, frames) of the next window, padded with zeros at the end."""
         frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
 

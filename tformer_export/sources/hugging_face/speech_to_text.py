@@ -61,7 +61,7 @@ def from_speech_to_text_model(
         )
     single: Any = as_float32(module)
     generation = module.generation_config
-    features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
+    features = torch.randn((2, audio.num_mel_bins, audio.frames), generator=torch.Generator().manual_seed(0))
     example = {module.main_input_name: features, STEP_INPUT: torch.arange(1, 7).reshape(2, 3) % 3}
     settings = generation.to_diff_dict()
     lost = [option for option in _NOT_CARRIED if settings.get(option)]
