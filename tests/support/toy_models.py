@@ -327,11 +327,15 @@ def build(toy: Toy) -> onnx.ModelProto:
     }
     inputs = [info(decode.step.name, "int64", decode.step.shape)]
     inputs += [
-        info(c, "int32" if c in (m.LAST_POSITION, m.TOTAL_SLOTS) else "int64", shapes.get(c, [m.BATCH_AXIS, "wanted"]))
+        info(
+            c,
+            "int32" if c in (m.LAST_POSITION, m.TOTAL_SLOTS) else "int64",
+            shapes.get(c, [m.BATCH_AXIS, m.SELECTED_AXIS]),
+        )
         for c in decode.controls
     ]
     inputs += [info(c.past, c.dtype, c.shape) for c in decode.caches]
-    outputs = [info("logits", "float32", [m.BATCH_AXIS, "wanted", toy.vocabulary])]
+    outputs = [info("logits", "float32", [m.BATCH_AXIS, m.SELECTED_AXIS, toy.vocabulary])]
     outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
     outputs += [info(e.name, e.dtype, e.shape) for e in decode.extras]
     weights = toy.weights()

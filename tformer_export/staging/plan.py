@@ -44,7 +44,7 @@ class StagingPlan:
     tables: constants that are gathered by position.
     length_invariant: constants that depend on the length and must be the same at any length.
     fused: attentions that update their own caches.
-    select: the value from which on only the wanted positions are computed; None if they are selected at the end.
+    select: the value from which on only the selected positions are computed; None if they are selected at the end.
     """
 
     demands: dict[Node, list[Roles]] = field(default_factory=dict)

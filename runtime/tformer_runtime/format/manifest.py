@@ -70,7 +70,7 @@ COLUMN_WEIGHT = "shortlist.weight"
 BATCH_AXIS = "batch"  # names of axes in TensorSpec.shape
 NEW_AXIS = "new"
 SLOT_AXIS = "slot"
-SELECTED_AXIS = "wanted"
+SELECTED_AXIS = "selected"
 
 AUDIO, IMAGE, SERIES = "audio", "image", "series"  # kinds of Preprocessing
 
