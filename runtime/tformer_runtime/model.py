@@ -160,8 +160,9 @@ class Model:
         return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
-        """Return bytes of caches and encoder outputs: "held" now, "peak" so far, and "limit", which is max_memory."""
-        return {"held": self.budget.used_bytes, "peak": self.budget.peak_bytes, "limit": self.budget.limit}
+        """Return bytes of caches and encoder outputs: used now, their peak so far, and the limit, which is max_memory."""
+        budget = self.budget
+        return {"used_bytes": budget.used_bytes, "peak_bytes": budget.peak_bytes, "limit_bytes": budget.limit}
 
     def generate_batch(
         self,

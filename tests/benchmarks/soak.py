@@ -376,10 +376,10 @@ def main(model: str, minutes: float, seed: int, threads: int) -> None:
     batch(loaded, small, 10_000, batched, meter.sample)
     meter.sample(at_once=True)
     _table(mixed, batched)
-    held = loaded.memory()["held"]
+    used_bytes = loaded.memory()["used_bytes"]
     wrong = [*mixed.wrong, *batched.wrong][:20]
     wrong += [f"{mixed.lost} requests were lost"] if mixed.lost else []
-    wrong += [f"{held} bytes are still held"] if held else []
+    wrong += [f"{used_bytes} bytes are still in use"] if used_bytes else []
     wrong += [
         f"resident memory grew to {t.growth:.1%} of what it was" for t in (mixed, batched) if t.growth > MOST_GROWTH
     ]

@@ -280,7 +280,7 @@ def test_several_workers_match_one_worker_in_order(toy_and_model):
     results = model.generate_batch(inputs, batch_size=2, workers=3, max_new_tokens=12, logits_processor=fails)
     with pytest.raises(KeyError):
         list(results)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_inputs_are_read_lazily(toy_and_model):

@@ -417,10 +417,10 @@ def test_request_that_never_fits_is_refused_before_it_starts(made):
     ):
         limited.generate("hello", num_beams=8, max_new_tokens=40, logits_processor=lambda i, s: calls.append(i) or s)
     assert not calls
-    assert limited.memory() == {"held": 0, "peak": 0, "limit": 10_000}
+    assert limited.memory() == {"used_bytes": 0, "peak_bytes": 0, "limit_bytes": 10_000}
     assert limited.generate("hello", max_new_tokens=5) == model.generate("hello", max_new_tokens=5)
-    assert 0 < limited.memory()["peak"] <= 10_000
-    assert limited.memory()["held"] == 0
+    assert 0 < limited.memory()["peak_bytes"] <= 10_000
+    assert limited.memory()["used_bytes"] == 0
 
 
 def test_memory_of_scores_and_alignments_is_counted(tmp_path):
@@ -432,9 +432,9 @@ def test_memory_of_scores_and_alignments_is_counted(tmp_path):
         np.testing.assert_equal(found, expected)
         with pytest.raises(MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache"):
             getattr(narrow, call)("hello", "a" * 30)
-    assert 0 < limited.memory()["peak"] == free.memory()["peak"]
-    assert [model.memory()["held"] for model in (free, limited, narrow)] == [0, 0, 0]
-    assert narrow.memory()["peak"] == 0
+    assert 0 < limited.memory()["peak_bytes"] == free.memory()["peak_bytes"]
+    assert [model.memory()["used_bytes"] for model in (free, limited, narrow)] == [0, 0, 0]
+    assert narrow.memory()["peak_bytes"] == 0
 
 
 def test_request_waits_until_it_fits(made):
@@ -446,8 +446,8 @@ def test_request_waits_until_it_fits(made):
     limited = Model(model.engine, max_memory=60_000)
     results = list(limited.generate_batch(words, **options))
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert 30_000 < limited.memory()["peak"] <= 60_000 < model.memory()["peak"]
-    assert limited.memory()["held"] == 0
+    assert 30_000 < limited.memory()["peak_bytes"] <= 60_000 < model.memory()["peak_bytes"]
+    assert limited.memory()["used_bytes"] == 0
     if toy.encoder:
         narrow = Model(model.engine, max_memory=9_000)
         found = narrow.generate_batch(["a", "b", "a" * 40, "c"], max_new_tokens=40)
@@ -456,22 +456,22 @@ def test_request_waits_until_it_fits(made):
         ]
         with pytest.raises(MemoryBudgetError, match=r"^input 3: the request may need [\d,]+ bytes of cache"):
             next(found)
-        assert narrow.memory()["held"] == 0
+        assert narrow.memory()["used_bytes"] == 0
 
 
 def test_abandoned_results_release_their_memory(made):
     _, model = made
     results = model.generate_batch(WORDS * 2, batch_size=3, max_new_tokens=30, temperature=1.0, seed=1)
     while next(results):
-        if model.memory()["held"]:
+        if model.memory()["used_bytes"]:
             break
     results.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     stream = model.stream("hello", min_new_tokens=20)
     next(stream)
-    assert model.memory()["held"] > 0
+    assert model.memory()["used_bytes"] > 0
     stream.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     with pytest.raises(ZeroDivisionError):
         model.generate("hello", logits_processor=lambda ids, scores: 1 / 0)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0

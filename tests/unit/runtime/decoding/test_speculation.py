@@ -243,7 +243,7 @@ def test_cancelled_or_failed_task_releases_its_memory(models):
     stream = model.stream("hello", draft_model=models["twin"], max_new_tokens=20)
     next(stream)
     stream.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 @pytest.mark.parametrize("name", ["decoder-only", "encoder-decoder", "portable"])
@@ -265,10 +265,10 @@ def test_memory_of_model_and_draft_is_reserved(files, name, draft, monkeypatch):
     generator, chosen = free.generator, free.settings(None, options)
     task = generator.make_task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
     need = generator.new_scheduler(chosen, 1).starter.bytes_needed((), [task])
-    assert free.memory()["peak"] <= need
+    assert free.memory()["peak_bytes"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)
     assert tight.generate("abcabc", **options).token_ids == result.token_ids
-    assert tight.memory()["held"] == 0
+    assert tight.memory()["used_bytes"] == 0
     with pytest.raises(MemoryBudgetError, match=f"may need {need:,} bytes"):
         Model.load(files[name], "cpu", threads=1, max_memory=need - 1).generate("abcabc", **options)
 
@@ -396,7 +396,7 @@ def test_draft_as_costly_as_the_model_is_not_used(files, monkeypatch):
     result = model.generate("hello", max_new_tokens=40, draft_model=twin)
     assert_same(result, plain)
     assert result.speculation.guessed == 0
-    assert twin.memory()["peak"] == 0
+    assert twin.memory()["peak_bytes"] == 0
 
 
 def test_cost_of_a_draft_follows_its_weights(files, monkeypatch, tmp_path):
