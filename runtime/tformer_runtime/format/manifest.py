@@ -243,8 +243,8 @@ class SpecialTokens:
     pad_token_id: int | None = None
 
 
-SINGLE_LABEL = "single_label"  # values of OutputMeaning.problem_type
-MULTI_LABEL = "multi_label"
+SINGLE_LABEL = "single_label_classification"  # values of OutputMeaning.problem_type
+MULTI_LABEL = "multi_label_classification"
 REGRESSION = "regression"
 
 

@@ -91,9 +91,9 @@ def output_meaning_of(config: Any, task: str) -> OutputMeaning:
     labels = tuple(label_of[i] for i in sorted(label_of))
     if task == LABELS_TOKENS:
         problem = SINGLE_LABEL
-    elif config.problem_type == "regression":
+    elif config.problem_type == REGRESSION:
         problem = REGRESSION
-    elif config.problem_type == "multi_label_classification" or len(labels) == 1:
+    elif config.problem_type == MULTI_LABEL or len(labels) == 1:
         problem = MULTI_LABEL
     else:
         problem = SINGLE_LABEL
