@@ -143,7 +143,7 @@ def export(
         parameters=sum(p.numel() for p in source.module.parameters()),
         size=result.size,
         parity=result.parity,
-        found=result.found,
+        counts=result.counts,
         degradation=result.degradation,
         mixture=result.mixture,
         optimized_for=result.manifest.optimized_for,

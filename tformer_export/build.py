@@ -41,7 +41,7 @@ class BuildResult:
     """A finished file. `ExportReport` describes the fields."""
 
     manifest: Manifest
-    found: dict[str, int]
+    counts: dict[str, int]
     parity: ParityReport
     size: int
     degradation: Degradation | OutputDegradation | None
@@ -86,7 +86,15 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         with clock.phase("write"):
             size = publish(save(model, manifest, folder / "done" / out.name), out)
     return BuildResult(
-        manifest, fewer.compiled.found, parity, size, fewer.degradation, fewer.mixture, fewer.products, tuning, measured
+        manifest,
+        fewer.compiled.counts,
+        parity,
+        size,
+        fewer.degradation,
+        fewer.mixture,
+        fewer.products,
+        tuning,
+        measured,
     )
 
 
@@ -149,9 +157,9 @@ def _halved(verified: _Verified, half: str, folder: Path, clock: PhaseClock) -> 
     precision, gate = HALVES[half], verified.gate
     with clock.phase("half"):
         model = verified.compiled.model
-        counts = {**verified.compiled.found, "half": run_half(model, precision)}
+        counts = {**verified.compiled.counts, "half": run_half(model, precision)}
         manifest = with_half_precision(verified.compiled.manifest, model, half)
-        compiled = replace(verified.compiled, manifest=manifest, found=counts)
+        compiled = replace(verified.compiled, manifest=manifest, counts=counts)
         judged, name = model, "half.onnx"
         if find_missing_cuda():
             judged, name = judged.clone(), "on_cpu.onnx"

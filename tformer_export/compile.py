@@ -137,14 +137,14 @@ class StagedModel:
     """Both stages as programs; a stage that the model does not need is None.
 
     contexts: values that encode gives and decode reads. max_length: the longest sequence; 0 without a decode stage.
-    found: name → count of recognised parts.
+    counts: name → count of recognised parts.
     """
 
     encode: Program | None
     decode: Program | None
     contexts: tuple[ContextTensor, ...] = ()
     max_length: int = 0
-    found: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,21 +153,21 @@ class LoweredModel:
 
     staged: StagedModel
     models: tuple[ir.Model | None, ir.Model | None]
-    found: Mapping[str, int]
+    counts: Mapping[str, int]
 
 
 @dataclass
 class CompiledModel:
     """A model that is ready to be quantised, verified and written.
 
-    found: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
+    counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
     """
 
     model: ir.Model
     manifest: Manifest
     inputs: dict[str, InputFacts]
     locator: DifferenceLocator
-    found: dict[str, int]
+    counts: dict[str, int]
     gives_last: bool = False
     series: SeriesPreprocessor | None = None
 
@@ -391,7 +391,7 @@ def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) ->
         return to_onnx(program, limit, analysed.source.min_drawn_length)
 
     models = lower(staged.encode), lower(staged.decode)
-    return LoweredModel(staged, models, {**staged.found, "grouped": grouped})
+    return LoweredModel(staged, models, {**staged.counts, "grouped": grouped})
 
 
 # -- lowered → compiled -----------------------------------------------------------------------------------------------
@@ -416,5 +416,5 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     caches = tuple(staged.decode.caches) if staged.decode else ()
     extras = (*analysed.extras[0], *analysed.extras[1])
     locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
-    counts = {"attentions": analysed.attentions, **lowered.found, **passes}
+    counts = {"attentions": analysed.attentions, **lowered.counts, **passes}
     return CompiledModel(model, manifest, analysed.inputs, locator, counts, analysed.gives_last, series)

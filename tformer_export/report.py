@@ -35,7 +35,7 @@ class ExportReport:
     parameters: the number of parameters of the model.
     size: bytes of the file, weights included.
     parity: the comparison with the source.
-    found: name → count of recognised parts. "fixed" and "by_row" count inputs of quantised products.
+    counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
     optimized_for: the goal of the kernels of quantised products and of tuning; empty without either.
@@ -58,7 +58,7 @@ class ExportReport:
     parameters: int
     size: int
     parity: ParityReport
-    found: dict[str, int]
+    counts: dict[str, int]
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
@@ -90,7 +90,7 @@ class ExportReport:
 
     @property
     def _cache_text(self) -> str:
-        count = self.found.get("caches", 0)
+        count = self.counts.get("caches", 0)
         return f"{count} tensors" if self.kv_cache == "float" else f"{count} tensors in {self.kv_cache}"
 
     @property
@@ -127,7 +127,7 @@ class ExportReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the summary as pairs of label and text."""
-        counts = self.found
+        counts = self.counts
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._precision_text))),
@@ -153,8 +153,10 @@ class ExportReport:
             rows.append(("experts", f"{counts['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.activation_scales == STATIC:
-            both = counts.get("fixed", 0) + counts.get("by_row", 0)
-            rows.append(("static scales", f"{counts.get('fixed', 0)} of {both} inputs of products, the others per row"))
+            both = counts.get("static_scales", 0) + counts.get("row_scales", 0)
+            rows.append(
+                ("static scales", f"{counts.get('static_scales', 0)} of {both} inputs of products, the others per row")
+            )
         if self._lacks_few_rows_kernel:
             rows.append(("few rows", "no product of the decode stage has a kernel of its own for them"))
         if self.degradation is not None:

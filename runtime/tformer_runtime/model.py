@@ -160,7 +160,7 @@ class Model:
         return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
-        """Return bytes of caches and encoder outputs: used now, their peak so far, and the limit, which is max_memory."""
+        """Return bytes of caches and encoder outputs: in use now, their peak, and the limit (max_memory)."""
         budget = self.budget
         return {"used_bytes": budget.used_bytes, "peak_bytes": budget.peak_bytes, "limit_bytes": budget.limit}
 

@@ -276,7 +276,7 @@ def prove(model: Any) -> dict[str, Any]:
             if forward != list(tokens):
                 return {"outcome": FAILED, "reason": f"decodes {list(tokens)}, generate() gives {expected}"}
             note = "tokens are those of forward(), which generate() contradicts"
-    figures = {"error": report.parity.relative_error, "found": report.found, **({"note": note} if note else {})}
+    figures = {"error": report.parity.relative_error, "counts": report.counts, **({"note": note} if note else {})}
     return {"outcome": EXPORTED, "seconds": round(time.perf_counter() - begin, 1), **figures}
 
 

@@ -212,10 +212,10 @@ def test_static_scales_stay_near_the_source(static_file):
     for row in range(2):
         expected = static_file.family.logits(sources[row], tokens[row])
         assert 0 < np.abs(actual[row] - expected).max() <= TOLERANCE * np.ptp(expected)
-    counts = static_file.report.found
-    assert counts["fixed"] > counts["by_row"] > 0
+    counts = static_file.report.counts
+    assert counts["static_scales"] > counts["row_scales"] > 0
     assert dict(static_file.report.rows())["static scales"].startswith(
-        f"{counts['fixed']} of {counts['fixed'] + counts['by_row']} "
+        f"{counts['static_scales']} of {counts['static_scales'] + counts['row_scales']} "
     )
 
 
@@ -241,7 +241,7 @@ def test_static_scales_with_latency_form_and_int8_caches_stay_near_the_source(ex
         expected = file.family.logits(None, tokens[row])
         assert np.abs(actual - expected).max() <= TOLERANCE * np.ptp(expected)
     assert not np.array_equal(alone, together[0])
-    assert any(product.few and product.fixed for product in file.report.products.values())
+    assert any(product.few and product.static_scale for product in file.report.products.values())
 
 
 # -- processors whose products saturate --------------------------------------------------------------------------------

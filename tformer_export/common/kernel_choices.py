@@ -25,7 +25,7 @@ class CompiledFields(Protocol):
 
     model: ir.Model
     manifest: Manifest
-    found: dict[str, int]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class KernelChoice:
 
 
 def _recognised(name: str) -> Callable[[CompiledFields], bool]:
-    return lambda compiled: compiled.found.get(name, 0) > 0
+    return lambda compiled: compiled.counts.get(name, 0) > 0
 
 
 def _holds(operator: str, stage: str = "") -> Callable[[CompiledFields], bool]:

@@ -71,7 +71,7 @@ class ActivationQuantizer:
     """Computes the integers of activations, once in each graph for all their readers.
 
     on_cpu: whether onnxruntime's own operators may be used.
-    fixed, by_row: the numbers of activations with a static scale and with a scale for each row.
+    static_scales, row_scales: the numbers of activations with a static scale and with a scale for each row.
     """
 
     def __init__(self, store: WeightStore, on_cpu: bool) -> None:
@@ -80,11 +80,11 @@ class ActivationQuantizer:
         self._static: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     @property
-    def fixed(self) -> int:
+    def static_scales(self) -> int:
         return len(self._static)
 
     @property
-    def by_row(self) -> int:
+    def row_scales(self) -> int:
         return len(self._by_row)
 
     def with_static_scale(

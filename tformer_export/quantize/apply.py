@@ -176,10 +176,10 @@ def _rewrite(
             on_cpu=options.target == "cpu",
             static_scales=planner.static_scales,
         )
-        counts = {"fixed": parts.fixed, "by_row": parts.by_row, "quantised": parts.count}
+        counts = {"static_scales": parts.static_scales, "row_scales": parts.row_scales, "quantized": parts.count}
         products = parts.products
         decode = manifest.decode and replace(manifest.decode, small_batch_limit=parts.small_batch_limit)
         manifest = replace(manifest, decode=decode)
     if adds_shortlist:
         manifest = with_columns(model, manifest)
-    return replace(compiled, model=model, manifest=manifest, found={**compiled.found, **counts}), products
+    return replace(compiled, model=model, manifest=manifest, counts={**compiled.counts, **counts}), products

@@ -52,14 +52,14 @@ class Product:
     """A quantised product (rows, inner) × (inner, columns).
 
     few: whether it has a form for few rows too.
-    fixed: whether its activations have a static scale.
+    static_scale: whether its activations have a static scale.
     """
 
     inner: int
     columns: int
     bits: int
     few: bool
-    fixed: bool = False
+    static_scale: bool = False
 
 
 @dataclass
@@ -68,14 +68,14 @@ class QuantizedParts:
 
     products: name in the graph → product.
     tables: the number of embeddings.
-    fixed, by_row: how many inputs of products have a static scale, and how many a scale for each row.
+    static_scales, row_scales: how many inputs of products have a static scale, and how many a scale for each row.
     small_batch_limit: as in the manifest's decode stage.
     """
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
-    fixed: int = 0
-    by_row: int = 0
+    static_scales: int = 0
+    row_scales: int = 0
     small_batch_limit: int | None = None
 
     @property
@@ -126,8 +126,9 @@ def quantize(
             for node in list(graph):
                 rewrite(graph, node)
     remove_unused.run(model)
-    rewriter.parts.fixed, rewriter.parts.by_row = rewriter.operands.fixed, rewriter.operands.by_row
-    return rewriter.parts
+    parts = rewriter.parts
+    parts.static_scales, parts.row_scales = rewriter.operands.static_scales, rewriter.operands.row_scales
+    return parts
 
 
 def _by_name(bits: Bits) -> Callable[[str], int]:

@@ -86,7 +86,11 @@ def test_products_match_integer_arithmetic(on_cpu, gemm):
     else:
         assert {node.domain for node in after.graph.node} == {""}
     assert {"Abs", "ReduceMax", "Max"}.isdisjoint(kinds)
-    assert (quantisation.fixed, quantisation.by_row, quantisation.products["product"].fixed) == (1, 0, True)
+    assert (quantisation.static_scales, quantisation.row_scales, quantisation.products["product"].static_scale) == (
+        1,
+        0,
+        True,
+    )
 
 
 def test_rows_are_independent_and_large_activations_are_clipped():
@@ -235,7 +239,7 @@ def test_static_scales_are_as_near_to_pytorch_as_row_scales(case, learned_scales
     for name, (model, fixed) in files.items():
         quantisation = quantize(model, on_cpu=True, static_scales=fixed)
         errors[name] = case.error(case.write_engine(model, f"{name}.onnx", quantization="int8"))
-        assert (quantisation.fixed, quantisation.by_row) == ((0, 4) if name == "rows" else (3, 1))
+        assert (quantisation.static_scales, quantisation.row_scales) == ((0, 4) if name == "rows" else (3, 1))
     assert 0 < errors["fixed"] < 2 * errors["rows"]
     assert errors["fixed"] < errors["plain"] / 4
 
