@@ -23,7 +23,7 @@ from tformer_export.passes import emulate_half_on_cpu
 from tformer_export.passes.half_precision import HALVES
 from tformer_export.passes.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
-from tformer_export.quantize.apply import QuantisedResult, quantise
+from tformer_export.quantize.apply import QuantizedResult, quantize_within_budget
 from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
@@ -74,9 +74,9 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         verified = _verified_raw(verified, clock)
         compiled, gate, parity = verified.compiled, verified.gate, verified.parity
         compiled = replace(compiled, manifest=_with_parity(compiled.manifest, parity, None))
-        fewer = QuantisedResult(compiled)
+        fewer = QuantizedResult(compiled)
         if options.quantization.quantizes:
-            fewer = quantise(compiled, gate, verified.engine, options, folder, clock, forms)
+            fewer = quantize_within_budget(compiled, gate, verified.engine, options, folder, clock, forms)
         del verified, compiled  # a session and a model that hold copies of the weights
         model, manifest, measured = fewer.compiled.model, fewer.compiled.manifest, None
         manifest = _with_parity(manifest, parity, fewer.degradation)
@@ -195,6 +195,6 @@ def _with_parity(
 ) -> Manifest:
     measured = parity.to_dict()
     if degradation is not None:
-        measured["quantised"] = asdict(degradation)
-        del measured["quantised"]["speed"]  # a time would make every export of a model another file
+        measured["quantized"] = asdict(degradation)
+        del measured["quantized"]["speed"]  # a time would make every export of a model another file
     return replace(manifest, parity=measured)

@@ -267,6 +267,6 @@ def phases(options: ExportOptions) -> list[str]:
     names += ["tune"] if options.tune else []
     names += ["verify"]
     names += ["half"] if options.half is not None else []
-    names += ["calibrate", "search", "quantise", "measure"] if options.quantization.quantizes else []
+    names += ["calibrate", "search", "quantize", "measure"] if options.quantization.quantizes else []
     names += ["shortlist"] if options.shortlist is not None else []
     return [*names, "write"]

@@ -97,8 +97,8 @@ class ExportReport:
     def _precision_text(self) -> str:
         if self.precision != "fp32":
             return self.precision
-        quantised = self.quantization != "none" and self.optimized_for
-        if quantised:
+        quantized = self.quantization != "none" and self.optimized_for
+        if quantized:
             return f"{self.quantization} for {self.optimized_for}"
         return self.precision if self.quantization == "none" else self.quantization
 

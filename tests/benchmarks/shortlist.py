@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tformer_export import export
 from tformer_export.common.onnx_writer import save
-from tformer_export.quantize import quantize
+from tformer_export.quantize import quantize_weights
 from tformer_export.shortlist import MIN_EQUAL_SHARE, separate_projection, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
 from tformer_runtime import Model
@@ -91,7 +91,7 @@ def prepared(folder: Path, precision: str) -> Path:
     manifest = Manifest.from_json(model.metadata_props[MANIFEST_KEY])
     separate_projection(model)
     if precision == "int8":
-        quantize(model)
+        quantize_weights(model)
         manifest = replace(manifest, quantization="int8")
     manifest = with_columns(model, manifest)
     return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), made)

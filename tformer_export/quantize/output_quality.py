@@ -265,14 +265,14 @@ def _row_difference(gate: ParityGate, before: Engine, after: Engine) -> float:
     ):
         if requests is ragged and not hides_padding:
             continue
-        (unquantised_moves, _), (moves, together) = (_moves(engine, requests) for engine in (before, after))
-        unquantised = _run(before, requests)
+        (unquantized_moves, _), (moves, together) = (_moves(engine, requests) for engine in (before, after))
+        unquantized = _run(before, requests)
         for (row, output), difference in moves.items():
             expected = together[row, output]
             span = float(np.ptp(expected)) or 1.0
             worst = max(worst, float(np.abs(difference).max()) / span)
-            changed = _rms(expected - _like(unquantised[output][row], expected))
-            allowed = _rms(unquantised_moves[row, output]) + max(TOLERANCE * span, changed / 2)
+            changed = _rms(expected - _like(unquantized[output][row], expected))
+            allowed = _rms(unquantized_moves[row, output]) + max(TOLERANCE * span, changed / 2)
             if not _rms(difference) <= allowed:
                 raise ParityError(
                     f"a row's result changes with its neighbours by {_rms(difference) / span:.3g} of the outputs' "

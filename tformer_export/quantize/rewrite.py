@@ -83,7 +83,7 @@ class QuantizedParts:
         return len(self.products) + self.tables
 
 
-def quantize(
+def quantize_weights(
     model: ir.Model,
     bits: Bits = 8,
     optimize_for: str = THROUGHPUT,
@@ -216,10 +216,10 @@ class _Rewriter:
         if table is None:
             return
         name = node.name or "table"
-        quantised, scale = self.store.table(name, table.numpy())
-        scales = self.store.constant(f"{quantised.name}.scales", scale[:, None])
+        quantized, scale = self.store.table(name, table.numpy())
+        scales = self.store.constant(f"{quantized.name}.scales", scale[:, None])
         ids = node.inputs[1]
-        rows = ir.node("Gather", [quantised, ids], {"axis": 0}, name=f"{name}.rows")
+        rows = ir.node("Gather", [quantized, ids], {"axis": 0}, name=f"{name}.rows")
         number = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
         row_scale = ir.node("Gather", [scales, ids], {"axis": 0}, name=f"{name}.scale")
         scaled = ir.node("Mul", [number.outputs[0], row_scale.outputs[0]], name=f"{name}.scaled")
@@ -262,7 +262,7 @@ class _Rewriter:
         scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
         columns = matrix.columns(self._home(graph))
         if self.on_cpu and graph.name == ENCODE:
-            inputs = [rows, columns, self.store.constant("quantise.unit", np.float32(1)), scale, zero]
+            inputs = [rows, columns, self.store.constant("quantize.unit", np.float32(1)), scale, zero]
             self.model.graph.opset_imports.setdefault(CONTRIB, 1)
             new_nodes = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
             new_nodes.append(ir.node("Mul", [new_nodes[0].outputs[0], row_scale], name=f"{name}.by_row"))

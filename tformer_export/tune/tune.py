@@ -36,7 +36,7 @@ from tformer_export.common.option_values import LATENCY, STATIC, THROUGHPUT
 from tformer_export.common.paired_timing import Request, Trial, time_in_turns
 from tformer_export.compile import AnalysedModel, CompiledModel
 from tformer_export.options import ExportOptions
-from tformer_export.quantize import StaticScale, quantize
+from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_export.quantize.matrices import find_matrices
 from tformer_export.verify.parity import ParityGate
 from tformer_runtime.engine.engine import Engine
@@ -111,7 +111,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
             bits_of = {name: m.at_least(bits) for m in find_matrices(candidate.model) for name in m.products}
             any_scale = StaticScale.between(-1, 1)  # its value does not change the speed
             scales = dict.fromkeys(bits_of, any_scale) if options.quantization.activation_scales == STATIC else {}
-            quantize(
+            quantize_weights(
                 candidate.model,
                 bits_of,
                 options.optimize_for,

@@ -324,7 +324,7 @@ def test_mixture_is_calibrated_on_texts(tmp_path):
     assert 0 < losses[0] < losses[1]
 
 
-def test_forecast_is_quantised_within_budget(tmp_path):
+def test_forecast_is_quantized_within_budget(tmp_path):
     torch.manual_seed(0)
     module, random = Forecast().eval(), np.random.default_rng(0)
     series = random.standard_normal((24, 16, 2)).astype(np.float32)

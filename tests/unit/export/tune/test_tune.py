@@ -38,7 +38,7 @@ from tformer_export.common.kernel_choices import (  # fmt: skip
 from tformer_export.common.onnx_writer import save
 from tformer_export.common.paired_timing import MIN_GAIN, MIN_ROUNDS, ROUNDS, time_in_turns
 from tformer_export.compile import analyse
-from tformer_export.quantize import measure, quantize
+from tformer_export.quantize import measure, quantize_weights
 from tformer_export.sources.torch_module import from_module
 from tformer_export.tune.tune import make_request, tune
 from tformer_export.verify.parity import ParityGate
@@ -345,11 +345,11 @@ def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bit
     compiled, forms = analysed.compile(), {FEW_ROWS_KERNEL.name: form}
     gate = ParityGate(analysed.source, compiled.inputs)
     before = write_engine(compiled.model.clone(), compiled.manifest, tmp_path / "before.onnx")
-    quantisation = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
+    quantization = quantize_weights(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
     after = write_engine(compiled.model, compiled.manifest, tmp_path / "after.onnx")
     kinds = operators(compiled.model)
     assert ("MatMulNBits" in kinds) == (form != "none")
-    assert quantisation.count > 0
+    assert quantization.count > 0
     measure(gate, before, after, exact=False)  # refuses a file whose batches change a row by more than rounding does
     limit = next(
         (v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.max_tokens"), None
