@@ -33,6 +33,7 @@ from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     Answer,
+    BaseTask,
     Classification,
     Classifier,
     CtcRecognition,
@@ -41,7 +42,6 @@ from tformer_runtime.tasks import (
     FillMask,
     QuestionAnswering,
     Span,
-    Task,
     TokenClassification,
     Transcription,
     generates,
@@ -569,7 +569,7 @@ class Model:
         return Forecaster(self.engine, self.budget)
 
     @cached_property
-    def _only_task(self) -> Task:
+    def _only_task(self) -> BaseTask:
         """The task of a file that does not generate text. Cached, because some tasks parse the tokenizer."""
         return task_of(self.manifest)
 
@@ -593,7 +593,7 @@ class Model:
                 f"this model ({self.manifest.task}) {SpeechToText.does}: it cannot {call}; call {SpeechToText.call}"
             )
 
-    def _task(self, call: str, kind: type[Task] = Task) -> Task:
+    def _task(self, call: str, kind: type[BaseTask] = BaseTask) -> BaseTask:
         """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks.
 
         call: the verb of the caller, for the error. kind: the class of the task.

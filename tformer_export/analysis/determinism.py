@@ -28,7 +28,7 @@ from tformer_export.common.source_lines import error_summary, line_of_error, use
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
 
-MAX_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
+MAX_KERNEL_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
 
 
 @dataclass
@@ -333,7 +333,7 @@ def _same(one: Any, other: Any) -> bool:
     one, other = one.detach(), other.detach()
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=MAX_ROUNDING, atol=MAX_ROUNDING * scale, equal_nan=True)
+    return torch.allclose(one, other, rtol=MAX_KERNEL_ROUNDING, atol=MAX_KERNEL_ROUNDING * scale, equal_nan=True)
 
 
 def _first_row_differs(

@@ -119,7 +119,7 @@ def quantize_weights(
         and (width := bits_of(str(node.name))) in few_rows
     ]
     branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
-    rewriter = _Rewriter(model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales)
+    rewriter = _QuantizationRewriter(model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales)
     rewriter.parts.small_batch_limit = max(limits) if branches else None
     for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
         for graph in (model.graph, *model.graph.subgraphs()):
@@ -161,7 +161,7 @@ class _Weight:
         return values.T if self.is_transposed else values
 
 
-class _Rewriter:
+class _QuantizationRewriter:
     """Rewrites products and tables.
 
     has_few_rows_form: whether a matrix of this many numbers has the form for few rows.

@@ -2,7 +2,7 @@
 
 p(t | s), the probability that t translates source id s, is found by expectation maximisation (Brown et al. 1993,
 "The Mathematics of Statistical Machine Translation", section 4.1). Let A_j be the set of source ids of line j, with an
-empty id that stands for no source. A round is
+empty id that stands for no source. An iteration is
 
     c(t, s) = Σ_j Σ_{t in line j} p(t | s) / Σ_{s' in A_j} p(t | s')        p(t | s) = c(t, s) / Σ_t' c(t', s)
 
@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-ROUNDS = 5
+EM_ITERATIONS = 5
 NULL_SOURCE = 0  # the source id that stands for no source; the others are counted from 1
 NO_PLACE = np.iinfo(np.int64).max // 2  # the place of an id that is in no list
 
@@ -104,13 +104,13 @@ class Associations:
         return starts, target.astype(np.int32)
 
 
-def associate(lines: Sequence[Line], vocabulary: int, rounds: int = ROUNDS) -> Associations:
-    """Learn from lines. Time: a sort of all links, and four passes over them a round. Memory: 40 bytes a link."""
+def associate(lines: Sequence[Line], vocabulary: int, iterations: int = EM_ITERATIONS) -> Associations:
+    """Learn from lines. Time: a sort of all links, and four passes over them an iteration. Memory: 40 bytes a link."""
     links = _Links(lines, vocabulary)
     keys, pair = np.unique(links.key, return_inverse=True)
     source = keys // vocabulary
     p = np.ones(len(keys))
-    for _ in range(rounds):
+    for _ in range(iterations):
         share = p[pair]
         share /= np.bincount(links.token, share)[links.token]
         counts = np.bincount(pair, share)

@@ -121,7 +121,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
                 static_scales=scales,
             )
         with temporary_model(folder / "candidate.onnx") as path:  # a session maps it into memory
-            return make_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
+            return make_timed_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
 
     manifest = replace(
         with_forms(compiled.manifest, DEFAULT_FORMS, options.optimize_for), quantization=options.quantization.weights
@@ -165,7 +165,7 @@ def tune(
     return tuning
 
 
-def make_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
+def make_timed_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
     """Make a timed request of random ids: batch size → seconds. It is the same for every engine of one source.
 
     The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A model that is run

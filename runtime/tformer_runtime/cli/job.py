@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tformer_runtime.base.errors import OptionError, UnsupportedCallError
 from tformer_runtime.format.manifest import ATTENTIONS
-from tformer_runtime.tasks.base import TRUNCATE, Task
+from tformer_runtime.tasks.base import TRUNCATE, BaseTask
 from tformer_runtime.tasks.settings import MAX_MEMORY
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Job:
     heat_maps: HeatMapWriter | None = None
     max_memory: int | None = None
 
-    def __init__(self, task: Task, settings: Mapping[str, Any], options: RunOptions) -> None:
+    def __init__(self, task: BaseTask, settings: Mapping[str, Any], options: RunOptions) -> None:
         """Check the options before the model is loaded.
 
         settings: the settings of the task's results, and the flags in `_RUN_FLAGS`.

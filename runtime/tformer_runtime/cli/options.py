@@ -14,12 +14,12 @@ import click
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import OPTIONS as SPECS
-from tformer_runtime.decoding.options import GenerationOptions, OptionSpec
+from tformer_runtime.decoding.options import GenerationOptions, GenerationOptionSpec
 from tformer_runtime.tasks import TASKS
 from tformer_runtime.tasks.settings import Flag, value_of
 
 
-def _flag(name: str, spec: OptionSpec) -> Flag:
+def _flag(name: str, spec: GenerationOptionSpec) -> Flag:
     """Return the flag of an option. Options without a metavar are for Python alone and have none."""
     return Flag(spec.flag or f"--{name.replace('_', '-')}", spec.metavar or "", spec.help, spec.parse, spec.repeated)
 

@@ -44,7 +44,7 @@ OUTPUT = "Additional output"
 
 
 @dataclass(frozen=True)
-class OptionSpec:
+class GenerationOptionSpec:
     """One generation option.
 
     heading: the group of options that it belongs to. help: one or more sentences. check: see `option_checks`.
@@ -75,7 +75,7 @@ def _option(
     flag: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    spec = OptionSpec(heading, help, check, default, metavar, parse, repeated, flag)
+    spec = GenerationOptionSpec(heading, help, check, default, metavar, parse, repeated, flag)
     return field(default=None, metadata={"option": spec}, hash=hash)
 
 
@@ -380,7 +380,7 @@ class GenerationOptions:
         return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
 
 
-OPTIONS: dict[str, OptionSpec] = {f.name: f.metadata["option"] for f in fields(GenerationOptions)}
+OPTIONS: dict[str, GenerationOptionSpec] = {f.name: f.metadata["option"] for f in fields(GenerationOptions)}
 """The table: name → option, in the order of the documentation."""
 
 

@@ -31,7 +31,7 @@ from tformer_runtime.engine.state import State
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.csv_series import read_series
 from tformer_runtime.preprocess.series import TASK, SeriesPreprocessor, SeriesWindow
-from tformer_runtime.tasks.base import Task, numbers_of
+from tformer_runtime.tasks.base import BaseTask, numbers_of
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 
 Forecast = npt.NDArray[np.float32]
@@ -226,7 +226,7 @@ def make_batches(requests: Sequence[ForecastRequest], ragged: bool, batch_size: 
         yield batch
 
 
-class Forecasting(Task):
+class Forecasting(BaseTask):
     """The task of forecasters: its settings, and the formats of a forecast."""
 
     names = (TASK,)

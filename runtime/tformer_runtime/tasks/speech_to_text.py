@@ -156,7 +156,7 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class _Progress:
+class _TranscriptionState:
     """The tokens of a recording so far.
 
     seek: the frame at which the next window begins.
@@ -297,7 +297,7 @@ class Transcriber:
 
     def _transcribe(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> list[Transcription]:
         """Transcribe recordings, window by window. The next windows of all unfinished recordings are one batch."""
-        sounds = [_Progress(recording, recording.prompt) for recording in recordings]
+        sounds = [_TranscriptionState(recording, recording.prompt) for recording in recordings]
         if unknown := [sound for sound in sounds if None in sound.prompt]:
             self._detect_languages(unknown)
         while unfinished := [sound for sound in sounds if sound.frames_left > 0]:
@@ -309,7 +309,7 @@ class Transcriber:
         codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
         return [self._make_transcription(sound, codes) for sound in sounds]
 
-    def _detect_languages(self, sounds: Sequence[_Progress]) -> None:
+    def _detect_languages(self, sounds: Sequence[_TranscriptionState]) -> None:
         """Set the language of each prompt: the likeliest language token after the start token."""
         language_ids = np.array(sorted(set(self.task.prompt.languages.values())))
 
@@ -325,7 +325,7 @@ class Transcriber:
         for sound, result in zip(sounds, results, strict=True):
             sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
 
-    def _generate(self, sounds: Sequence[_Progress], settings: Mapping[str, Any]) -> list[Result]:
+    def _generate(self, sounds: Sequence[_TranscriptionState], settings: Mapping[str, Any]) -> list[Result]:
         """Generate the tokens of the next window of each sound. All sounds have prompts of one length."""
         prompt, prompt_tokens = self.task.prompt, len(sounds[0].prompt)
         options = GenerationOptions(num_beams=settings["num_beams"])
@@ -337,15 +337,15 @@ class Transcriber:
         requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]
         return generate_all(self._generator, requests, Settings.of(options, self._manifest.generation_defaults))
 
-    def _make_request(self, sound: _Progress, prompt: Ints, max_tokens: int) -> Request:
+    def _make_request(self, sound: _TranscriptionState, prompt: Ints, max_tokens: int) -> Request:
         return Request(sound.recording.index, {self._input_name: self._window(sound)}, prompt, max_tokens)
 
-    def _window(self, sound: _Progress) -> F32:
+    def _window(self, sound: _TranscriptionState) -> F32:
         """Return the frames (num_mel_bins, frames) of the next window, padded with zeros at the end."""
         frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
 
-    def _append_window(self, sound: _Progress, ids: list[int]) -> None:
+    def _append_window(self, sound: _TranscriptionState, ids: list[int]) -> None:
         """Append the segments of a window, and set where the next window begins. ids: of the window."""
         prompt, window_frames = self.task.prompt, min(sound.frames_left, self._audio.frames)
         begin = sound.seek * prompt.step / prompt.stride
@@ -356,7 +356,7 @@ class Transcriber:
         sound.ids += [i for segment, _, _ in segments for i in segment]
         sound.seek += advance if advance > 0 else window_frames
 
-    def _make_transcription(self, sound: _Progress, codes: Mapping[int, str]) -> Transcription:
+    def _make_transcription(self, sound: _TranscriptionState, codes: Mapping[int, str]) -> Transcription:
         """codes: language id → code."""
         return Transcription(
             self._text(sound.ids),
@@ -411,9 +411,9 @@ def split_segments(
     return segments, window_frames if complete else (ids[begin - 2] - first_time_id) * prompt.stride
 
 
-def _group_by_prompt(sounds: Sequence[_Progress]) -> list[list[_Progress]]:
+def _group_by_prompt(sounds: Sequence[_TranscriptionState]) -> list[list[_TranscriptionState]]:
     """Group sounds that have prompts of one length and the same timestamp rules."""
-    groups: dict[tuple[bool, int], list[_Progress]] = {}
+    groups: dict[tuple[bool, int], list[_TranscriptionState]] = {}
     for sound in sounds:
         groups.setdefault((sound.recording.timestamps, len(sound.prompt)), []).append(sound)
     return list(groups.values())

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tformer_export.common.checkpoint import OptionError, load_checkpoint
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_models import stats_series
-from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
+from tformer_models.forecaster import DecoderForecaster, EncoderDecoderForecaster, EncoderForecaster
 from tformer_models.objectives import ForecastObjective
 from tformer_models.recipe import FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
@@ -42,7 +42,7 @@ def waves(context: int = 12, horizon: int = 6) -> SeriesDataset:
     return SeriesDataset(values[:140], values[140 - context :], context, horizon, series, {"features": 2})
 
 
-@pytest.fixture(params=[DecoderForecaster, Forecaster])
+@pytest.fixture(params=[DecoderForecaster, EncoderDecoderForecaster])
 def model(request):
     torch.manual_seed(0)
     layers = {"layers": 1} if request.param is DecoderForecaster else {"encoder_layers": 1, "decoder_layers": 1}
@@ -68,7 +68,7 @@ def test_prediction_does_not_depend_on_later_steps(model):
 @torch.inference_mode()
 def test_forecasts_do_not_depend_on_padding(positions):
     torch.manual_seed(0)
-    model = Forecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
+    model = EncoderDecoderForecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
     torch.nn.init.normal_(model.output.weight, std=0.5)
     src, tgt, lengths = torch.randn(3, 9, 2), torch.randn(3, 4, 2), (9, 4, 1)
     padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
@@ -124,7 +124,7 @@ def test_checkpoint_of_a_fixed_context_is_exported_at_that_length(tmp_path):
 
 def test_unknown_positions_are_refused():
     with pytest.raises(ValueError, match="positions must be one of sinusoidal, learned, not 'none'"):
-        Forecaster(1, positions="none")
+        EncoderDecoderForecaster(1, positions="none")
 
 
 def test_epoch_has_every_window_once():

@@ -36,11 +36,11 @@ from tformer_export.common.kernel_choices import (  # fmt: skip
     session_settings,
 )
 from tformer_export.common.onnx_writer import save
-from tformer_export.common.paired_timing import MIN_GAIN, MIN_ROUNDS, ROUNDS, time_in_turns
+from tformer_export.common.paired_timing import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS, time_in_turns
 from tformer_export.compile import analyse
 from tformer_export.quantize import measure, quantize_weights
 from tformer_export.sources.torch_module import from_module
-from tformer_export.tune.tune import make_request, tune
+from tformer_export.tune.tune import make_timed_request, tune
 from tformer_export.verify.parity import ParityGate
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.engine.engine import Engine
@@ -152,7 +152,7 @@ def constant(seconds):
 
 def noisy(*ratios):
     """Return a request with one time for each turn, repeated. The first turn is a warm-up."""
-    turns = iter([1.0, *ratios * ROUNDS])
+    turns = iter([1.0, *ratios * MAX_ROUNDS])
     return lambda rows: next(turns)
 
 
@@ -228,7 +228,7 @@ def test_choice_may_set_its_own_batch_sizes():
 
 def test_defaults_stay_unless_all_kept_forms_together_win():
     """A form wins its own race by chance."""
-    lucky_times = [1.0, *[0.5] * ROUNDS]
+    lucky_times = [1.0, *[0.5] * MAX_ROUNDS]
 
     def build(forms):
         return (lambda rows: lucky_times.pop(0) if lucky_times else 1.0) if forms else constant(1.0)
@@ -366,7 +366,7 @@ def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bit
 @pytest.fixture
 def patch_times(monkeypatch):
     """Replace the time of requests by a time that depends on the forms of their file. The engine still runs them."""
-    real = make_request
+    real = make_timed_request
 
     def patch(times):
         def make_timed_request(gate, engine):
