@@ -21,7 +21,7 @@ from tformer_export.options import ExportOptions, ExtraOutputs, Quantization
 from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
-from tformer_export.sources.finish import Statements, finish
+from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.sources.torch_module import from_module
@@ -116,7 +116,7 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series)
-    statements = Statements.of(
+    overrides = SourceOverrides.of(
         task,
         tokenizer=tokenizer,
         special_tokens=special_tokens,
@@ -126,7 +126,7 @@ def export(
         preprocessor=preprocessor,
         max_length=max_length,
     )
-    source = finish(source, statements)
+    source = finish(source, overrides)
     clock = PhaseClock(progress)
     with source.eval_mode():
         result = build(source, out, options.for_model(source), clock)

@@ -517,7 +517,7 @@ class Model:
         Raise OptionError or UnsupportedCallError for options that this model does not support.
         """
         self._must_generate("generate")
-        options = (options or GenerationOptions()).with_(overrides)
+        options = (options or GenerationOptions()).replace(overrides)
         settings = Settings.of(options, self.manifest.generation_defaults)
         if settings.stop_strings and not self.inputs.output_codec:
             raise OptionError("stop_strings needs text and the file has no tokenizer", option="stop_strings")

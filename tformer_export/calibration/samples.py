@@ -154,7 +154,7 @@ def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Ite
     Raises InputError that names the line that cannot be used, OptionError for a file that cannot be read.
     """
     samples = _Reader(engine.manifest, option).samples(path)
-    return _completed(samples, engine) if engine.manifest.decode is not None else samples
+    return _complete_targets(samples, engine) if engine.manifest.decode is not None else samples
 
 
 def _numbers(manifest: Manifest, sample: Sample) -> int:
@@ -256,7 +256,7 @@ class _Reader:
         return value, None
 
 
-def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
+def _complete_targets(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
     """Yield samples that have a position to predict. Missing targets are decoded in batches."""
     model = Model(engine)
     while some := list(islice(samples, RANDOM_REQUESTS)):

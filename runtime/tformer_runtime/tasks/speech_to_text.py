@@ -331,7 +331,7 @@ class Transcriber:
         options = GenerationOptions(num_beams=settings["num_beams"])
         if sounds[0].recording.timestamps:
             end_id = self._manifest.special_tokens.eos_token_ids[0]
-            options = options.with_({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
+            options = options.replace({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
         room = self._manifest.max_length - prompt_tokens
         max_tokens = min(room, prompt.max_new_tokens or room)
         requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]

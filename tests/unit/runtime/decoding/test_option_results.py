@@ -394,7 +394,7 @@ def company(request, tmp_path_factory):
     way=ANY_WAY,
 )
 def test_result_is_the_same_alone_and_in_any_batch(company, words, batch_size, workers, way):
-    options = GenerationOptions(max_new_tokens=9).with_(way)
+    options = GenerationOptions(max_new_tokens=9).replace(way)
     results = company.generate_batch(words, options, batch_size=batch_size, workers=workers)
     alone = [next(company.generate_batch([word], options, batch_size=1)) for word in words]
     if "seed" in way:  # samples depend on the index
