@@ -68,13 +68,13 @@ def export(
         or a Source. A module without forward is called as decode(memory, …) after encode(…), by parameter names.
     path: the file to write. Weights of more than 2 GB stand next to it, in `path` + ".data".
     example: name of a parameter of forward → tensor (batch, time, …). Sizes do not matter; dtypes do.
-    step_input: the autoregressive input, which the file steps over with a cache; None for a model that is run once.
+    step_input: the autoregressive input, which the file steps over with a cache; None for a single-pass model.
     masks: arguments that follow from the lengths of an input: `padding(…)`, `causal(…)`, `lengths(…)` or
         `positions(…)`. They are not in the example.
     axes: the batch and the time axis of an input, if they are not (0, 1). Logits have the layout of the step input.
     fixed_arguments: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
-        list, for a model that is run once, names all outputs of the file.
+        list, for a single-pass model, names all outputs of the file.
 
     Its text, data and purpose:
 

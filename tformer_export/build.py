@@ -139,7 +139,7 @@ def _verify(compiled: CompiledModel, source: Source, folder: Path, clock: PhaseC
 
 
 def _verify_raw_inputs(verified: _VerifiedModel, clock: PhaseClock) -> _VerifiedModel:
-    """Compare a model that is run once from raw inputs to final results as well.
+    """Compare a single-pass model from raw inputs to final results as well.
 
     If the comparison of rows showed that padding changes them, its file runs rows of one size alone.
     """

@@ -278,7 +278,7 @@ def _without(extras: list[AuxiliaryOutput], names: Sequence[str]) -> list[Auxili
 
 
 def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
-    """Split the graph into the encode and the decode stage; a model that is run once has encode alone.
+    """Split the graph into the encode and the decode stage; a single-pass model has encode alone.
 
     Raises UnsupportedModelError for a model that cannot be decoded step by step.
     """
@@ -286,7 +286,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
     values = run_probe(graph, analysed.inputs)
     refuse_not_finite(graph, values, analysed.source.module)
     if graph.step is None:
-        return _stage_run_once(analysed, values)
+        return _stage_single_pass(analysed, values)
     check_step_input(graph, analysed.inputs)
     check_output(graph, analysed.source)
     if analysed.inputs[graph.step_name or ""].ids is not None:
@@ -294,7 +294,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
     return _stage_steps(analysed, target, values)
 
 
-def _stage_run_once(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
+def _stage_single_pass(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
     graph = analysed.graph
     names = list(analysed.source.outputs) or ["output"]
     outputs = [ContextTensor(node) for node in (graph.output, *(graph.extras[name] for name in names[1:]))]

@@ -74,8 +74,8 @@ class Quantization:
     max_degradation: float | str | DegradationBudget | None = option(
         None,
         "Refuse a file that changes more than this share of tokens (1% or 0.01), or that multiplies the perplexity by "
-        "more (1.02x). For a model that is run once: the share of rows whose class changes, or the loss of mean "
-        "cosine. The default for mixed is 1.01x, or 1% for a model that is run once.",
+        "more (1.02x). For a single-pass model: the share of rows whose class changes, or the loss of mean "
+        "cosine. The default for mixed is 1.01x, or 1% for a single-pass model.",
         flag="--max-degradation",
         metavar="SHARE",
     )
@@ -118,7 +118,7 @@ class ExtraOutputs:
     )
     attentions: bool = option(
         False,
-        "Output the weights of all attentions, for a model that is run once for an input.",
+        "Output the weights of all attentions, for a single-pass model.",
         "switch",
         flag="--attentions",
     )
@@ -217,20 +217,22 @@ class ExportOptions:
 
     def for_model(self, source: Source) -> ExportOptions:
         """Return these options for a model. Raises OptionError for options that the model cannot have."""
-        is_run_once = source.step_input is None
-        if self.shortlist is not None and (is_run_once or not set(source.example) - {source.step_input, *source.masks}):
+        is_single_pass = source.step_input is None
+        if self.shortlist is not None and (
+            is_single_pass or not set(source.example) - {source.step_input, *source.masks}
+        ):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":
             raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
-        if not is_run_once:
+        if not is_single_pass:
             return self
         if self.optimize_for != THROUGHPUT and not self.tune:  # with tune it names the batches to measure, too
             raise OptionError(
-                f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a model that is run once "
+                f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a single-pass model "
                 f"reads its input whole: leave it at {THROUGHPUT}"
             )
         if self.quantization.kv_cache != "float":
-            raise OptionError("a model that is run once has no cache: leave kv_cache at float")
+            raise OptionError("a single-pass model has no cache: leave kv_cache at float")
         return replace(self, quantization=replace(self.quantization, max_degradation=self.budget.with_unit(COSINE)))
 
     @property

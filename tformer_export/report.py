@@ -31,7 +31,7 @@ class ExportReport:
     source: the name of the model.
     task: its task, by transformers' names.
     target, precision, quantization, activation_scales, kv_cache: options of the export.
-    max_length: the longest sequence; 0 for a model that is run once.
+    max_length: the longest sequence; 0 for a single-pass model.
     parameters: the number of parameters of the model.
     size: bytes of the file, weights included.
     parity: the comparison with the source.
@@ -79,10 +79,10 @@ class ExportReport:
         return self.parity.tokens_equal == self.parity.tokens
 
     @property
-    def _run_once_text(self) -> str:
+    def _single_pass_text(self) -> str:
         if self.parity.forecast is not None:
             return "none: all steps are forecast at once"
-        return f"none: it is run once for an input ({self.task}); to generate, name the input that grows (--step-input)"
+        return f"none: a single-pass model ({self.task}); to generate, name the input that grows (--step-input)"
 
     @property
     def _feedback_text(self) -> str:
@@ -133,7 +133,7 @@ class ExportReport:
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._precision_text))),
             ("cached", f"{self._cache_text} a step, {counts.get('context', 0)} a request")
             if self.max_length
-            else ("decoding", self._run_once_text),
+            else ("decoding", self._single_pass_text),
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity_text),

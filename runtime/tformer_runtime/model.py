@@ -49,7 +49,7 @@ from tformer_runtime.tasks import (
     task_of,
 )
 from tformer_runtime.tasks.forecasting import Forecaster
-from tformer_runtime.tasks.single_pass import run_once
+from tformer_runtime.tasks.single_pass import run_single_pass
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
 
 _TARGET_CHUNK_TOKENS = 128  # tokens of one step in score(), align() and hidden_states()
@@ -338,7 +338,7 @@ class Model:
         settings = task.settings(settings)
         truncate = task.truncates(truncate, settings)
         readings = (partial(task.read_input, input, self.inputs, truncate, settings) for input in inputs)
-        outputs = run_once(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
+        outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
         return (task.make_result(reading, values, settings) for reading, values in outputs)
 
     def embed(
@@ -582,7 +582,7 @@ class Model:
         if self.manifest.decode is None:
             offers = self._only_task.call
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+                f"this model ({self.manifest.task}) is a single-pass model: it cannot {call}; call {offers}"
             )
 
     def _must_generate(self, call: str) -> None:

@@ -188,7 +188,7 @@ def test_chat_template_without_tokenizer_or_step_input_raises_option_error(tmp_p
     model, example, options = language_model()
     with pytest.raises(OptionError, match="there is no tokenizer to read them: give one"):
         export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})
-    with pytest.raises(OptionError, match="goes on with a text alone, and this one is run once for an input"):
+    with pytest.raises(OptionError, match="goes on with a text alone, and this one is a single-pass model"):
         export(model, tmp_path / "n.onnx", example, **{**options, "step_input": None})
     with pytest.raises(OptionError, match="chat_template of a checkpoint must be Jinja text, not dict"):
         save_checkpoint(model, tmp_path / "m.pt", factory="a:b", arguments={}, chat_template={})

@@ -370,7 +370,7 @@ def build(toy: Toy) -> onnx.ModelProto:
 
 
 def write_encoder(path: Path) -> Path:
-    """Write a file with an encoder only, which is run once, and return its path."""
+    """Write a file with an encoder only, a single-pass model, and return its path."""
     toy = Toy()
     encode, g = toy.manifest().encode, Graph("n")
     assert encode is not None

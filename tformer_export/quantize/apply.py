@@ -29,7 +29,7 @@ from tformer_export.quantize import (
     quantize_caches,
     quantize_weights,
 )
-from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_RUN_ONCE_BUDGET
+from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_SINGLE_PASS_BUDGET
 from tformer_export.quantize.token_quality import ReferenceDistribution
 from tformer_export.shortlist import separate_projection, with_columns
 from tformer_export.verify.parity import ParityGate
@@ -127,11 +127,11 @@ def _calibrate(
 def _budget(options: ExportOptions, reference: ReferenceDistribution | ReferenceOutputs | None) -> DegradationBudget:
     """Return the budget of the options, with the unit of the model's outputs.
 
-    reference: for a model that is run once or stepped over numbers; its outputs determine the unit.
+    reference: for a single-pass model, or one that is stepped over numbers; its outputs determine the unit.
     """
     budget = options.budget
     if options.quantization.weights == "mixed" and budget.tokens is None and budget.perplexity is None:
-        budget = MIXED_BUDGET if reference is None else MIXED_RUN_ONCE_BUDGET
+        budget = MIXED_BUDGET if reference is None else MIXED_SINGLE_PASS_BUDGET
     return budget if reference is None else budget.with_unit(reference.meaning)
 
 

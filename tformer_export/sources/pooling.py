@@ -32,7 +32,7 @@ def with_pooling(
         raise OptionError(f"pooling is one of {', '.join(POOLINGS)}, not {unknown[0]!r}")
     if source.step_input is not None:
         raise SourceError(
-            f"pooling is for models that are run once, and this one is stepped over {source.step_input!r}: leave out "
+            f"pooling is for single-pass models, and this one is stepped over {source.step_input!r}: leave out "
             "either (--task feature-extraction loads a Hugging Face folder without what it generates with)"
         )
     if source.outputs:

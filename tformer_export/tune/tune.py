@@ -168,8 +168,8 @@ def tune(
 def make_timed_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
     """Make a timed request of random ids: batch size → seconds. It is the same for every engine of one source.
 
-    The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A model that is run
-    once is run on the prompt.
+    The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A single-pass
+    model is run on the prompt.
     """
     drawing = ParityGate(gate.source, gate.inputs, seed=1, series=gate.series)
     max_length = engine.manifest.max_length

@@ -105,7 +105,7 @@ class Job:
         self.truncate = task.truncates(settings.get(TRUNCATE, False), checked)
         self.max_memory = settings.get(MAX_MEMORY)
         if self.max_memory is not None and task.manifest.decode is None:
-            raise OptionError("the model is run once for an input and keeps no caches: leave out --max-memory")
+            raise OptionError("the file holds a single-pass model, which keeps no caches: leave out --max-memory")
         self.heat_maps = self._heat_maps(Path(settings[ATTENTIONS]), options) if ATTENTIONS in settings else None
         self.can_resume = self.heat_maps is None
         flags = {name: flag.flag for flags in task.all_flags().values() for name, flag in flags.items()}

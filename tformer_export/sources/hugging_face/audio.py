@@ -41,7 +41,7 @@ DRAWN_SEQUENCES, DRAWN_IDS = 24, 40  # that are compared with the tokenizer's te
 def from_audio_model(
     module: Any, task: str, name: str | None = None, extractor: Any = None, tokenizer: Any = None
 ) -> Source:
-    """Read a transformers model that is run once on a sound.
+    """Read a single-pass transformers model on a sound.
 
     extractor: its feature extractor, which decides whether the model gets a padding mask; optional.
     tokenizer: its tokenizer, for a model that recognises speech; optional.
@@ -50,8 +50,8 @@ def from_audio_model(
     """
     if module.main_input_name != SAMPLES:
         raise SourceError(
-            f"{type(module).__name__} is run once on {module.main_input_name}: spectrograms are made for models alone "
-            "that write what they hear; load it in Python and give an example of its inputs"
+            f"{type(module).__name__} is a single-pass model of {module.main_input_name}: spectrograms are made for "
+            "models alone that write what they hear; load it in Python and give an example of its inputs"
         )
     taken = inspect.signature(module.forward).parameters
     source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)

@@ -1,4 +1,4 @@
-"""Quantised models that run once: outputs near to PyTorch's, independent rows, and a budget."""
+"""Quantised single-pass models: outputs near to PyTorch's, independent rows, and a budget."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_exceeded_budget_is_refused(name, tmp_path):
 def test_options_that_do_not_apply_raise_option_error(tmp_path):
     case = CASES["sentence"]()
     for options, message in (
-        ({"max_degradation": "1.02x"}, "a model that is run once has no perplexity to be multiplied by 1.02"),
+        ({"max_degradation": "1.02x"}, "a single-pass model has no perplexity to be multiplied by 1.02"),
         ({"optimize_for": "latency"}, "latency chooses kernels for steps of two or three tokens, and a model that is"),
     ):
         with pytest.raises(OptionError, match=message):

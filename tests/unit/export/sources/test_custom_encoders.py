@@ -1,4 +1,4 @@
-"""Custom encoders that run once, against PyTorch: pooling, heads, masks and refused options."""
+"""Custom single-pass encoders, against PyTorch: pooling, heads, masks and refused options."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Decoder(Everything):
 
 
 class Encoder(nn.Module):
-    """A model that runs once."""
+    """A single-pass model."""
 
     def __init__(self):
         super().__init__()
@@ -415,7 +415,7 @@ def test_file_and_report_name_kept_forms(tmp_path, patch_times):
     assert "*a product each" in table["  projections of one value"]
 
 
-def test_model_that_runs_once_is_tuned(tmp_path, patch_times):
+def test_single_pass_model_is_tuned(tmp_path, patch_times):
     patch_times({"MultiHeadAttention": 0.5})
     path = tmp_path / "model.onnx"
     report = export(Encoder(), path, {"src": EXAMPLE["src"]}, tune=True, optimize_for="latency")

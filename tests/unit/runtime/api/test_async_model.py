@@ -612,7 +612,7 @@ def test_interpreter_exits_while_requests_run(files, end):
     assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
 
 
-def test_invalid_options_and_models_that_are_run_once_are_refused(toy, tmp_path):
+def test_invalid_options_and_single_pass_models_are_refused(toy, tmp_path):
     for options in ({"max_batch_size": 0}, {"max_pending": 0}, {"max_batch_size": 1.5}, {"max_pending": True}):
         with pytest.raises(OptionError, match="must be a whole number of at least 1"):
             AsyncModel(toy, **options)
@@ -621,7 +621,7 @@ def test_invalid_options_and_models_that_are_run_once_are_refused(toy, tmp_path)
         encoder = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
         async with AsyncModel(encoder) as aio:
             for call in (aio.generate("a"), anext(aio.stream("a"))):
-                with pytest.raises(UnsupportedCallError, match="is run once for an input: it cannot generate"):
+                with pytest.raises(UnsupportedCallError, match="is a single-pass model: it cannot generate"):
                     await call
 
     asyncio.run(run())

@@ -241,7 +241,7 @@ def test_single_pass_file_has_no_steps(tmp_path):
     outputs = engine.encode({"src": [np.array([5, 6, 7]), np.array([8])]}, 2)
     assert outputs["context.k"].numpy().shape == (2, 2, 3, 8)
     assert outputs["context.bias"].numpy()[1, 0, 0].tolist() == [0, np.float32(-1e9), np.float32(-1e9)]
-    with pytest.raises(UnsupportedCallError, match="run once"):
+    with pytest.raises(UnsupportedCallError, match="single-pass model"):
         engine.start({"src": [np.array([5])]}, 1)
 
 
