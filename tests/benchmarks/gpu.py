@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4, "vocab_size": 32_000,
     },
 }  # fmt: skip
-LONGEST = 1024
+MAX_LENGTH = 1024
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 0}
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 PROMPT, SHORT, LONG = 128, 64, 320  # tokens
@@ -54,7 +54,7 @@ COPIED = 2**30  # bytes
 def build(size: str) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **SIZES[size], max_position_embeddings=LONGEST, tie_word_embeddings=False, eos_token_id=None, bos_token_id=1,
+        **SIZES[size], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=False, eos_token_id=None, bos_token_id=1,
         pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
@@ -176,7 +176,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model.onnx"
         if options.model is None:
-            report = export(build(options.size), path, target="cuda", precision=options.precision, max_length=LONGEST)
+            report = export(
+                build(options.size), path, target="cuda", precision=options.precision, max_length=MAX_LENGTH
+            )
             print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
         own = ours(path, options.repeats)
     rows: dict[str, float] = {"floor": floor}

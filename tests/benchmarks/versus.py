@@ -35,7 +35,7 @@ BUILD = ROOT / "build"
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--rows", multiple=True, help="Only models with this in their name; may be given several times.")
 @click.option(
-    "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Only this peer, beside tformer."
+    "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Compare tformer with this engine only."
 )
 @click.option("--precision", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision.")
 @click.option("--quick", is_flag=True, help="Two rounds of a few cases; without the model of 1.1 B unless it is named.")
@@ -45,7 +45,10 @@ BUILD = ROOT / "build"
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count(), show_default=True)
 @click.option("--models", type=click.Path(path_type=Path), default=BUILD / "versus", help="Folder of the models.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=BUILD / "versus.json", help="Results; .md and .png beside."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=BUILD / "versus.json",
+    help="File of the results; the table (.md) and the chart (.png) have the same name.",
 )
 @click.option("--report", is_flag=True, help="Measure nothing.")
 def main(
