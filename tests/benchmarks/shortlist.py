@@ -71,13 +71,17 @@ def coverage(lines: list[Line]) -> None:
 
 def shortlist(learned: Associations, common: int, each: int) -> Shortlist:
     starts, ids = learned.tables(common, each, VOCABULARY)
-    own = starts[1:]
-    return Shortlist(VOCABULARY, np.sort(learned.frequent[:common]), {"src": (own - own[0], ids[own[0] :])})
+    source_starts = starts[1:]
+    return Shortlist(
+        VOCABULARY,
+        np.sort(learned.frequent[:common]),
+        {"src": (source_starts - source_starts[0], ids[source_starts[0] :])},
+    )
 
 
 def prepared(folder: Path, precision: str) -> Path:
     """Write the model with a separate projection and without an end token."""
-    plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
+    plain, path = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
     if not plain.exists():
         ids = torch.randint(10, 100, (2, 6))
         export(
@@ -94,7 +98,7 @@ def prepared(folder: Path, precision: str) -> Path:
         quantize_weights(model)
         manifest = replace(manifest, quantization="int8")
     manifest = with_columns(model, manifest)
-    return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), made)
+    return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), path)
 
 
 def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, beams: int) -> str:

@@ -112,8 +112,11 @@ def _machine(bench: Bench, threads: int) -> dict[str, Any]:
         except PeerError as error:
             _tell(f"{peer.name}: {error}")
     rates = bench.once(RATES, "measure", threads=threads)
-    told = [f"{rates['bandwidth'] / 1e9:.1f} GB/s", *(f"{p} {rates[p] / 1e9:.0f} GMAC/s" for p in ("fp32", "int8"))]
-    _tell(f"{_processor()}, {threads} threads: {', '.join(told)}")
+    rate_texts = [
+        f"{rates['bandwidth'] / 1e9:.1f} GB/s",
+        *(f"{p} {rates[p] / 1e9:.0f} GMAC/s" for p in ("fp32", "int8")),
+    ]
+    _tell(f"{_processor()}, {threads} threads: {', '.join(rate_texts)}")
     return {"processor": _processor(), "threads": threads, "rates": rates, "versions": versions}
 
 
@@ -147,8 +150,10 @@ def _title(kept: dict[str, Any]) -> str:
         versions |= kept["versions"].get(peer.name, {})
     named = ", ".join(f"{name} {version.split('+')[0]}" for name, version in sorted(versions.items()))
     units = {"bandwidth": "GB/s"}
-    told = ", ".join(f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items())
-    return f"{kept['processor']}, {kept['threads']} threads ({told}); {named}"
+    rate_text = ", ".join(
+        f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items()
+    )
+    return f"{kept['processor']}, {kept['threads']} threads ({rate_text}); {named}"
 
 
 def _tell(text: str) -> None:

@@ -57,8 +57,8 @@ def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> I
             cases = {Case(**record["case"]) for record in chosen if record["precision"] == precision}
             for case in sorted(cases, key=lambda case: (case.prompt, case.beams, case.batch)):
                 floor = floors(row.shape, case, precision, rates)[measure]
-                found = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
-                cells = [_cell(found[name], case, measure, floor) if name in found else "–" for name in columns]
+                by_peer = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
+                cells = [_cell(by_peer[name], case, measure, floor) if name in by_peer else "–" for name in columns]
                 lines.append([precision, case.name, *cells, _number(_figure(floor, case, measure))])
         if lines:
             yield f"{title}:\n\n" + _table(["", "", *columns, "floor"], lines)
@@ -120,10 +120,10 @@ def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
     columns = _columns([*of_models, *starts])
     lines = []
     for precision in row.precisions:
-        found = {record["peer"]: record for record in of_models if record["precision"] == precision}
+        by_peer = {record["peer"]: record for record in of_models if record["precision"] == precision}
         for name, (title, form, factor) in OTHER_MEASURES.items():
-            if any(name in record for record in found.values()):
-                cells = (form.format(found[c][name] * factor) if name in found.get(c, ()) else "–" for c in columns)
+            if any(name in record for record in by_peer.values()):
+                cells = (form.format(by_peer[c][name] * factor) if name in by_peer.get(c, ()) else "–" for c in columns)
                 lines.append([precision, title, *cells])
         begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
         if begun:
@@ -168,7 +168,7 @@ def _reasons(records: Sequence[Record]) -> Iterator[str]:
 def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
     """Return (ratio, sentence) for each figure in which another engine took less time than tformer, the worst first."""
     kinds = {row.name: row.shape.kind for row in ROWS}
-    found = []
+    slower = []
     for record in records:
         for measure, ratio in record.get("ratio", {}).items():
             case: Any = record["case"]
@@ -179,8 +179,8 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
                 sentence = (
                     f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
                 )
-                found.append((ratio, sentence))
-    return sorted(found)
+                slower.append((ratio, sentence))
+    return sorted(slower)
 
 
 def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:

@@ -67,23 +67,23 @@ def target_results(records: Sequence[Record], rates: Mapping[str, float]) -> Ite
         for precision in row.precisions:
             mine = [record for record in timed if (record["row"], record["precision"]) == (row.name, precision)]
             for case in row.cases:
-                found = {record["peer"]: record for record in mine if Case(**record["case"]) == case}
+                by_peer = {record["peer"]: record for record in mine if Case(**record["case"]) == case}
                 for target in (target for target in TARGETS if target.meant(row, precision, case)):
                     for peer in target.peers:
                         if peer == FLOOR:
-                            times = _of_floor(found, target.measure, floors(row.shape, case, precision, rates))
+                            times = _of_floor(by_peer, target.measure, floors(row.shape, case, precision, rates))
                         else:
-                            times = _of_peer(found, target.measure, peer)
+                            times = _of_peer(by_peer, target.measure, peer)
                         if times:
                             target_ratio = target.times[case.batch]
                             yield TargetResult(row.name, precision, case, target.measure, peer, target_ratio, times)
 
 
-def _of_peer(found: Mapping[str, Record], measure: str, peer: str) -> dict[str, float]:
+def _of_peer(by_peer: Mapping[str, Record], measure: str, peer: str) -> dict[str, float]:
     """Return the ratios of each column in the rounds of the default column."""
-    theirs = found.get(peer, {}).get("ratio", {}).get(measure)
-    return {name: theirs / found[name]["ratio"][measure] for name in COLUMNS if name in found} if theirs else {}
+    theirs = by_peer.get(peer, {}).get("ratio", {}).get(measure)
+    return {name: theirs / by_peer[name]["ratio"][measure] for name in COLUMNS if name in by_peer} if theirs else {}
 
 
-def _of_floor(found: Mapping[str, Record], measure: str, floor: Mapping[str, float]) -> dict[str, float]:
-    return {n: floor[measure] / statistics.median(found[n]["seconds"][measure]) for n in COLUMNS if n in found}
+def _of_floor(by_peer: Mapping[str, Record], measure: str, floor: Mapping[str, float]) -> dict[str, float]:
+    return {n: floor[measure] / statistics.median(by_peer[n]["seconds"][measure]) for n in COLUMNS if n in by_peer}

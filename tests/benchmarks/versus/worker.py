@@ -96,11 +96,11 @@ class Worker:
         return self.module.measure(**arguments)
 
     def _versions(self) -> dict[str, Any]:
-        found = {}
+        versions = {}
         for name in PACKAGES:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name)
-        return found
+                versions[name] = metadata.version(name)
+        return versions
 
     def _memory(self) -> dict[str, Any]:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -238,7 +238,7 @@ def test_model_files_are_rebuilt_after_a_change_of_the_code(tmp_path):
         (folder / "model.onnx").write_bytes(bytes(10))
 
     for code, times in (("one", 1), ("one", 1), ("two", 2)):
-        assert engines.made(tmp_path / "file", make, code) == 10
+        assert engines.build_once(tmp_path / "file", make, code) == 10
         assert len(calls) == times
 
 

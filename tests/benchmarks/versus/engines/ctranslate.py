@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from versus.engines import SOURCE, hugging_face, made, only
+from versus.engines import SOURCE, build_once, hugging_face, only
 from versus.shapes import END, Case, Shape
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
             source = str(hugging_face(folder, shape))
             TransformersConverter(source).convert(str(path / "model"), quantization=quantize)
 
-    return made(_path(folder, precision), make)
+    return build_once(_path(folder, precision), make)
 
 
 def _path(folder: Path, precision: str) -> Path:

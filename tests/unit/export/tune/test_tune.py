@@ -374,7 +374,7 @@ def patch_times(monkeypatch):
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr("tformer_export.tune.tune.make_request", make_timed_request)
+        monkeypatch.setattr("tformer_export.tune.tune.make_timed_request", make_timed_request)
 
     return patch
 

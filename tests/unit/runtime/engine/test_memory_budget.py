@@ -86,7 +86,7 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
     generator, budget = model.generator, model.budget
     schedulers = [generator.new_scheduler(None, 16, waits=False) for _ in range(2)]
     rng = np.random.default_rng(3)
-    tasks, most = [], 0
+    tasks, peak_bytes = [], 0
     while len(tasks) < 60 or not all(s.idle for s in schedulers):
         if len(tasks) < 60 and rng.random() < 0.6:
             word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
@@ -100,9 +100,9 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
                     scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
                 scheduler.step()
                 assert budget.used_bytes <= limit
-                most = max(most, budget.reserved_bytes)
-                assert most <= limit
-    assert most > limit / 2
+                peak_bytes = max(peak_bytes, budget.reserved_bytes)
+                assert peak_bytes <= limit
+    assert peak_bytes > limit / 2
     assert model.memory()["used_bytes"] == budget.reserved_bytes == 0
     for task, word, way in tasks:
         if isinstance(task.error, KeyError):
@@ -134,8 +134,8 @@ def test_batch_larger_than_the_limit_runs_in_parts(files, checked_reservations):
     free = loaded(files, "decoder-only")
     expected = list(free.generate_batch(WORDS * 3))
     model = loaded(files, "decoder-only", 3 * bytes_of_batch(free, ["onnx" * 8]))
-    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
-        assert_alike(result, wanted)
+    for result, reference in zip(model.generate_batch(WORDS * 3), expected, strict=True):
+        assert_alike(result, reference)
     assert model.memory()["used_bytes"] == 0
 
 
