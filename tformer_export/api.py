@@ -21,7 +21,7 @@ from tformer_export.options import ExportOptions, ExtraOutputs, Quantization
 from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
-from tformer_export.sources.finish import Statements, finish
+from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.sources.torch_module import from_module
@@ -68,13 +68,13 @@ def export(
         or a Source. A module without forward is called as decode(memory, …) after encode(…), by parameter names.
     path: the file to write. Weights of more than 2 GB stand next to it, in `path` + ".data".
     example: name of a parameter of forward → tensor (batch, time, …). Sizes do not matter; dtypes do.
-    step_input: the autoregressive input, which the file steps over with a cache; None for a model that is run once.
+    step_input: the autoregressive input, which the file steps over with a cache; None for a single-pass model.
     masks: arguments that follow from the lengths of an input: `padding(…)`, `causal(…)`, `lengths(…)` or
         `positions(…)`. They are not in the example.
     axes: the batch and the time axis of an input, if they are not (0, 1). Logits have the layout of the step input.
     fixed_arguments: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
-        list, for a model that is run once, names all outputs of the file.
+        list, for a single-pass model, names all outputs of the file.
 
     Its text, data and purpose:
 
@@ -116,7 +116,7 @@ def export(
     check_writable(out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series)
-    statements = Statements.of(
+    overrides = SourceOverrides.of(
         task,
         tokenizer=tokenizer,
         special_tokens=special_tokens,
@@ -126,7 +126,7 @@ def export(
         preprocessor=preprocessor,
         max_length=max_length,
     )
-    source = finish(source, statements)
+    source = finish(source, overrides)
     clock = PhaseClock(progress)
     with source.eval_mode():
         result = build(source, out, options.for_model(source), clock)
@@ -143,7 +143,7 @@ def export(
         parameters=sum(p.numel() for p in source.module.parameters()),
         size=result.size,
         parity=result.parity,
-        found=result.found,
+        counts=result.counts,
         degradation=result.degradation,
         mixture=result.mixture,
         optimized_for=result.manifest.optimized_for,

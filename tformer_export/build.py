@@ -23,7 +23,7 @@ from tformer_export.passes import emulate_half_on_cpu
 from tformer_export.passes.half_precision import HALVES
 from tformer_export.passes.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
-from tformer_export.quantize.apply import QuantisedResult, quantise
+from tformer_export.quantize.apply import QuantizedResult, quantize_within_budget
 from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
@@ -41,7 +41,7 @@ class BuildResult:
     """A finished file. `ExportReport` describes the fields."""
 
     manifest: Manifest
-    found: dict[str, int]
+    counts: dict[str, int]
     parity: ParityReport
     size: int
     degradation: Degradation | OutputDegradation | None
@@ -52,7 +52,7 @@ class BuildResult:
 
 
 @dataclass(frozen=True)
-class _Verified:
+class _VerifiedModel:
     """A compiled model, the engine of its file, and the gate that compared the two."""
 
     compiled: CompiledModel
@@ -67,30 +67,38 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
     options: for this model (`ExportOptions.for_model`). Raises a TformerError; then nothing is written.
     """
     with folder_next_to(out) as folder:
-        compiled, forms, tuning = _compiled(source, options, folder, clock)
-        verified = _verified(compiled, source, folder, clock)
+        compiled, forms, tuning = _compile(source, options, folder, clock)
+        verified = _verify(compiled, source, folder, clock)
         if options.half is not None:
-            verified = _halved(verified, options.half, folder, clock)
-        verified = _verified_raw(verified, clock)
+            verified = _round_to_half(verified, options.half, folder, clock)
+        verified = _verify_raw_inputs(verified, clock)
         compiled, gate, parity = verified.compiled, verified.gate, verified.parity
         compiled = replace(compiled, manifest=_with_parity(compiled.manifest, parity, None))
-        fewer = QuantisedResult(compiled)
+        quantized = QuantizedResult(compiled)
         if options.quantization.quantizes:
-            fewer = quantise(compiled, gate, verified.engine, options, folder, clock, forms)
+            quantized = quantize_within_budget(compiled, gate, verified.engine, options, folder, clock, forms)
         del verified, compiled  # a session and a model that hold copies of the weights
-        model, manifest, measured = fewer.compiled.model, fewer.compiled.manifest, None
-        manifest = _with_parity(manifest, parity, fewer.degradation)
+        model, manifest, measured = quantized.compiled.model, quantized.compiled.manifest, None
+        manifest = _with_parity(manifest, parity, quantized.degradation)
         if options.shortlist is not None:
             with clock.phase("shortlist"):
                 manifest, measured = add_shortlist(model, manifest, gate, Path(options.shortlist), folder)
         with clock.phase("write"):
             size = publish(save(model, manifest, folder / "done" / out.name), out)
     return BuildResult(
-        manifest, fewer.compiled.found, parity, size, fewer.degradation, fewer.mixture, fewer.products, tuning, measured
+        manifest,
+        quantized.compiled.counts,
+        parity,
+        size,
+        quantized.degradation,
+        quantized.mixture,
+        quantized.products,
+        tuning,
+        measured,
     )
 
 
-def _compiled(
+def _compile(
     source: Source, options: ExportOptions, folder: Path, clock: PhaseClock
 ) -> tuple[CompiledModel, KernelForms, Tuning | None]:
     """Compile the model in the kernel forms of its file, with a separate output projection if it gets a shortlist."""
@@ -121,17 +129,17 @@ def _compiled(
     return compiled, forms, tuning
 
 
-def _verified(compiled: CompiledModel, source: Source, folder: Path, clock: PhaseClock) -> _Verified:
+def _verify(compiled: CompiledModel, source: Source, folder: Path, clock: PhaseClock) -> _VerifiedModel:
     """Write the compiled model to a file and compare it with its source in float32."""
     gate = ParityGate(source, compiled.inputs, compiled.locator, gives_last=compiled.gives_last, series=compiled.series)
     written = save(compiled.model, compiled.manifest, folder / "model.onnx")
     with clock.phase("verify"), unchanged(source.module):
         engine = Engine(written, device="cpu")
-        return _Verified(compiled, gate, engine, gate.check(engine))
+        return _VerifiedModel(compiled, gate, engine, gate.check(engine))
 
 
-def _verified_raw(verified: _Verified, clock: PhaseClock) -> _Verified:
-    """Compare a model that is run once from raw inputs to final results as well.
+def _verify_raw_inputs(verified: _VerifiedModel, clock: PhaseClock) -> _VerifiedModel:
+    """Compare a single-pass model from raw inputs to final results as well.
 
     If the comparison of rows showed that padding changes them, its file runs rows of one size alone.
     """
@@ -141,17 +149,17 @@ def _verified_raw(verified: _Verified, clock: PhaseClock) -> _Verified:
         compiled, engine = replace(compiled, manifest=manifest), Engine(engine.session, manifest=manifest)
     with clock.phase("verify"), unchanged(gate.source.module):
         raw = check_raw(gate.source, engine, gate.tolerance)
-    return _Verified(compiled, gate, engine, replace(parity, raw=raw))
+    return _VerifiedModel(compiled, gate, engine, replace(parity, raw=raw))
 
 
-def _halved(verified: _Verified, half: str, folder: Path, clock: PhaseClock) -> _Verified:
+def _round_to_half(verified: _VerifiedModel, half: str, folder: Path, clock: PhaseClock) -> _VerifiedModel:
     """Round the model to half precision and compare it again, on a GPU if there is one."""
     precision, gate = HALVES[half], verified.gate
     with clock.phase("half"):
         model = verified.compiled.model
-        counts = {**verified.compiled.found, "half": run_half(model, precision)}
+        counts = {**verified.compiled.counts, "half": run_half(model, precision)}
         manifest = with_half_precision(verified.compiled.manifest, model, half)
-        compiled = replace(verified.compiled, manifest=manifest, found=counts)
+        compiled = replace(verified.compiled, manifest=manifest, counts=counts)
         judged, name = model, "half.onnx"
         if find_missing_cuda():
             judged, name = judged.clone(), "on_cpu.onnx"
@@ -175,7 +183,7 @@ def _halved(verified: _Verified, half: str, folder: Path, clock: PhaseClock) -> 
             raise ParityError(f"computed in {half}, {error}: choose {_other_than(half)}") from error
     exact = verified.parity.relative_error
     parity = replace(parity, device=engine.session.device, tolerance=tolerance, exact_error=exact)
-    return _Verified(compiled, gate, engine, parity)
+    return _VerifiedModel(compiled, gate, engine, parity)
 
 
 def _other_than(half: str) -> str:
@@ -187,6 +195,6 @@ def _with_parity(
 ) -> Manifest:
     measured = parity.to_dict()
     if degradation is not None:
-        measured["quantised"] = asdict(degradation)
-        del measured["quantised"]["speed"]  # a time would make every export of a model another file
+        measured["quantized"] = asdict(degradation)
+        del measured["quantized"]["speed"]  # a time would make every export of a model another file
     return replace(manifest, parity=measured)

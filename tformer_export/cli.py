@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tformer_export.common.degradation_budget import DegradationBudget
-from tformer_export.common.option_table import OptionSpec, option_specs
+from tformer_export.common.option_table import ExportOptionSpec, option_specs
 from tformer_export.common.task import Task
 from tformer_export.options import ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
@@ -59,7 +59,7 @@ def _dest(group: type, name: str) -> str:
     return f"{group.__name__.lower()}__{name}"
 
 
-def _click_option(heading: str, dest: str, spec: OptionSpec, default: Any) -> _Option:
+def _click_option(heading: str, dest: str, spec: ExportOptionSpec, default: Any) -> _Option:
     settings: dict[str, Any] = {"heading": heading, "help": spec.help, "metavar": spec.metavar}
     if spec.kind == "choice":
         shown = default is not None

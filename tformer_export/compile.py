@@ -147,14 +147,14 @@ class StagedModel:
     """Both stages as programs; a stage that the model does not need is None.
 
     contexts: values that encode gives and decode reads. max_length: the longest sequence; 0 without a decode stage.
-    found: name → count of recognised parts.
+    counts: name → count of recognised parts.
     """
 
     encode: Program | None
     decode: Program | None
     contexts: tuple[ContextTensor, ...] = ()
     max_length: int = 0
-    found: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,21 +163,21 @@ class LoweredModel:
 
     staged: StagedModel
     models: tuple[ir.Model | None, ir.Model | None]
-    found: Mapping[str, int]
+    counts: Mapping[str, int]
 
 
 @dataclass
 class CompiledModel:
     """A model that is ready to be quantised, verified and written.
 
-    found: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
+    counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
     """
 
     model: ir.Model
     manifest: Manifest
     inputs: dict[str, InputFacts]
     locator: DifferenceLocator
-    found: dict[str, int]
+    counts: dict[str, int]
     gives_last: bool = False
     series: SeriesPreprocessor | None = None
 
@@ -249,11 +249,14 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
 
     try:
         return trace(module)
-    except UnsupportedModelError:
-        rebuilt = _rebuild(module, source, longest)
+    except UnsupportedModelError as refusal:
+        rebuilt = _rebuild(module, source, longest) if rehearse(source).repeats else None
         if rebuilt is None:
             raise
-        graph = trace(rebuilt)
+        try:
+            graph = trace(rebuilt)
+        except UnsupportedModelError:
+            raise refusal from None
         if rebuilt.max_length is not None and graph.time is not None:
             graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
         return graph
@@ -322,7 +325,7 @@ def _without(extras: list[AuxiliaryOutput], names: Sequence[str]) -> list[Auxili
 
 
 def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
-    """Split the graph into the encode and the decode stage; a model that is run once has encode alone.
+    """Split the graph into the encode and the decode stage; a single-pass model has encode alone.
 
     Raises UnsupportedModelError for a model that cannot be decoded step by step.
     """
@@ -330,7 +333,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
     values = run_probe(graph, analysed.inputs)
     refuse_not_finite(graph, values, analysed.source.module)
     if graph.step is None:
-        return _stage_run_once(analysed, values)
+        return _stage_single_pass(analysed, values)
     check_step_input(graph, analysed.inputs)
     check_output(graph, analysed.source)
     if analysed.inputs[graph.step_name or ""].ids is not None:
@@ -338,7 +341,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
     return _stage_steps(analysed, target, values)
 
 
-def _stage_run_once(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
+def _stage_single_pass(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
     graph = analysed.graph
     names = list(analysed.source.outputs) or ["output"]
     outputs = [ContextTensor(node) for node in (graph.output, *(graph.extras[name] for name in names[1:]))]
@@ -435,7 +438,7 @@ def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) ->
         return to_onnx(program, limit, analysed.source.min_drawn_length)
 
     models = lower(staged.encode), lower(staged.decode)
-    return LoweredModel(staged, models, {**staged.found, "grouped": grouped})
+    return LoweredModel(staged, models, {**staged.counts, "grouped": grouped})
 
 
 # -- lowered → compiled -----------------------------------------------------------------------------------------------
@@ -460,5 +463,5 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     caches = tuple(staged.decode.caches) if staged.decode else ()
     extras = (*analysed.extras[0], *analysed.extras[1])
     locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
-    counts = {"attentions": analysed.attentions, **lowered.found, **passes}
+    counts = {"attentions": analysed.attentions, **lowered.counts, **passes}
     return CompiledModel(model, manifest, analysed.inputs, locator, counts, analysed.gives_last, series)

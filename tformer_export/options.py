@@ -12,7 +12,7 @@ To add an option:
    `common/option_table.py` and its case to `cli._click_option`.
 3. Check the value and its combinations in `__post_init__`, and what depends on the model in `for_model`.
 4. A field of `ExportOptions` is also an argument of `api.export`, which documents it and passes it on. A field of
-   `Task` is also a field of `Statements` in `sources/finish.py`, which `Statements.of` sets and `finish` applies.
+   `Task` is also a field of `SourceOverrides` in `sources/finish.py`, which `SourceOverrides.of` sets and `finish` applies.
    Fields of `Quantization` and `ExtraOutputs` need neither.
 5. Read the option where it has its effect: `build.py` passes the options, or single ones, to the phases. Add a phase of
    its own to `phases`.
@@ -90,9 +90,8 @@ class Quantization:
     max_degradation: float | str | DegradationBudget | None = option(
         None,
         "Refuse a quantised file if more than this share of tokens changes (1% or 0.01), or if the perplexity grows by "
-        "more than this factor (1.02x). A model that runs once per input has a share only: of inputs whose class "
-        "changes, or the loss of mean cosine similarity. The default for mixed is 1.01x, or 1% for a model that runs "
-        "once per input.",
+        "more than this factor (1.02x). A single-pass model has a share only: of inputs whose class changes, or the "
+        "loss of mean cosine similarity. The default for mixed is 1.01x, or 1% for a single-pass model.",
         flag="--max-degradation",
         metavar="SHARE",
     )
@@ -154,7 +153,7 @@ class ExtraOutputs:
     )
     attentions: bool = option(
         False,
-        "Output the weights of all attentions. For a model that runs once per input.",
+        "Output the weights of all attentions, for a single-pass model.",
         "switch",
         flag="--attentions",
     )
@@ -253,20 +252,22 @@ class ExportOptions:
 
     def for_model(self, source: Source) -> ExportOptions:
         """Return these options for a model. Raises OptionError for options that the model cannot have."""
-        is_run_once = source.step_input is None
-        if self.shortlist is not None and (is_run_once or not set(source.example) - {source.step_input, *source.masks}):
+        is_single_pass = source.step_input is None
+        if self.shortlist is not None and (
+            is_single_pass or not set(source.example) - {source.step_input, *source.masks}
+        ):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":
             raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
-        if not is_run_once:
+        if not is_single_pass:
             return self
         if self.optimize_for != THROUGHPUT and not self.tune:  # with tune it names the batches to measure, too
             raise OptionError(
-                f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a model that is run once "
+                f"{self.optimize_for} chooses kernels for steps of two or three tokens, and a single-pass model "
                 f"reads its input whole: leave it at {THROUGHPUT}"
             )
         if self.quantization.kv_cache != "float":
-            raise OptionError("a model that is run once has no cache: leave kv_cache at float")
+            raise OptionError("a single-pass model has no cache: leave kv_cache at float")
         return replace(self, quantization=replace(self.quantization, max_degradation=self.budget.with_unit(COSINE)))
 
     @property
@@ -303,6 +304,6 @@ def phases(options: ExportOptions) -> list[str]:
     names += ["tune"] if options.tune else []
     names += ["verify"]
     names += ["half"] if options.half is not None else []
-    names += ["calibrate", "search", "quantise", "measure"] if options.quantization.quantizes else []
+    names += ["calibrate", "search", "quantize", "measure"] if options.quantization.quantizes else []
     names += ["shortlist"] if options.shortlist is not None else []
     return [*names, "write"]

@@ -31,11 +31,11 @@ class ExportReport:
     source: the name of the model.
     task: its task, by transformers' names.
     target, precision, quantization, activation_scales, kv_cache: options of the export.
-    max_length: the longest sequence; 0 for a model that is run once.
+    max_length: the longest sequence; 0 for a single-pass model.
     parameters: the number of parameters of the model.
     size: bytes of the file, weights included.
     parity: the comparison with the source.
-    found: name → count of recognised parts. "fixed" and "by_row" count inputs of quantised products.
+    counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
     optimized_for: the goal of the kernels of quantised products and of tuning; empty without either.
@@ -58,7 +58,7 @@ class ExportReport:
     parameters: int
     size: int
     parity: ParityReport
-    found: dict[str, int]
+    counts: dict[str, int]
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
@@ -79,10 +79,10 @@ class ExportReport:
         return self.parity.tokens_equal == self.parity.tokens
 
     @property
-    def _run_once_text(self) -> str:
+    def _single_pass_text(self) -> str:
         if self.parity.forecast is not None:
             return "none: all steps are forecast at once"
-        return f"none: it is run once for an input ({self.task}); to generate, name the input that grows (--step-input)"
+        return f"none: a single-pass model ({self.task}); to generate, name the input that grows (--step-input)"
 
     @property
     def _feedback_text(self) -> str:
@@ -90,15 +90,15 @@ class ExportReport:
 
     @property
     def _cache_text(self) -> str:
-        count = self.found.get("caches", 0)
+        count = self.counts.get("caches", 0)
         return f"{count} tensors" if self.kv_cache == "float" else f"{count} tensors in {self.kv_cache}"
 
     @property
     def _precision_text(self) -> str:
         if self.precision != "fp32":
             return self.precision
-        quantised = self.quantization != "none" and self.optimized_for
-        if quantised:
+        quantized = self.quantization != "none" and self.optimized_for
+        if quantized:
             return f"{self.quantization} for {self.optimized_for}"
         return self.precision if self.quantization == "none" else self.quantization
 
@@ -127,13 +127,13 @@ class ExportReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the summary as pairs of label and text."""
-        counts = self.found
+        counts = self.counts
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._precision_text))),
             ("cached", f"{self._cache_text} a step, {counts.get('context', 0)} a request")
             if self.max_length
-            else ("decoding", self._run_once_text),
+            else ("decoding", self._single_pass_text),
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity_text),
@@ -153,8 +153,10 @@ class ExportReport:
             rows.append(("experts", f"{counts['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]
         if self.activation_scales == STATIC:
-            both = counts.get("fixed", 0) + counts.get("by_row", 0)
-            rows.append(("static scales", f"{counts.get('fixed', 0)} of {both} inputs of products, the others per row"))
+            both = counts.get("static_scales", 0) + counts.get("row_scales", 0)
+            rows.append(
+                ("static scales", f"{counts.get('static_scales', 0)} of {both} inputs of products, the others per row")
+            )
         if self._lacks_few_rows_kernel:
             rows.append(("few rows", "no product of the decode stage has a kernel of its own for them"))
         if self.degradation is not None:

@@ -1,8 +1,8 @@
 """Forecasters of continuous series in plain PyTorch. A linear layer embeds the numbers of a step.
 
-`DecoderForecaster` and `Forecaster` are autoregressive: they predict the next step, which becomes an input.
-`EncoderForecaster` predicts the whole horizon in one call. All have the methods that `ForecastObjective` trains with:
-`teacher_force` and `forecast`. Shapes use B = batch, S = history time, T = target time, F = features, D = width.
+`DecoderForecaster` and `EncoderDecoderForecaster` are autoregressive: they predict the next step, which becomes an
+input. `EncoderForecaster` predicts the whole horizon in one call. All have the methods that `ForecastObjective` trains
+with: `teacher_force` and `forecast`. Shapes use B = batch, S = history time, T = target time, F = features, D = width.
 """
 
 # Calling a module returns Any.
@@ -102,7 +102,7 @@ class DecoderForecaster(nn.Module):
         return x[:, history.shape[1] :]
 
 
-class Forecaster(nn.Module):
+class EncoderDecoderForecaster(nn.Module):
     """An encoder-decoder forecaster: forward(src, tgt)[:, t] predicts tgt[:, t + 1] from src and tgt[:, : t + 1].
 
     The encoder reads the history; the decoder begins with its last step. The model predicts the difference from the

@@ -92,7 +92,7 @@ def dataset(name: str, context: int) -> SeriesDataset:
             "columns": [benchmark.column],
             "normalize": {"mean": [mean], "scale": [scale]},
             "horizon": benchmark.horizon,
-            "longest": context,
+            "max_context_length": context,
         },
         model_arguments={"features": 1},
     )
@@ -130,7 +130,7 @@ def predict(checkpoint: Path, split: str) -> tuple[str, np.ndarray]:
     model: Any = loaded.build()
     (mean,), (scale,) = series["normalize"]["mean"], series["normalize"]["scale"]
     normalised = (load_series(name) - mean) / scale
-    context = series["longest"]
+    context = series["max_context_length"]
     histories = np.stack([normalised[origin - context : origin] for origin in forecast_origins(name, split)])
     with torch.inference_mode():
         inputs = torch.from_numpy(histories.astype(np.float32))[..., None]

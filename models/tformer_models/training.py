@@ -162,7 +162,7 @@ def _data_fields(model: nn.Module, dataset: Dataset | SeriesDataset, task: str) 
     """Return the arguments of `save_checkpoint` that depend on the data. `task` is the name of the task."""
     if isinstance(dataset, SeriesDataset):
         # A model without a step input reads histories of one length only.
-        fixed_length: dict[str, Any] = {"shortest": dataset.context} if model.step_input is None else {}
+        fixed_length: dict[str, Any] = {"min_context_length": dataset.context} if model.step_input is None else {}
         return {"task": task, "series": {**dataset.series, **fixed_length}, "step_input": model.step_input}
     tokens: dict[str, Any] = {"tokenizer": dataset.tokenizers, "special_tokens": dataset.special_tokens}
     if dataset.labels:

@@ -33,6 +33,7 @@ from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     Answer,
+    BaseTask,
     Classification,
     Classifier,
     CtcRecognition,
@@ -41,7 +42,6 @@ from tformer_runtime.tasks import (
     FillMask,
     QuestionAnswering,
     Span,
-    Task,
     TokenClassification,
     Transcription,
     generates,
@@ -49,7 +49,7 @@ from tformer_runtime.tasks import (
     task_of,
 )
 from tformer_runtime.tasks.forecasting import Forecaster
-from tformer_runtime.tasks.single_pass import run_once
+from tformer_runtime.tasks.single_pass import run_single_pass
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
 
 _TARGET_CHUNK_TOKENS = 128  # tokens of one step in score(), align() and hidden_states()
@@ -151,8 +151,9 @@ class Model:
         return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
     def memory(self) -> dict[str, int | None]:
-        """Return bytes of caches and encoder outputs: "held" now, "peak" so far, and "limit", which is max_memory."""
-        return {"held": self.budget.used_bytes, "peak": self.budget.peak_bytes, "limit": self.budget.limit}
+        """Return bytes of caches and encoder outputs: in use now, their peak, and the limit (max_memory)."""
+        budget = self.budget
+        return {"used_bytes": budget.used_bytes, "peak_bytes": budget.peak_bytes, "limit_bytes": budget.limit}
 
     def generate_batch(
         self,
@@ -328,7 +329,7 @@ class Model:
         settings = task.settings(settings)
         truncate = task.truncates(truncate, settings)
         readings = (partial(task.read_input, input, self.inputs, truncate, settings) for input in inputs)
-        outputs = run_once(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
+        outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
         return (task.make_result(reading, values, settings) for reading, values in outputs)
 
     def embed(
@@ -508,7 +509,7 @@ class Model:
         Raise OptionError or UnsupportedCallError for options that this model does not support.
         """
         self._must_generate("generate")
-        options = (options or GenerationOptions()).with_(overrides)
+        options = (options or GenerationOptions()).replace(overrides)
         settings = Settings.of(options, self.manifest.generation_defaults)
         if settings.stop_strings and not self.inputs.output_codec:
             raise OptionError("stop_strings needs text and the file has no tokenizer", option="stop_strings")
@@ -560,7 +561,7 @@ class Model:
         return Forecaster(self.engine, self.budget)
 
     @cached_property
-    def _only_task(self) -> Task:
+    def _only_task(self) -> BaseTask:
         """The task of a file that does not generate text. Cached, because some tasks parse the tokenizer."""
         return task_of(self.manifest)
 
@@ -573,7 +574,7 @@ class Model:
         if self.manifest.decode is None:
             offers = self._only_task.call
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) is run once for an input: it cannot {call}; call {offers}"
+                f"this model ({self.manifest.task}) is a single-pass model: it cannot {call}; call {offers}"
             )
 
     def _must_generate(self, call: str) -> None:
@@ -584,7 +585,7 @@ class Model:
                 f"this model ({self.manifest.task}) {SpeechToText.does}: it cannot {call}; call {SpeechToText.call}"
             )
 
-    def _task(self, call: str, kind: type[Task] = Task) -> Task:
+    def _task(self, call: str, kind: type[BaseTask] = BaseTask) -> BaseTask:
         """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks.
 
         call: the verb of the caller, for the error. kind: the class of the task.

@@ -30,7 +30,7 @@ from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import GenerationOptions, Model
 
 VOCABULARY, START, END = 32000, 1, 2
-MOST = 64  # generated tokens
+MAX_NEW_TOKENS = 64  # generated tokens
 QUIET = 0.3  # seconds before a measurement, in which the threads of the other engine stop spinning
 SINGLES = 40  # requests of the measurement of latency
 
@@ -64,7 +64,7 @@ def sources(count: int, seed: int = 1) -> list[list[int]]:
 
 def ours(path: Path, threads: int, beams: int, batch_size: int, workers: int = 1) -> Run:
     model = Model.load(path, device="cpu", threads=threads // workers)
-    options = GenerationOptions(num_beams=beams, max_new_tokens=MOST)
+    options = GenerationOptions(num_beams=beams, max_new_tokens=MAX_NEW_TOKENS)
 
     def run(inputs: list[list[int]]) -> list[tuple[int, ...]]:
         results = model.generate_batch(inputs, options, batch_size, workers=workers)
@@ -79,7 +79,7 @@ def theirs(folder: Path, precision: str, threads: int, beams: int, size: int, ki
     def run(inputs: list[list[int]]) -> list[tuple[int, ...]]:
         tokens = [[str(i) for i in ids] for ids in inputs]
         results = engine.translate_batch(
-            tokens, num_beams=beams, max_decoding_length=MOST, max_batch_size=size, batch_type=kind
+            tokens, num_beams=beams, max_decoding_length=MAX_NEW_TOKENS, max_batch_size=size, batch_type=kind
         )
         return [tuple(map(int, result.hypotheses[0])) for result in results]
 

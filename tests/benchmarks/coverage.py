@@ -179,8 +179,8 @@ def build(name: str) -> Any:
     import transformers
 
     kind, more = FORMS.get(name, (name, {}))
-    made = getattr(transformers, kind)
-    make = made.config_class
+    model_class = getattr(transformers, kind)
+    make = model_class.config_class
     more = PARTICULAR.get(make.model_type, {}) | more
     if set(make.sub_configs) & NOT_TEXT:
         raise NotCounted("not a text architecture")
@@ -192,7 +192,7 @@ def build(name: str) -> Any:
         if hasattr(form, "model_type") and form is not transformers.AutoConfig and part in default.to_dict()
     }
     torch.manual_seed(0)
-    model = made(make(**fields_for(default, more), **parts)).eval()
+    model = model_class(make(**fields_for(default, more), **parts)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:  # most untrained models repeat one token for ever
@@ -262,9 +262,9 @@ def prove(model: Any) -> dict[str, Any]:
         except TformerError as error:
             return {"outcome": REFUSED, "reason": str(error)}
         options = GenerationOptions(max_new_tokens=NEW_TOKENS)
-        found = [r.token_ids for r in Model.load(path, "cpu").generate_batch([list(p) for p in PROMPTS], options)]
+        results = [r.token_ids for r in Model.load(path, "cpu").generate_batch([list(p) for p in PROMPTS], options)]
     note = ""
-    for prompt, tokens in zip(PROMPTS, found, strict=True):
+    for prompt, tokens in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             expected = model.generate(
@@ -276,11 +276,11 @@ def prove(model: Any) -> dict[str, Any]:
             if forward != list(tokens):
                 return {"outcome": FAILED, "reason": f"decodes {list(tokens)}, generate() gives {expected}"}
             note = "tokens are those of forward(), which generate() contradicts"
-    figures = {"error": report.parity.relative_error, "found": report.found, **({"note": note} if note else {})}
+    figures = {"error": report.parity.relative_error, "counts": report.counts, **({"note": note} if note else {})}
     return {"outcome": EXPORTED, "seconds": round(time.perf_counter() - begin, 1), **figures}
 
 
-def greedy(model: Any, ids: Any, most: int) -> list[int]:
+def greedy(model: Any, ids: Any, max_tokens: int) -> list[int]:
     """Generate greedily by forward() on the whole sequence, without a cache."""
     import torch
 
@@ -288,12 +288,12 @@ def greedy(model: Any, ids: Any, most: int) -> list[int]:
     tokens = torch.tensor([[model.generation_config.decoder_start_token_id]]) if both else ids
     begin = tokens.shape[1]
     with torch.no_grad():
-        for _ in range(most):
-            given = {"input_ids": ids, "decoder_input_ids": tokens} if both else {"input_ids": tokens}
-            best = model(**given, use_cache=False).logits[:, -1:].argmax(-1)
+        for _ in range(max_tokens):
+            inputs = {"input_ids": ids, "decoder_input_ids": tokens} if both else {"input_ids": tokens}
+            best = model(**inputs, use_cache=False).logits[:, -1:].argmax(-1)
             tokens = torch.cat([tokens, best], 1)
-    found: list[int] = tokens[0, begin:].tolist()
-    return found
+    generated: list[int] = tokens[0, begin:].tolist()
+    return generated
 
 
 def _line(error: Exception) -> str:

@@ -54,17 +54,17 @@ def main(sizes: tuple[str, ...], quantize: str, measure: Path | None, load: bool
 def _measured(size: str, quantize: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
-        made = _in_a_process(size, "--quantize", quantize, "--measure", str(file))
+        figures = _in_a_process(size, "--quantize", quantize, "--measure", str(file))
         loaded = _in_a_process("--load", "--measure", str(file))
-    weights, peak, libraries = made["weights"], made["peak"], made["libraries"]
+    weights, peak, libraries = figures["weights"], figures["peak"], figures["libraries"]
     return {
         "float32 weights": f"{weights / 1e6:.0f} MB",
-        "export": f"{made['seconds']:.0f} s",
+        "export": f"{figures['seconds']:.0f} s",
         "peak resident": f"{peak / 1e6:.0f} MB, {peak / weights:.2f} × the weights",
         "of it libraries": f"{libraries / 1e6:.0f} MB; without them {(peak - libraries) / weights:.2f} ×",
-        "file": f"{made['size'] / 1e6:.0f} MB",
-        "loaded": f"{loaded['held'] / made['size']:.2f} × the file, peak {loaded['peak'] / made['size']:.2f} ×",
-        "after a request": f"{loaded['used'] / made['size']:.2f} ×",
+        "file": f"{figures['size'] / 1e6:.0f} MB",
+        "loaded": f"{loaded['held'] / figures['size']:.2f} × the file, peak {loaded['peak'] / figures['size']:.2f} ×",
+        "after a request": f"{loaded['used'] / figures['size']:.2f} ×",
     }
 
 

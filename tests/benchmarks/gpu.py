@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4, "vocab_size": 32_000,
     },
 }  # fmt: skip
-LONGEST = 1024
+MAX_LENGTH = 1024
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 0}
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 PROMPT, SHORT, LONG = 128, 64, 320  # tokens
@@ -54,7 +54,7 @@ COPIED = 2**30  # bytes
 def build(size: str) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **SIZES[size], max_position_embeddings=LONGEST, tie_word_embeddings=False, eos_token_id=None, bos_token_id=1,
+        **SIZES[size], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=False, eos_token_id=None, bos_token_id=1,
         pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
@@ -105,14 +105,14 @@ def per_token(run: Callable[[int], object], repeats: int) -> float:
     """Return seconds per token. run: generates a number of tokens."""
     for count in (LONG, SHORT):
         run(count)  # captures, compiles
-    found = []
+    per_token_seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
         run(SHORT)
         middle = time.perf_counter()
         run(LONG)
-        found.append((time.perf_counter() - 2 * middle + begin) / (LONG - SHORT))
-    return statistics.median(found)
+        per_token_seconds.append((time.perf_counter() - 2 * middle + begin) / (LONG - SHORT))
+    return statistics.median(per_token_seconds)
 
 
 def ours(path: Path, repeats: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
     def sampled(count: int) -> None:
         model.generate(prompt, max_new_tokens=count, **SAMPLING)
 
-    found = {
+    results = {
         "captured": engine.session.captures_graphs,
         "generate": per_token(lambda count: model.generate(prompt, max_new_tokens=count), repeats),
         "steps": per_token(steps, repeats),
@@ -138,7 +138,7 @@ def ours(path: Path, repeats: int) -> dict[str, Any]:
     }
     of_few, Sampler.draws_from_few = Sampler.draws_from_few, property(lambda sampler: False)  # type: ignore[method-assign]
     try:
-        return {**found, "sampled from whole rows": per_token(sampled, repeats)}
+        return {**results, "sampled from whole rows": per_token(sampled, repeats)}
     finally:
         Sampler.draws_from_few = of_few  # type: ignore[method-assign]
 
@@ -176,17 +176,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model.onnx"
         if options.model is None:
-            report = export(build(options.size), path, target="cuda", precision=options.precision, max_length=LONGEST)
+            report = export(
+                build(options.size), path, target="cuda", precision=options.precision, max_length=MAX_LENGTH
+            )
             print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
-        own = ours(path, options.repeats)
+        figures = ours(path, options.repeats)
     rows: dict[str, float] = {"floor": floor}
-    rows |= {f"ours, {what}": seconds for what, seconds in own.items() if what != "captured"}
+    rows |= {f"ours, {what}": seconds for what, seconds in figures.items() if what != "captured"}
     if torch.cuda.is_available():
         for what, seconds in theirs(options.size, options.repeats, options.precision).items():
             rows[f"transformers, static, compiled, {what}"] = seconds
     else:
         print("transformers is not measured: this PyTorch is built without CUDA", file=sys.stderr)
-    print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if own['captured'] else 'NOT captured'}")
+    print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if figures['captured'] else 'NOT captured'}")
     print(f"{'':45}{'ms a token':>12}{'of the floor':>14}{'× as fast as transformers':>28}")
     for name, seconds in rows.items():
         other = rows.get(f"transformers, static, compiled, {'sampled' if 'sampled' in name else 'generate'}", math.nan)
@@ -194,7 +196,7 @@ def main() -> None:
     if options.out:
         result = {
             "size": options.size, "precision": options.precision, "bandwidth": copied, "seconds": rows,
-            "captured": own["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
+            "captured": figures["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         }  # fmt: skip
         options.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tformer_export import export
 from tformer_export.common.onnx_writer import save
-from tformer_export.quantize import quantize
+from tformer_export.quantize import quantize_weights
 from tformer_export.shortlist import MIN_EQUAL_SHARE, separate_projection, with_columns
 from tformer_export.shortlist.learn import Associations, Line, associate, each_needed
 from tformer_runtime import Model
@@ -71,13 +71,17 @@ def coverage(lines: list[Line]) -> None:
 
 def shortlist(learned: Associations, common: int, each: int) -> Shortlist:
     starts, ids = learned.tables(common, each, VOCABULARY)
-    own = starts[1:]
-    return Shortlist(VOCABULARY, np.sort(learned.frequent[:common]), {"src": (own - own[0], ids[own[0] :])})
+    source_starts = starts[1:]
+    return Shortlist(
+        VOCABULARY,
+        np.sort(learned.frequent[:common]),
+        {"src": (source_starts - source_starts[0], ids[source_starts[0] :])},
+    )
 
 
 def prepared(folder: Path, precision: str) -> Path:
     """Write the model with a separate projection and without an end token."""
-    plain, made = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
+    plain, path = folder / "float32.onnx", folder / f"shortlist-{precision}.onnx"
     if not plain.exists():
         ids = torch.randint(10, 100, (2, 6))
         export(
@@ -91,10 +95,10 @@ def prepared(folder: Path, precision: str) -> Path:
     manifest = Manifest.from_json(model.metadata_props[MANIFEST_KEY])
     separate_projection(model)
     if precision == "int8":
-        quantize(model)
+        quantize_weights(model)
         manifest = replace(manifest, quantization="int8")
     manifest = with_columns(model, manifest)
-    return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), made)
+    return save(model, replace(manifest, special_tokens=replace(manifest.special_tokens, eos_token_ids=())), path)
 
 
 def speed(model: Model, table: Shortlist, sources: list[list[int]], rows: int, beams: int) -> str:

@@ -86,25 +86,25 @@ class Tally:
 def pool(model: Model, count: int, seed: int) -> list[Request]:
     """Return requests of all kinds that the file allows, one kind after another, each with its result."""
     rng = np.random.default_rng(seed)
-    made: list[Request] = []
+    requests: list[Request] = []
     texts = [model.generate(_input(model, rng), max_new_tokens=_length(model, rng)).text for _ in range(12)]
     kinds = _kinds(model, [text for text in texts if text.strip()])
-    while len(made) < count:
-        kind = list(kinds)[len(made) % len(kinds)]
+    while len(requests) < count:
+        kind = list(kinds)[len(requests) % len(kinds)]
         options = {"max_new_tokens": _length(model, rng), **kinds[kind](rng)}
         request = _settled(model, kind, _input(model, rng), options, rng)
-        made += [request] if request else []
-    return made
+        requests += [request] if request else []
+    return requests
 
 
 def tiny(model: Model, count: int, seed: int) -> list[Request]:
     """Return inputs of mixed lengths for a few new tokens each."""
     rng = np.random.default_rng(seed)
-    made: list[Request] = []
-    while len(made) < count:
+    requests: list[Request] = []
+    while len(requests) < count:
         request = _settled(model, "tiny", _input(model, rng), {"max_new_tokens": 4}, rng)
-        made += [request] if request else []
-    return made
+        requests += [request] if request else []
+    return requests
 
 
 def _kinds(model: Model, texts: list[str]) -> dict[str, Callable[[np.random.Generator], dict[str, Any]]]:
@@ -156,16 +156,16 @@ def _input(model: Model, rng: np.random.Generator) -> list[int]:
     specs = [s for s in (manifest.encode.inputs if manifest.encode else ()) if s.role != "mask"]
     if len(specs) > 1 or any(spec.role != "ids" for spec in specs):
         raise click.ClickException("the soak knows models that read ids alone")
-    size, most = int(manifest.decode.logits.shape[-1]), manifest.max_length // 2
+    size, max_length = int(manifest.decode.logits.shape[-1]), manifest.max_length // 2
     if specs:
-        size, most = specs[0].vocabulary or size, specs[0].max_length or 64
+        size, max_length = specs[0].vocabulary or size, specs[0].max_length or 64
     special = {
         *manifest.special_tokens.bos_token_ids,
         *manifest.special_tokens.eos_token_ids,
         manifest.special_tokens.pad_token_id,
     }
     usual = [i for i in range(size) if i not in special]
-    length = min(int(rng.geometric(0.12)), most, 40)
+    length = min(int(rng.geometric(0.12)), max_length, 40)
     return [int(i) for i in rng.choice(usual, length)]
 
 
@@ -189,9 +189,9 @@ def _settled(
     return Request(kind, input, options, expected)
 
 
-def _difference(found: Result, expected: Result, close: float = CLOSE) -> str | None:
+def _difference(actual: Result, expected: Result, close: float = CLOSE) -> str | None:
     """Return a description of the difference; empty if there is none."""
-    ours, theirs = (found, *found.alternatives), (expected, *expected.alternatives)
+    ours, theirs = (actual, *actual.alternatives), (expected, *expected.alternatives)
     for one, other in zip(ours, theirs, strict=True):
         for name in ("token_ids", "text", "finish_reason"):
             if getattr(one, name) != getattr(other, name):
@@ -218,16 +218,16 @@ async def soak(
     rng = np.random.default_rng(seed)
     running: set[asyncio.Task[None]] = set()
     # The largest batch with the longest requests comes first, so that memory reaches its maximum.
-    burst, most = sorted(requests, key=lambda request: -len(request.input))[: 14 * rows], 0
+    burst, max_running = sorted(requests, key=lambda request: -len(request.input))[: 14 * rows], 0
     async with AsyncModel(model, max_batch_size=rows, max_pending=4 * rows) as aio:
         while more(not running):
             for request in burst:
                 running.add(asyncio.create_task(_one(aio, request, np.random.default_rng(rng.integers(2**32)), tally)))
-            while len(running) > most:
+            while len(running) > max_running:
                 running -= (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]
             size = int(rng.choice([1, 2, 4, 8 * rows], p=[0.5, 0.3, 0.15, 0.05]))
             burst = [requests[int(i)] for i in rng.integers(len(requests), size=size)]
-            most = int(rng.choice([0, rows, 6 * rows], p=[0.1, 0.5, 0.4]))
+            max_running = int(rng.choice([0, rows, 6 * rows], p=[0.1, 0.5, 0.4]))
         if running:
             await asyncio.wait(running)
 
@@ -376,10 +376,10 @@ def main(model: str, minutes: float, seed: int, threads: int) -> None:
     batch(loaded, small, 10_000, batched, meter.sample)
     meter.sample(at_once=True)
     _table(mixed, batched)
-    held = loaded.memory()["held"]
+    used_bytes = loaded.memory()["used_bytes"]
     wrong = [*mixed.wrong, *batched.wrong][:20]
     wrong += [f"{mixed.lost} requests were lost"] if mixed.lost else []
-    wrong += [f"{held} bytes are still held"] if held else []
+    wrong += [f"{used_bytes} bytes are still in use"] if used_bytes else []
     wrong += [
         f"resident memory grew to {t.growth:.1%} of what it was" for t in (mixed, batched) if t.growth > MOST_GROWTH
     ]

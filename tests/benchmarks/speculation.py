@@ -36,10 +36,10 @@ QUIET = 0.1  # seconds before a measurement, in which the threads of the other r
 def replaced(share: float, seed: int) -> np.ndarray:
     """Return the output token of each token: a share of the tokens is replaced, the others stay."""
     random = np.random.default_rng(seed)
-    found = np.arange(VOCABULARY)
+    successors = np.arange(VOCABULARY)
     chosen = FIRST + np.flatnonzero(random.random(VOCABULARY - FIRST) < share)
-    found[chosen] = np.roll(chosen, 1)
-    return found
+    successors[chosen] = np.roll(chosen, 1)
+    return successors
 
 
 def but_for(truth: np.ndarray, share: float, seed: int) -> np.ndarray:
@@ -85,7 +85,7 @@ def written(becomes: np.ndarray, width: int, heads: int, layers: int, feedforwar
     return module
 
 
-def made(folder: Path, name: str, quantize: str, *described: Any) -> Path:
+def export_model(folder: Path, name: str, quantize: str, *described: Any) -> Path:
     path = folder / f"{name}.onnx"
     ids = torch.randint(FIRST, 40, (2, 6))
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).to_str()
@@ -105,8 +105,10 @@ def measure(folder: Path, quantize: str, repeats: int, threads: int) -> list[dic
     random = np.random.default_rng(0)
     for task, becomes in tasks.items():
         others = {"draft": but_for(becomes, 0.1, 3), "stranger": but_for(becomes, 1.0, 4)}
-        paths = {task: made(folder, task, quantize, becomes, *large)}
-        paths |= {name: made(folder, f"{task}-{name}", quantize, other, *small) for name, other in others.items()}
+        paths = {task: export_model(folder, task, quantize, becomes, *large)}
+        paths |= {
+            name: export_model(folder, f"{task}-{name}", quantize, other, *small) for name, other in others.items()
+        }
         # A draft's own threads would wait for the model's (`GenerationOptions.draft`).
         models = {name: Model.load(path, "cpu", threads if name == task else 1) for name, path in paths.items()}
         model = models.pop(task)

@@ -36,14 +36,14 @@ def main(models: tuple[str, ...], rows: str, positions: str, threads: int) -> No
     click.echo(f"{threads} threads, {bytes_per_second / 1e9:.1f} GB/s")
     engines = [Engine(model, device="cpu", threads=threads) for model in models]
     for count in map(int, rows.split(",")):
-        least: dict[int, float] = {}
+        first_ms: dict[int, float] = {}
         for cached in map(int, positions.split(",")):
             times = _milliseconds([_started(engine, count, cached) for engine in engines], engines)
-            for i, (model, engine, found) in enumerate(zip(models, engines, times, strict=True)):
-                least.setdefault(i, found)
+            for i, (model, engine, step_ms) in enumerate(zip(models, engines, times, strict=True)):
+                first_ms.setdefault(i, step_ms)
                 reading = cache_bytes(engine.decode.caches, count, cached) / bytes_per_second * 1e3
-                growth = f"{(found - least[i]) / reading:.2f} × the {reading:.2f} ms of reading"
-                click.echo(f"{Path(model).name}: {count} rows, {cached} cached: {found:.2f} ms; grown by {growth}")
+                growth = f"{(step_ms - first_ms[i]) / reading:.2f} × the {reading:.2f} ms of reading"
+                click.echo(f"{Path(model).name}: {count} rows, {cached} cached: {step_ms:.2f} ms; grown by {growth}")
 
 
 def _started(engine: Engine, rows: int, cached: int) -> State:
@@ -61,14 +61,14 @@ def _started(engine: Engine, rows: int, cached: int) -> State:
 def _milliseconds(states: list[State], engines: list[Engine]) -> list[float]:
     times: list[list[float]] = [[] for _ in states]
     for _ in range(ROUNDS):
-        for engine, state, own in zip(engines, states, times, strict=True):
+        for engine, state, round_ms in zip(engines, states, times, strict=True):
             cached, tokens = state.max_row_length, np.full((state.rows, 1), 5, np.int64)
             begun = time.perf_counter()
             for _ in range(STEPS):
                 engine.step(state, tokens)
                 state.rewind(cached)
-            own.append((time.perf_counter() - begun) / STEPS * 1e3)
-    return [float(np.median(own)) for own in times]
+            round_ms.append((time.perf_counter() - begun) / STEPS * 1e3)
+    return [float(np.median(round_ms)) for round_ms in times]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ BUILD = ROOT / "build"
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--rows", multiple=True, help="Only models with this in their name; may be given several times.")
 @click.option(
-    "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Only this peer, beside tformer."
+    "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Compare tformer with this engine only."
 )
 @click.option("--precision", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision.")
 @click.option("--quick", is_flag=True, help="Two rounds of a few cases; without the model of 1.1 B unless it is named.")
@@ -45,7 +45,10 @@ BUILD = ROOT / "build"
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count(), show_default=True)
 @click.option("--models", type=click.Path(path_type=Path), default=BUILD / "versus", help="Folder of the models.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), default=BUILD / "versus.json", help="Results; .md and .png beside."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=BUILD / "versus.json",
+    help="File of the results; the table (.md) and the chart (.png) have the same name.",
 )
 @click.option("--report", is_flag=True, help="Measure nothing.")
 def main(
@@ -109,8 +112,11 @@ def _machine(bench: Bench, threads: int) -> dict[str, Any]:
         except PeerError as error:
             _tell(f"{peer.name}: {error}")
     rates = bench.once(RATES, "measure", threads=threads)
-    told = [f"{rates['bandwidth'] / 1e9:.1f} GB/s", *(f"{p} {rates[p] / 1e9:.0f} GMAC/s" for p in ("fp32", "int8"))]
-    _tell(f"{_processor()}, {threads} threads: {', '.join(told)}")
+    rate_texts = [
+        f"{rates['bandwidth'] / 1e9:.1f} GB/s",
+        *(f"{p} {rates[p] / 1e9:.0f} GMAC/s" for p in ("fp32", "int8")),
+    ]
+    _tell(f"{_processor()}, {threads} threads: {', '.join(rate_texts)}")
     return {"processor": _processor(), "threads": threads, "rates": rates, "versions": versions}
 
 
@@ -144,8 +150,10 @@ def _title(kept: dict[str, Any]) -> str:
         versions |= kept["versions"].get(peer.name, {})
     named = ", ".join(f"{name} {version.split('+')[0]}" for name, version in sorted(versions.items()))
     units = {"bandwidth": "GB/s"}
-    told = ", ".join(f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items())
-    return f"{kept['processor']}, {kept['threads']} threads ({told}); {named}"
+    rate_text = ", ".join(
+        f"{name} {rate / 1e9:.0f} {units.get(name, 'GMAC/s')}" for name, rate in kept["rates"].items()
+    )
+    return f"{kept['processor']}, {kept['threads']} threads ({rate_text}); {named}"
 
 
 def _tell(text: str) -> None:

@@ -171,9 +171,13 @@ def test_static_activation_scales_are_fitted_to_calibration_data(checkpoint, lin
         assert status == 0, err
         report = json.loads(Path("report.json").read_text())
         assert report["activation_scales"] == "static"
-        assert report["found"]["fixed"] + report["found"]["by_row"] == 3
-        assert f"{report['found']['fixed']} of 3 inputs of products, the others per row" in err
-        assert sum(product["fixed"] for product in report["products"].values()) == report["found"]["fixed"] > 0
+        assert report["counts"]["static_scales"] + report["counts"]["row_scales"] == 3
+        assert f"{report['counts']['static_scales']} of 3 inputs of products, the others per row" in err
+        assert (
+            sum(product["static_scale"] for product in report["products"].values())
+            == report["counts"]["static_scales"]
+            > 0
+        )
         scales_by_data[data] = [
             t.raw_data for t in onnx.load("out.onnx").graph.initializer if t.name.endswith(".steps.scale")
         ]
@@ -197,7 +201,7 @@ def test_static_activation_scales_with_mixed_quantization(checkpoint, lines, run
     report = json.loads(Path("report.json").read_text())
     chosen = report["mixture"]["frontier"][report["mixture"]["chosen"]]["quality"]
     assert report["degradation"]["token_agreement"] == pytest.approx(chosen["token_agreement"], abs=0.01)
-    assert report["found"]["fixed"] > 0
+    assert report["counts"]["static_scales"] > 0
 
 
 def test_static_activation_scales_without_quantization_are_refused(checkpoint, lines, refused):

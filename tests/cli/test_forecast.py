@@ -20,7 +20,12 @@ from tformer_runtime import Model
 from tformer_runtime.cli.main import main
 
 ARGUMENTS = {"features": 2, "width": 16, "heads": 2, "layers": 1, "feedforward": 32, "max_length": 32}
-SERIES = {"columns": ["load", "wind"], "normalize": {"mean": [50, -1], "scale": [5, 0.1]}, "horizon": 4, "longest": 20}
+SERIES = {
+    "columns": ["load", "wind"],
+    "normalize": {"mean": [50, -1], "scale": [5, 0.1]},
+    "horizon": 4,
+    "max_context_length": 20,
+}
 HISTORY = np.random.default_rng(0).standard_normal((12, 2)).cumsum(0) * [5, 0.1] + [50, -1]
 
 

@@ -172,7 +172,7 @@ def test_models_without_common_attention_shape_raise_option_error(tmp_path):
             x = self.embed(ids)[:, None]
             return self.out(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
 
-    with pytest.raises(OptionError, match="attentions are for models that run once per input, but this one"):
+    with pytest.raises(OptionError, match="attentions are outputs of a single-pass model, and this one"):
         export(
             Step(),
             tmp_path / "x.onnx",

@@ -203,7 +203,7 @@ def test_use_flag_names_replaces_only_option_names():
 
 
 def test_options_without_a_flag_stay_unset():
-    assert generation_options({name: () if o.repeated else None for name, o in OPTIONS.items()}, False).given() == {}
+    assert generation_options({name: () if o.repeated else None for name, o in OPTIONS.items()}, False).to_dict() == {}
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("10k", 10240), ("1.5M", 3 << 19), (" 2G ", 2 << 30)])

@@ -109,11 +109,20 @@ def _analyse_once(
     original = build.analyse
 
     def analyse(
-        source: Source, target: str, length: int, phase: Any, wanted: Any, hidden: Any, half: bool, attention: bool
+        source: Source,
+        target: str,
+        length: int,
+        phase: Any,
+        cross_attentions: Any,
+        submodules: Any,
+        half: bool,
+        attentions: bool,
     ) -> AnalysedModel:
-        key = name, length, extra_outputs, repr(hidden), attention
+        key = name, length, extra_outputs, repr(submodules), attentions
         if key not in analysed_models:
-            analysed_models[key] = original(source, target, length, phase, wanted, hidden, half, attention)
+            analysed_models[key] = original(
+                source, target, length, phase, cross_attentions, submodules, half, attentions
+            )
         return replace(analysed_models[key], target=target, half=half)
 
     return analyse

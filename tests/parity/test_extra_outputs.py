@@ -216,8 +216,8 @@ def test_report_and_manifest_list_the_extra_outputs(exported):
     manifest = file.model.manifest
     assert {extra.name for extra in manifest.extras} == names
     shapes = {extra.name: extra.shape for extra in manifest.decode.extras}
-    assert shapes["cross_attentions"] == ("batch", "wanted", "src_length")
-    assert shapes["hidden_states.decoder.0.6"] == ("batch", "wanted", 32)
+    assert shapes["cross_attentions"] == ("batch", "selected", "src_length")
+    assert shapes["hidden_states.decoder.0.6"] == ("batch", "selected", 32)
     assert [(extra.name, extra.shape) for extra in manifest.encode.extras] == [
         ("hidden_states.encoder.0.4", ("batch", "src_length", 32))
     ]

@@ -99,7 +99,7 @@ def test_decoder_only_file_has_no_if(exported, name):
 def test_only_self_attention_is_cached_and_caches_are_in_place(exported, name):
     """Two decoder layers have keys and values per key-value head. Keys and values of cross-attention are context."""
     file = exported(name)
-    manifest, counts = file.engine.manifest, file.report.found
+    manifest, counts = file.engine.manifest, file.report.counts
     assert all(cache.in_place for cache in manifest.decode.caches)
     assert len(manifest.decode.caches) == counts["caches"] == 4
     assert counts["fused"] == 2

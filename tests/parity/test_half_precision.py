@@ -85,10 +85,10 @@ def test_weights_are_stored_once_in_half_precision(file_of, name, precision):
     assert weights * 0.95 <= num_half_values <= weights * 1.3  # position tables are included
     kinds = [node.op_type for node in graph.node]
     if name == "llama-sdpa":
-        assert kinds.count("GroupQueryAttention") == file.report.found["attentions"]
+        assert kinds.count("GroupQueryAttention") == file.report.counts["attentions"]
         assert "Softmax" not in kinds
     else:  # the attention has a bias, which makes CUDA's operator slow
-        assert file.report.found["fused"] == 0
+        assert file.report.counts["fused"] == 0
 
 
 @names

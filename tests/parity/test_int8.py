@@ -9,14 +9,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.families import LOUD_ID, PAD, QUANTISED_FAMILIES, VOCABULARY
+from support.families import LOUD_ID, PAD, QUANTIZED_FAMILIES, VOCABULARY
 from support.older_processor import integer_products, spelt_out
 from torch import nn
 
 from tformer_export import Quantization, export
 from tformer_runtime.engine.engine import Engine
 
-both = pytest.mark.parametrize("name", [family.name for family in QUANTISED_FAMILIES])
+both = pytest.mark.parametrize("name", [family.name for family in QUANTIZED_FAMILIES])
 NUM_STEPS, TOLERANCE = 6, 0.08  # TOLERANCE: of the logits' range, four times the expected error
 
 
@@ -181,12 +181,12 @@ def test_reordered_beams_stay_near_the_source_in_both_forms(exported):
         assert np.abs(actual - expected[position]).max() <= 2 * TOLERANCE * np.ptp(expected[position])
 
 
-def test_int8_experts_without_rows_are_near_the_unquantised_file(exported):
+def test_int8_experts_without_rows_are_near_the_unquantized_file(exported):
     """Each row goes to two of four experts, so that the products of the others have no rows."""
     file = exported("mixtral", quantization="int8")
-    unquantised = exported("mixtral")
+    unquantized = exported("mixtral")
     tokens = draw_rows(5, 3, 4 + NUM_STEPS)
-    logits, expected = (step_logits(exported_file, None, tokens) for exported_file in (file, unquantised))
+    logits, expected = (step_logits(exported_file, None, tokens) for exported_file in (file, unquantized))
     assert np.abs(logits - expected).max() <= TOLERANCE * (expected.max() - expected.min())
     for row in range(3):
         alone = step_logits(file, None, tokens[row : row + 1])
@@ -212,10 +212,10 @@ def test_static_scales_stay_near_the_source(static_file):
     for row in range(2):
         expected = static_file.family.logits(sources[row], tokens[row])
         assert 0 < np.abs(actual[row] - expected).max() <= TOLERANCE * np.ptp(expected)
-    counts = static_file.report.found
-    assert counts["fixed"] > counts["by_row"] > 0
+    counts = static_file.report.counts
+    assert counts["static_scales"] > counts["row_scales"] > 0
     assert dict(static_file.report.rows())["static scales"].startswith(
-        f"{counts['fixed']} of {counts['fixed'] + counts['by_row']} "
+        f"{counts['static_scales']} of {counts['static_scales'] + counts['row_scales']} "
     )
 
 
@@ -241,7 +241,7 @@ def test_static_scales_with_latency_form_and_int8_caches_stay_near_the_source(ex
         expected = file.family.logits(None, tokens[row])
         assert np.abs(actual - expected).max() <= TOLERANCE * np.ptp(expected)
     assert not np.array_equal(alone, together[0])
-    assert any(product.few and product.fixed for product in file.report.products.values())
+    assert any(product.few and product.static_scale for product in file.report.products.values())
 
 
 # -- processors whose products saturate --------------------------------------------------------------------------------

@@ -379,7 +379,9 @@ def test_gate_refuses_a_source_with_other_logits_or_text(exported):
     folder, path, *_ = exported("layer")
     source, engine = load_source(folder), Engine(path)
     assert check_sounds(source, engine, 1e-3).count == 3
-    louder_source = replace(source, own_pipeline=lambda sample, most: source.own_pipeline(sample, most) * 1.01)
+    louder_source = replace(
+        source, own_pipeline=lambda sample, max_tokens: source.own_pipeline(sample, max_tokens) * 1.01
+    )
     with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, in a batch, differs"):
         check_sounds(louder_source, engine, 1e-3)
     other_source = replace(source, decode_output=lambda logits: "something else")

@@ -237,7 +237,7 @@ def test_int8_file_gives_the_same_first_tokens(exported, tmp_path):
 
 
 def test_memory_error_has_the_input_number_and_spares_other_sounds(exported, monkeypatch):
-    limited = Model.load(exported[1], max_memory=Model.load(exported[1]).memory()["peak"] or 1)
+    limited = Model.load(exported[1], max_memory=Model.load(exported[1]).memory()["peak_bytes"] or 1)
     with pytest.raises(MemoryBudgetError, match="input 1: the request may need"):
         limited.transcribe(SHORT[0])
     model = Model.load(exported[1])

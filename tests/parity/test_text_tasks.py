@@ -293,7 +293,7 @@ def test_int8_answers_match_the_pipeline_on_the_scores_of_the_file(exported, tmp
     rows = dict(line.strip().split(None, 1) for line in capsys.readouterr().err.splitlines() if " " in line.strip())
     int8_model = Model.load(out, "cpu", threads=1)
 
-    def quantised(input_ids, token_type_ids, attention_mask):
+    def quantized(input_ids, token_type_ids, attention_mask):
         sources = {"input_ids": [input_ids[0].numpy()], "token_type_ids": [token_type_ids[0].numpy()]}
         outputs = int8_model.engine.encode(sources, 1)
         return SimpleNamespace(**{name: torch.from_numpy(value.numpy()) for name, value in outputs.items()})
@@ -302,11 +302,11 @@ def test_int8_answers_match_the_pipeline_on_the_scores_of_the_file(exported, tmp
     for pair in pairs_of_text[3::4]:
         inputs = tokenizer(*pair, return_tensors="pt")
         with torch.no_grad():
-            before, after = module(**inputs), quantised(**inputs)
+            before, after = module(**inputs), quantized(**inputs)
         unchanged += [getattr(before, n).argmax() == getattr(after, n).argmax() for n in ("start_logits", "end_logits")]
     assert len(unchanged) == 80
     assert rows["quantised"] == f"{np.mean(unchanged):.2%} of 80 rows keep their class"
-    assert_same_answers(int8_model.answer(CONTEXTS, top_k=3, batch_size=1), quantised, tokenizer, top_k=3)
+    assert_same_answers(int8_model.answer(CONTEXTS, top_k=3, batch_size=1), quantized, tokenizer, top_k=3)
     assert rows["attentions"].startswith("max |Δ| ")
     with torch.no_grad():
         module.set_attn_implementation("eager")

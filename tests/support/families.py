@@ -292,8 +292,8 @@ def _with_loud_token(module: nn.Module) -> nn.Module:
     return module
 
 
-QUANTISED_FAMILIES = [
+QUANTIZED_FAMILIES = [
     Family("wide-seq2seq", lambda: _with_loud_token(seq2seq(3, width=192, feedforward=256))),
     Family("wide-llama", lambda: _with_loud_token(llama("sdpa", width=160)), decoder_only=True, hf=True),
 ]
-BY_NAME = {family.name: family for family in (*FAMILIES, *QUANTISED_FAMILIES)}
+BY_NAME = {family.name: family for family in (*FAMILIES, *QUANTIZED_FAMILIES)}

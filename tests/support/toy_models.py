@@ -327,11 +327,15 @@ def build(toy: Toy) -> onnx.ModelProto:
     }
     inputs = [info(decode.step.name, "int64", decode.step.shape)]
     inputs += [
-        info(c, "int32" if c in (m.LAST_POSITION, m.TOTAL_SLOTS) else "int64", shapes.get(c, [m.BATCH_AXIS, "wanted"]))
+        info(
+            c,
+            "int32" if c in (m.LAST_POSITION, m.TOTAL_SLOTS) else "int64",
+            shapes.get(c, [m.BATCH_AXIS, m.SELECTED_AXIS]),
+        )
         for c in decode.controls
     ]
     inputs += [info(c.past, c.dtype, c.shape) for c in decode.caches]
-    outputs = [info("logits", "float32", [m.BATCH_AXIS, "wanted", toy.vocabulary])]
+    outputs = [info("logits", "float32", [m.BATCH_AXIS, m.SELECTED_AXIS, toy.vocabulary])]
     outputs += [info(c.present, c.dtype, c.shape) for c in decode.caches]
     outputs += [info(e.name, e.dtype, e.shape) for e in decode.extras]
     weights = toy.weights()
@@ -366,7 +370,7 @@ def build(toy: Toy) -> onnx.ModelProto:
 
 
 def write_encoder(path: Path) -> Path:
-    """Write a file with an encoder only, which is run once, and return its path."""
+    """Write a file with an encoder only, a single-pass model, and return its path."""
     toy = Toy()
     encode, g = toy.manifest().encode, Graph("n")
     assert encode is not None

@@ -1,4 +1,4 @@
-"""Small model files that are run once, built with onnx.helper, and the same computation in numpy.
+"""Small files of single-pass models, built with onnx.helper, and the same computation in numpy.
 
 The states of a row are x = E[ids] + T[types]. Its vector is the mean of x without padding. Its scores are the vector
 times W.

@@ -1,6 +1,6 @@
 """Weights of attention as extra outputs.
 
-Cross-attentions say how much each step attends to each position of the request. A model that is run once has the
+Cross-attentions say how much each step attends to each position of the request. A single-pass model has the
 weights of all its attentions instead.
 
 A cross-attention is an attention whose queries come from the step input and whose keys come from the request. Its
@@ -91,8 +91,8 @@ def add_attentions(captured: CapturedGraph) -> None:
     """
     if captured.step_name is not None:
         raise OptionError(
-            f"attentions are for models that run once per input, but this one has the step input "
-            f"{captured.step_name!r}: use cross_attentions"
+            f"attentions are outputs of a single-pass model, and this one has the step input {captured.step_name!r}: "
+            "use cross_attentions"
         )
     weights = [w for node in captured.nodes if (w := _weights(captured, node)) is not None]
     if not weights:
@@ -129,7 +129,7 @@ def _weights(captured: CapturedGraph, node: Node) -> Node | None:
 def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     level: Mapping[Node, Level] = binding_times(captured)
     if captured.step is None or not any(level[node] == Level.REQUEST for node in captured.inputs.values()):
-        only = f"reads nothing but {captured.step_name}" if captured.step_name else "is run once for its input"
+        only = f"reads nothing but {captured.step_name}" if captured.step_name else "is a single-pass model"
         raise OptionError(f"the model {only}: it has no cross-attention, so it has no cross_attentions")
     attentions = [node for node in captured.nodes if node.target is ATTENTION]
     cross = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]

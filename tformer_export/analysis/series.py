@@ -2,18 +2,19 @@
 
 `export(…, series={…})` takes these keys, all optional:
 
-=========== ==========================================================================================================
-columns     names of the columns of the history, in order; columns of a CSV file are then matched by name
-targets     the columns, by name or number, that are forecast; all by default
-feedback    for each target, the number of the output that forecasts it; by default the target's own number
-horizon     the number of steps of a forecast, unless the caller sets it; by default, for a model that returns all steps
-            at once, all of them
-normalize   {"mean": […], "scale": […]} for each column, or "instance" to normalise each history by its own mean and
-            deviation
-begin       the first input of a decoder with an encoder: the number of last rows of the history (1), or rows of numbers
-shortest    minimum number of rows of a history (1)
-longest     maximum number of rows of a history
-=========== ==========================================================================================================
+=================== ==================================================================================================
+columns             names of the columns of the history, in order; columns of a CSV file are then matched by name
+targets             the columns, by name or number, that are forecast; all by default
+feedback            for each target, the number of the output that forecasts it; by default the target's own number
+horizon             the number of steps of a forecast, unless the caller sets it; by default, for a model that returns
+                    all steps at once, all of them
+normalize           {"mean": […], "scale": […]} for each column, or "instance" to normalise each history by its own mean
+                    and deviation
+begin               the first input of a decoder with an encoder: the number of last rows of the history (1), or rows of
+                    numbers
+min_context_length  minimum number of rows of a history (1)
+max_context_length  maximum number of rows of a history
+=================== ==================================================================================================
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tformer_export.sources import Source
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError
 from tformer_runtime.preprocess.series import FIXED, INSTANCE, NONE, Begin, SeriesPreprocessor
 
-NAMES = ("columns", "targets", "feedback", "horizon", "normalize", "begin", "shortest", "longest")
+NAMES = ("columns", "targets", "feedback", "horizon", "normalize", "begin", "min_context_length", "max_context_length")
 
 
 def check_names(series: Any) -> None:
@@ -72,11 +73,13 @@ def make_series_preprocessor(
     feedback = _feedback(options, outputs, len(targets))
     begin = _begin(options, captured, name, len(targets))
     fixed_length = _size(captured, name)
-    shortest = max(_positive_integer(options, "shortest", 1), begin if isinstance(begin, int) else 1, fixed_length or 1)
-    longest = fixed_length or (_positive_integer(options, "longest", 0) or None)
-    if longest is not None and longest < shortest:
+    min_rows = max(
+        _positive_integer(options, "min_context_length", 1), begin if isinstance(begin, int) else 1, fixed_length or 1
+    )
+    max_rows = fixed_length or (_positive_integer(options, "max_context_length", 0) or None)
+    if max_rows is not None and max_rows < min_rows:
         raise OptionError(
-            f"the shortest history, {shortest} rows, is longer than the longest, {longest}: correct one of them"
+            f"the shortest history, {min_rows} rows, is longer than the longest, {max_rows}: correct one of them"
         )
     normalize, mean, scale = _normalize(options.get("normalize"), features)
     return SeriesPreprocessor(
@@ -91,8 +94,8 @@ def make_series_preprocessor(
         normalize=normalize,
         mean=mean,
         scale=scale,
-        shortest=shortest,
-        longest=longest,
+        min_context_length=min_rows,
+        max_context_length=max_rows,
         ragged=name == captured.step_name or inputs[name].masked,
     )
 

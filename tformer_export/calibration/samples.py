@@ -8,7 +8,7 @@ A line of `--calibration FILE` is one of
 - JSON, for a model without a tokenizer or with several inputs: a list of ids, or an object of the inputs' names, such
   as {"src": [5, 9], "tgt": [7]}, with the target under the name of the step input.
 
-A model that is run once has no target. Its line is a text, or two texts with a tab between them, or the path of an
+A single-pass model has no target. Its line is a text, or two texts with a tab between them, or the path of an
 image or a sound, relative to the working folder, or JSON of its inputs, which may be ids or numbers.
 """
 
@@ -51,7 +51,7 @@ class Sample:
     """One sample of calibration data.
 
     request: name of a request input → its value without a batch axis.
-    tokens: tokens of the step input, at most the maximum length; empty for a model that is run once.
+    tokens: tokens of the step input, at most the maximum length; empty for a single-pass model.
     given_tokens: the number of tokens at the beginning that are given; the others are predicted.
     """
 
@@ -61,7 +61,7 @@ class Sample:
 
     @property
     def positions(self) -> int:
-        """The number of predicted tokens; for a model that is run once, the length of its longest input, or its number
+        """The number of predicted tokens; for a single-pass model, the length of its longest input, or its number
         of patches."""
         if len(self.tokens):
             return len(self.tokens) - self.given_tokens
@@ -69,7 +69,7 @@ class Sample:
 
 
 def single_pass_sample(request: Mapping[str, np.ndarray]) -> Sample:
-    """Make a sample for a model that is run once."""
+    """Make a sample for a single-pass model."""
     return Sample(request, np.zeros(0, np.int64), 0)
 
 
@@ -87,7 +87,7 @@ class Samples:
 
 
 def draw_samples(gate: ParityGate, engine: Engine) -> Samples:
-    """Draw random requests and decode them greedily with the unquantised file. A model that is run once has no tokens.
+    """Draw random requests and decode them greedily with the unquantised file. A single-pass model has no tokens.
 
     These samples are for measuring. Fitting to them improves the mean quality and worsens the worst row
     (docs/design/quantization.md).
@@ -137,11 +137,11 @@ def read_samples(path: Path, engine: Engine) -> Samples:
             (fitted, measured)[use].append(sample)
         elif max(capacity) <= 0:
             break
-    is_once = engine.manifest.decode is None
+    is_single_pass = engine.manifest.decode is None
     if len(fitted) + len(measured) < MIN_LINES:
         raise OptionError(
-            f"{path} holds {len(fitted) + len(measured)} lines{' with a target to predict' * (not is_once)}: give "
-            f"{MIN_LINES} or more, some hundreds for a sound measure"
+            f"{path} holds {len(fitted) + len(measured)} lines{' with a target to predict' * (not is_single_pass)}: "
+            f"give {MIN_LINES} or more, some hundreds for a sound measure"
         )
     return Samples(fitted, measured)
 
@@ -154,7 +154,7 @@ def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Ite
     Raises InputError that names the line that cannot be used, OptionError for a file that cannot be read.
     """
     samples = _Reader(engine.manifest, option).samples(path)
-    return _completed(samples, engine) if engine.manifest.decode is not None else samples
+    return _complete_targets(samples, engine) if engine.manifest.decode is not None else samples
 
 
 def _numbers(manifest: Manifest, sample: Sample) -> int:
@@ -256,7 +256,7 @@ class _Reader:
         return value, None
 
 
-def _completed(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
+def _complete_targets(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
     """Yield samples that have a position to predict. Missing targets are decoded in batches."""
     model = Model(engine)
     while some := list(islice(samples, RANDOM_REQUESTS)):

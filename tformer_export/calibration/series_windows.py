@@ -33,8 +33,8 @@ def read_windows(path: Path, engine: Engine) -> Samples:
         raise OptionError(f"calibration: {error}") from error
     steps = forecaster.steps(series.horizon or DEFAULT_HORIZON_STEPS)
     room = forecaster.room(steps)
-    context = min(n for n in (series.longest or DEFAULT_CONTEXT_ROWS, room) if n is not None)
-    context = max(series.shortest, context)
+    context = min(n for n in (series.max_context_length or DEFAULT_CONTEXT_ROWS, room) if n is not None)
+    context = max(series.min_context_length, context)
     last = len(values) - context - steps
     if last + 1 < MIN_LINES:
         raise OptionError(

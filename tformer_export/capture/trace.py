@@ -67,9 +67,9 @@ class CapturedGraph:
 
     constants: name of a placeholder → its tensor. The other placeholders are inputs.
     inputs: name → placeholder, in the order of forward.
-    step_name: the step input; None for a model that is run once.
+    step_name: the step input; None for a single-pass model.
     output: the logits, or the first output.
-    time: the symbol of the step input's time axis; None for a model that is run once.
+    time: the symbol of the step input's time axis; None for a single-pass model.
     limits: symbol → its greatest value.
     batch: the symbols of batch axes.
     example: the inputs of the trace.
@@ -109,7 +109,7 @@ class CapturedGraph:
 
     @property
     def step(self) -> Node | None:
-        """The placeholder of the step input; None for a model that is run once."""
+        """The placeholder of the step input; None for a single-pass model."""
         return self.inputs[self.step_name] if self.step_name else None
 
     @property
@@ -128,7 +128,7 @@ def capture(
 ) -> CapturedGraph:
     """Trace `module(*example.values())`. Exports of other threads wait meanwhile, because torch is patched.
 
-    step_input: the autoregressive input; None for a model that is run once.
+    step_input: the autoregressive input; None for a single-pass model.
     axes: name of an input → its free axes, by default (0, 1), batch and time.
     extra_names: names of the outputs after the first one; further outputs of forward are not exported.
     min_length: positions that an input needs (`Source.min_drawn_length`).

@@ -26,7 +26,7 @@ from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
-Axis = tuple[str, int]  # an input's name and one of its axes
+InputAxis = tuple[str, int]  # an input's name and one of its axes
 
 
 # -- sizes that the code fixes ----------------------------------------------------------------------------------------
@@ -42,10 +42,10 @@ class SizeWatch:
     """
 
     names: list[str]
-    fixed: dict[Axis, str] = field(default_factory=dict)
-    bounded: dict[Axis, str] = field(default_factory=dict)
+    fixed: dict[InputAxis, str] = field(default_factory=dict)
+    bounded: dict[InputAxis, str] = field(default_factory=dict)
 
-    def axes(self, text: str) -> list[Axis]:
+    def axes(self, text: str) -> list[InputAxis]:
         """Find the axes of inputs that a message of torch.export names."""
         axes = []
         for name, number, axis in _AXIS.findall(text):
@@ -73,7 +73,7 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
         caller = max((i for i, file in enumerate(files[:here]) if file.startswith(OUR_PACKAGE)), default=-1)
         return find_users_place(walked[caller + 1 : here])  # the frames before it belong to the caller of the export
 
-    def axes(env: Any, symbol: Any) -> list[Axis]:
+    def axes(env: Any, symbol: Any) -> list[InputAxis]:
         return watch.axes(" ".join(str(getattr(s, "name", s)) for s in env.var_to_sources.get(symbol, [])))
 
     def set_replacement(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
             ShapeEnv._set_replacement, ShapeEnv._update_var_to_range = replace, bound  # type: ignore[method-assign]
 
 
-def describe_axis(axis: Axis) -> str:
+def describe_axis(axis: InputAxis) -> str:
     """Return the words for an axis of an input, such as "the length of 'ids'"."""
     name, number = axis
     return f"{ {0: 'the batch size', 1: 'the length'}.get(number, f'axis {number}') } of {name!r}"
@@ -145,7 +145,7 @@ def _explain_fixed(
     text: str, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
     axes = watch.axes(text)
-    lines: dict[str, list[Axis]] = {}
+    lines: dict[str, list[InputAxis]] = {}
     for axis in axes:
         lines.setdefault(watch.fixed.get(axis) or watch.bounded.get(axis) or "", []).append(axis)
     if (step, 1) in axes and step is not None:

@@ -11,7 +11,7 @@ without running any code that it might hold:
 ``state_dict``    name → tensor, as ``module.state_dict()`` gives it
 ``tokenizers``    input name → text in tokenizers' JSON format; ``"*"`` stands for every input; may be empty
 ``task``          the name of the task, such as ``"text2text-generation"``
-``step_input``    name of the autoregressive input of ``forward``; None for a model that is run once
+``step_input``    name of the autoregressive input of ``forward``; None for a single-pass model
 ``special_tokens`` ``bos_token_id``, ``eos_token_id`` (lists of ids) and ``pad_token_id`` of the step input's vocabulary
 ``generation_defaults`` generation options, JSON-able
 ``series``        of a model that forecasts: its columns, normalisation and the rest (`analysis.series`);

@@ -58,13 +58,13 @@ class DegradationBudget:
         )
 
     def with_unit(self, measure: QualityUnit) -> DegradationBudget:
-        """Return the budget as a share of another quantity, for a model that is run once.
+        """Return the budget as a share of another quantity, for a single-pass model.
 
         Raises OptionError for a budget of perplexity, which such a model does not have.
         """
         if self.perplexity is not None:
             raise OptionError(
-                f"a model that is run once has no perplexity to be multiplied by {self.perplexity:g}: let "
+                f"a single-pass model has no perplexity to be multiplied by {self.perplexity:g}: let "
                 f"max_degradation be a share {measure.whole}, such as 0.5%"
             )
         return replace(self, measure=measure)

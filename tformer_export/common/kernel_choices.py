@@ -25,7 +25,7 @@ class CompiledFields(Protocol):
 
     model: ir.Model
     manifest: Manifest
-    found: dict[str, int]
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class KernelChoice:
 
 
 def _recognised(name: str) -> Callable[[CompiledFields], bool]:
-    return lambda compiled: compiled.found.get(name, 0) > 0
+    return lambda compiled: compiled.counts.get(name, 0) > 0
 
 
 def _holds(operator: str, stage: str = "") -> Callable[[CompiledFields], bool]:
@@ -62,12 +62,14 @@ def _holds(operator: str, stage: str = "") -> Callable[[CompiledFields], bool]:
     )
 
 
-ATTENTION = "MultiHeadAttention"
+MULTI_HEAD_ATTENTION = "MultiHeadAttention"
 GIVEN_KEYS_ATTENTION = KernelChoice(
-    "attention over given keys", (ATTENTION, "products and softmax"), _holds(ATTENTION, "decode/")
+    "attention over given keys", (MULTI_HEAD_ATTENTION, "products and softmax"), _holds(MULTI_HEAD_ATTENTION, "decode/")
 )
 WHOLE_ATTENTION = KernelChoice(  # see onnx_operators.whole_attention
-    "attention of whole sequences", ("GroupQueryAttention", ATTENTION), _holds("GroupQueryAttention", "encode/")
+    "attention of whole sequences",
+    ("GroupQueryAttention", MULTI_HEAD_ATTENTION),
+    _holds("GroupQueryAttention", "encode/"),
 )
 ROTARY = KernelChoice("rotary positions", ("in the attention operator", "written out"), _recognised("rotary"))
 NORMS = KernelChoice("root mean square norms", ("RMSNormalization", "written out"), _recognised("rms_norm"))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.common.source_lines import users_name
 
-MAX_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
+MAX_KERNEL_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
 
 
 @contextmanager
@@ -124,4 +124,4 @@ def is_same(one: Any, other: Any) -> bool:
     one, other = one.detach(), other.detach()
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=MAX_ROUNDING, atol=MAX_ROUNDING * scale, equal_nan=True)
+    return torch.allclose(one, other, rtol=MAX_KERNEL_ROUNDING, atol=MAX_KERNEL_ROUNDING * scale, equal_nan=True)

@@ -37,7 +37,7 @@ def plain_attention(
     return merge_axes(out, 1) if heads != groups else out
 
 
-def attention_weights(
+def plain_attention_weights(
     query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
 ) -> torch.Tensor:
     """Compute the weights of attention: (B, H, N, D), (B, G, S, D) → (B, 1, N, S), the sum over `heads`.

@@ -11,7 +11,7 @@ Kind = Literal["choice", "text", "list", "file", "length", "switch", "layers", "
 
 
 @dataclass(frozen=True)
-class OptionSpec:
+class ExportOptionSpec:
     """One option of `export`.
 
     help: one or more sentences.
@@ -37,12 +37,12 @@ def option(
     metavar: str | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """Make a dataclass field that holds an `OptionSpec`. The arguments are fields of the spec."""
-    spec = OptionSpec(help, "choice" if choices else kind, flag, metavar, choices)
+    """Make a dataclass field that holds an `ExportOptionSpec`. The arguments are fields of the spec."""
+    spec = ExportOptionSpec(help, "choice" if choices else kind, flag, metavar, choices)
     return field(default=default, metadata={"option": spec})
 
 
-def option_specs(group: type) -> dict[str, OptionSpec]:
+def option_specs(group: type) -> dict[str, ExportOptionSpec]:
     """Return the options of a dataclass: name of the field → option."""
     return {f.name: f.metadata["option"] for f in fields(group) if "option" in f.metadata}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_GAIN = 0.03  # by which an implementation must be faster to win, in addition to its spread
-ROUNDS, MIN_ROUNDS = 7, 3
+MAX_ROUNDS, MIN_ROUNDS = 7, 3
 PAUSE_SECONDS = 0.05  # seconds before each turn, in which the threads of the previous one stop spinning
 
 Request = Callable[[int], float]  # rows → seconds
@@ -60,7 +60,7 @@ def time_in_turns(candidates: Mapping[str, Request], rows: Sequence[int], pause:
     seconds: dict[str, list[dict[int, float]]] = {name: [] for name in candidates}
     ratios: dict[str, list[float]] = {name: [] for name in others}
     running = list(candidates)
-    for turn in range(ROUNDS + 1):
+    for turn in range(MAX_ROUNDS + 1):
         taken = {}
         for name in running if turn % 2 else running[::-1]:
             pause()

@@ -85,7 +85,7 @@ class Target:
             if node.target is ATTENTION:
                 node.target = operator
             elif node.target is WEIGHTS:
-                node.target = onnx_operators.attention_weights
+                node.target = onnx_operators.plain_attention_weights
             elif is_grouped_product(node):
                 _split_groups(module, node)
                 grouped += 1

@@ -19,7 +19,7 @@ from tformer_export.common.log_silence import quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
-TRACED_SIZES = {"batch": 3, "new": 5, "wanted": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
+TRACED_SIZES = {"batch": 3, "new": 5, "selected": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
 IR_VERSION = 10
 OPSET = 24  # the first with TensorScatter
 

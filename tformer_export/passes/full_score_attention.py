@@ -54,7 +54,7 @@ def _too_many(model: ir.Model, node: ir.Node, heads: int) -> ir.Value:
     query, past = node.inputs[0], node.inputs[PAST]
     assert node.graph is not None
     limit = np.array([MAX_SCORE_BYTES // 4 // heads], np.int64)
-    max_values = constant(model, f"attention.most.{heads}", limit)
+    max_values = constant(model, f"attention.max_values.{heads}", limit)
     sizes = [
         ir.node("Shape", [value], {"start": at, "end": at + 1}) for value, at in ((query, 1), (past, 0), (past, 2))
     ]

@@ -27,7 +27,7 @@ def run(model: ir.Model) -> int:
     readers = {*attentions, *(expansion for node in attentions if (expansion := _bias_expansion(node)) is not None)}
     if not attentions or any(_is_fixed_size(value) or not _read_only_by(value, readers) for value in context):
         return 0
-    rewriter = _Rewriter(model, attentions[0])
+    rewriter = _ContextRewriter(model, attentions[0])
     for node in attentions:
         rewriter.rewrite(node)
     remove_unused.run(model)
@@ -72,7 +72,7 @@ def _start(shape: ir.Node) -> int:
     return start.as_int() if start is not None else 0
 
 
-class _Rewriter:
+class _ContextRewriter:
     """Rewrites attentions. rows: the number of rows of the context, computed in the graph."""
 
     def __init__(self, model: ir.Model, first: ir.Node) -> None:

@@ -19,7 +19,7 @@ from tformer_export.quantize.bit_plan import BitPlan, BitPlanner, Mixture
 from tformer_export.quantize.degradation import Degradation, measure, measure_series
 from tformer_export.quantize.kv_cache_int8 import quantize_caches
 from tformer_export.quantize.output_quality import OutputDegradation, ReferenceOutputs, measure_outputs
-from tformer_export.quantize.rewrite import Product, quantize
+from tformer_export.quantize.rewrite import Product, quantize_weights
 
 __all__ = [
     "BitPlan",
@@ -33,6 +33,6 @@ __all__ = [
     "measure",
     "measure_outputs",
     "measure_series",
-    "quantize",
     "quantize_caches",
+    "quantize_weights",
 ]

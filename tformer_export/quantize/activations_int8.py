@@ -71,7 +71,7 @@ class ActivationQuantizer:
     """Computes the integers of activations, once in each graph for all their readers.
 
     on_cpu: whether onnxruntime's own operators may be used.
-    fixed, by_row: the numbers of activations with a static scale and with a scale for each row.
+    static_scales, row_scales: the numbers of activations with a static scale and with a scale for each row.
     """
 
     def __init__(self, store: WeightStore, on_cpu: bool) -> None:
@@ -80,11 +80,11 @@ class ActivationQuantizer:
         self._static: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     @property
-    def fixed(self) -> int:
+    def static_scales(self) -> int:
         return len(self._static)
 
     @property
-    def by_row(self) -> int:
+    def row_scales(self) -> int:
         return len(self._by_row)
 
     def with_static_scale(
@@ -120,11 +120,11 @@ class ActivationQuantizer:
             source, new_nodes, steps, centre = self._maxima(value, name)
             can_be_empty = may_be_empty(value)
             if can_be_empty:  # for no rows, (0, K), onnxruntime 1.31 gives the maxima the shape (0, K) too
-                axis = self.store.constant("quantise.axis", np.array([-1], np.int64))
-                bounds = [self.store.constant(f"quantise.at.{i}", np.array([i], np.int64)) for i in (0, 1)]
+                axis = self.store.constant("quantize.axis", np.array([-1], np.int64))
+                bounds = [self.store.constant(f"quantize.at.{i}", np.array([i], np.int64)) for i in (0, 1)]
                 new_nodes.append(ir.node("Slice", [new_nodes[-1].outputs[0], *bounds, axis], name=f"{name}.single"))
-            step = self.store.constant(f"quantise.step.{steps}", np.float32(1 / steps))
-            zero = self.store.constant(f"quantise.zero.{steps}", np.uint8(centre))
+            step = self.store.constant(f"quantize.step.{steps}", np.float32(1 / steps))
+            zero = self.store.constant(f"quantize.zero.{steps}", np.uint8(centre))
             maxima = new_nodes[-1].outputs[0]
             scale = ir.node("Mul", [maxima, step], name=f"{name}.scale")
             block = 0 if can_be_empty else inner
@@ -136,21 +136,21 @@ class ActivationQuantizer:
 
     def _maxima(self, value: ir.Value, name: str) -> tuple[ir.Value, list[ir.Node], int, int]:
         """Return the value to round, the nodes that compute the largest magnitude of each row, steps and zero point."""
-        axis = self.store.constant("quantise.axis", np.array([-1], np.int64))
+        axis = self.store.constant("quantize.axis", np.array([-1], np.int64))
         if is_positive(value):
             above = value.producer()
             assert above is not None
             assert above.inputs[0] is not None
             source = above.inputs[0]
-            highest = ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.highest")
-            return source, [highest, ir.node("Relu", [highest.outputs[0]], name=f"{name}.most")], POSITIVE_STEPS, 0
+            highest = ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
+            return source, [highest, ir.node("Relu", [highest.outputs[0]], name=f"{name}.maximum")], POSITIVE_STEPS, 0
         if is_gelu(value):
-            lowest_maximum = self.store.constant("quantise.gelu", np.float32(MAX_NEGATIVE_GELU))
-            highest = ir.node("ReduceMax", [value, axis], {"keepdims": 1}, name=f"{name}.highest")
-            maximum = ir.node("Max", [highest.outputs[0], lowest_maximum], name=f"{name}.most")
+            lowest_maximum = self.store.constant("quantize.gelu", np.float32(MAX_NEGATIVE_GELU))
+            highest = ir.node("ReduceMax", [value, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
+            maximum = ir.node("Max", [highest.outputs[0], lowest_maximum], name=f"{name}.maximum")
             return value, [highest, maximum], SIGNED_STEPS, UINT8_CENTRE
         size = ir.node("Abs", [value], name=f"{name}.size")
-        maximum = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.most")
+        maximum = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.maximum")
         return value, [size, maximum], SIGNED_STEPS, UINT8_CENTRE
 
     def _divide(
@@ -163,10 +163,10 @@ class ActivationQuantizer:
         if not self.on_cpu or not inner:
             inverse = ir.node("Reciprocal", [scale], name=f"{name}.inverse")
             ratio = ir.node("Mul", [source, inverse.outputs[0]], name=f"{name}.ratio")
-            unit = self.store.constant("quantise.unit", np.float32(1))
+            unit = self.store.constant("quantize.unit", np.float32(1))
             return [inverse, ratio, ir.node("QuantizeLinear", [ratio.outputs[0], unit, zero], name=f"{name}.uint8")]
         # The zero point of each row, computed as the integer of a number divided by infinity
-        infinity = self.store.constant("quantise.never", np.float32(np.inf))
+        infinity = self.store.constant("quantize.never", np.float32(np.inf))
         centres = ir.node("QuantizeLinear", [maxima, infinity, zero], name=f"{name}.centres")
         by_row = {"axis": -1, "block_size": inner}
         inputs = [source, scale, centres.outputs[0]]

@@ -26,10 +26,10 @@ from tformer_export.quantize import (
     measure,
     measure_outputs,
     measure_series,
-    quantize,
     quantize_caches,
+    quantize_weights,
 )
-from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_RUN_ONCE_BUDGET
+from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_SINGLE_PASS_BUDGET
 from tformer_export.quantize.token_quality import ReferenceDistribution
 from tformer_export.shortlist import separate_projection, with_columns
 from tformer_export.verify.parity import ParityGate
@@ -39,7 +39,7 @@ from tformer_runtime.format.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class QuantisedResult:
+class QuantizedResult:
     """A quantised model. The other fields are as in `ExportReport`."""
 
     compiled: CompiledModel
@@ -48,7 +48,7 @@ class QuantisedResult:
     products: dict[str, Product] = field(default_factory=dict)
 
 
-def quantise(
+def quantize_within_budget(
     compiled: CompiledModel,
     gate: ParityGate,
     before: Engine,
@@ -56,7 +56,7 @@ def quantise(
     folder: Path,
     clock: PhaseClock,
     forms: KernelForms,
-) -> QuantisedResult:
+) -> QuantizedResult:
     """Quantise a copy of the compiled model. A mixture gets more bits until it is within the budget.
 
     before: an engine of the compiled model.
@@ -74,11 +74,11 @@ def quantise(
     mixed = options.quantization.weights == "mixed"
     measured_on = planner.samples.measured if mixed or options.quantization.calibration is not None else ()
     for plan in plans:
-        with clock.phase("quantise"):
+        with clock.phase("quantize"):
             rewritten, products = _rewrite(
                 replace(compiled, manifest=manifest), planner, plan, options, gate.source.step_input, forms
             )
-            path = save(rewritten.model, rewritten.manifest, folder / "quantised.onnx")
+            path = save(rewritten.model, rewritten.manifest, folder / "quantized.onnx")
         with clock.phase("measure"):
             after = Engine(path, device="cpu")
             degradation: Degradation | OutputDegradation
@@ -96,7 +96,7 @@ def quantise(
             weights = options.quantization.weights != "none"
             advice = planner.suggest_mixture(budget) if weights else "leave the caches in float, or allow more"
         raise ParityError(f"quantisation {excess}; no file was written: {advice}")
-    return QuantisedResult(rewritten, degradation, plan.mixture, products)
+    return QuantizedResult(rewritten, degradation, plan.mixture, products)
 
 
 def _calibrate(
@@ -127,11 +127,11 @@ def _calibrate(
 def _budget(options: ExportOptions, reference: ReferenceDistribution | ReferenceOutputs | None) -> DegradationBudget:
     """Return the budget of the options, with the unit of the model's outputs.
 
-    reference: for a model that is run once or stepped over numbers; its outputs determine the unit.
+    reference: for a single-pass model, or one that is stepped over numbers; its outputs determine the unit.
     """
     budget = options.budget
     if options.quantization.weights == "mixed" and budget.tokens is None and budget.perplexity is None:
-        budget = MIXED_BUDGET if reference is None else MIXED_RUN_ONCE_BUDGET
+        budget = MIXED_BUDGET if reference is None else MIXED_SINGLE_PASS_BUDGET
     return budget if reference is None else budget.with_unit(reference.meaning)
 
 
@@ -166,7 +166,7 @@ def _rewrite(
     if adds_shortlist:
         separate_projection(model)
     if options.quantization.weights != "none":
-        parts = quantize(
+        parts = quantize_weights(
             model,
             plan.bits,
             options.optimize_for,
@@ -176,10 +176,10 @@ def _rewrite(
             on_cpu=options.target == "cpu",
             static_scales=planner.static_scales,
         )
-        counts = {"fixed": parts.fixed, "by_row": parts.by_row, "quantised": parts.count}
+        counts = {"static_scales": parts.static_scales, "row_scales": parts.row_scales, "quantized": parts.count}
         products = parts.products
         decode = manifest.decode and replace(manifest.decode, small_batch_limit=parts.small_batch_limit)
         manifest = replace(manifest, decode=decode)
     if adds_shortlist:
         manifest = with_columns(model, manifest)
-    return replace(compiled, model=model, manifest=manifest, found={**compiled.found, **counts}), products
+    return replace(compiled, model=model, manifest=manifest, counts={**compiled.counts, **counts}), products

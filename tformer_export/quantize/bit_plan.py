@@ -27,7 +27,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
 # Budgets of mixtures if the user gives none
-MIXED_BUDGET, MIXED_RUN_ONCE_BUDGET = DegradationBudget(perplexity=1.01), DegradationBudget(tokens=0.01)
+MIXED_BUDGET, MIXED_SINGLE_PASS_BUDGET = DegradationBudget(perplexity=1.01), DegradationBudget(tokens=0.01)
 MAX_SENSITIVITY_POSITIONS = 1024  # positions on which a single matrix is measured; divergences need few
 
 
@@ -37,7 +37,7 @@ class MatrixReport:
 
     products: the nodes that read it.
     divergence: bits → the KL divergence (nats) of the next token's distribution when this matrix alone has these bits,
-        where it was measured; for a model that is run once, the relative squared error of its outputs.
+        where it was measured; for a single-pass model, the relative squared error of its outputs.
     """
 
     products: Sequence[str]

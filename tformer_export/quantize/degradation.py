@@ -120,13 +120,13 @@ def _row_difference(
 ) -> float:
     """Return the largest difference of a row's logits alone from the same row's in a batch, over their range."""
     together, *_ = run_case(after, requests, sequences, prompts)
-    unquantised = together if exact else run_case(before, requests, sequences, prompts)[0]
+    unquantized = together if exact else run_case(before, requests, sequences, prompts)[0]
     worst = 0.0
     for row in (0, len(sequences) - 1):
         (alone,), *_ = run_case(after, [requests[row]], [sequences[row]], (prompts[row],))
         span = float(alone.max() - alone.min()) or 1.0
         worst = max(worst, float(np.abs(alone - together[row]).max()) / span)
-        moved, allowed = _rms(alone - together[row]) / span, 3 * _rms(together[row] - unquantised[row]) / span
+        moved, allowed = _rms(alone - together[row]) / span, 3 * _rms(together[row] - unquantized[row]) / span
         if exact and worst > TOLERANCE:
             raise ParityError(
                 f"a row's result changes with its neighbours by {worst:.3g} of the logits' range after quantisation "

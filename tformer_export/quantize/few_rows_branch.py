@@ -57,7 +57,7 @@ def branch(model: ir.Model, graph: ir.Graph, step: str, max_tokens: int) -> Bran
     few_rows.name = f"{many_rows.name}/few"
     sizes = ir.node("Shape", [tokens], {"start": 0, "end": 2}, name="few.sizes")
     size = ir.node("ReduceProd", [sizes.outputs[0]], {"keepdims": 0}, name="few.tokens")
-    limit = constant(model, "few.most", np.array(max_tokens, np.int64))
+    limit = constant(model, "few.max_tokens", np.array(max_tokens, np.int64))
     flag = ir.node("LessOrEqual", [size.outputs[0], limit], name="few.rows")
     for node in (sizes, size, flag):
         node.outputs[0].name = node.name

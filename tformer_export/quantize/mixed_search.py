@@ -1,7 +1,7 @@
 """Mixed precision: the sensitivity of each matrix to few bits, and the search for mixtures within a budget.
 
 The sensitivity of a matrix is the KL divergence of the next token's distribution when this matrix alone is quantised;
-for a model that is run once, the relative squared error of its outputs. The steps of all matrices (float → 8 bits → 4)
+for a single-pass model, the relative squared error of its outputs. The steps of all matrices (float → 8 bits → 4)
 are sorted by their loss for each saved byte. This makes a path of mixtures from float to 4 bits everywhere, each
 smaller than the one before. Losses need not add up, so mixtures are measured as a whole: points spread over the path,
 which are the frontier in the report, and then, by bisection, mixtures between the last within the budget and the next.

@@ -1,6 +1,6 @@
-"""Results of a quantised model that is run once, compared with the unquantised results: vectors and classes.
+"""Results of a quantised single-pass model, compared with the unquantised results: vectors and classes.
 
-A model that is run once predicts no next token, so its outputs are compared: each vector with the unquantised file's,
+A single-pass model predicts no next token, so its outputs are compared: each vector with the unquantised file's,
 by the cosine. A vector is the part of an output for one position of an input (the state of a token, the scores of a
 label). An output without positions, or with one number for each position, is one vector for each input (a pooled
 sentence, the scores of its classes, a forecast). If an output is one number for each input, the numbers of all inputs
@@ -202,7 +202,7 @@ def _run(engine: Engine, requests: Sequence[Mapping[str, Array]]) -> list[Array]
 
 @dataclass
 class OutputDegradation:
-    """The loss and the gain of quantisation, for a model that is run once or a forecaster.
+    """The loss and the gain of quantisation, for a single-pass model or a forecaster.
 
     quality: on the samples.
     speed: how many times as fast one row is.
@@ -265,14 +265,14 @@ def _row_difference(gate: ParityGate, before: Engine, after: Engine) -> float:
     ):
         if requests is ragged and not hides_padding:
             continue
-        (unquantised_moves, _), (moves, together) = (_moves(engine, requests) for engine in (before, after))
-        unquantised = _run(before, requests)
+        (unquantized_moves, _), (moves, together) = (_moves(engine, requests) for engine in (before, after))
+        unquantized = _run(before, requests)
         for (row, output), difference in moves.items():
             expected = together[row, output]
             span = float(np.ptp(expected)) or 1.0
             worst = max(worst, float(np.abs(difference).max()) / span)
-            changed = _rms(expected - _like(unquantised[output][row], expected))
-            allowed = _rms(unquantised_moves[row, output]) + max(TOLERANCE * span, changed / 2)
+            changed = _rms(expected - _like(unquantized[output][row], expected))
+            allowed = _rms(unquantized_moves[row, output]) + max(TOLERANCE * span, changed / 2)
             if not _rms(difference) <= allowed:
                 raise ParityError(
                     f"a row's result changes with its neighbours by {_rms(difference) / span:.3g} of the outputs' "

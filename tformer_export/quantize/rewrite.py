@@ -52,14 +52,14 @@ class Product:
     """A quantised product (rows, inner) × (inner, columns).
 
     few: whether it has a form for few rows too.
-    fixed: whether its activations have a static scale.
+    static_scale: whether its activations have a static scale.
     """
 
     inner: int
     columns: int
     bits: int
     few: bool
-    fixed: bool = False
+    static_scale: bool = False
 
 
 @dataclass
@@ -68,14 +68,14 @@ class QuantizedParts:
 
     products: name in the graph → product.
     tables: the number of embeddings.
-    fixed, by_row: how many inputs of products have a static scale, and how many a scale for each row.
+    static_scales, row_scales: how many inputs of products have a static scale, and how many a scale for each row.
     small_batch_limit: as in the manifest's decode stage.
     """
 
     products: dict[str, Product] = field(default_factory=dict)
     tables: int = 0
-    fixed: int = 0
-    by_row: int = 0
+    static_scales: int = 0
+    row_scales: int = 0
     small_batch_limit: int | None = None
 
     @property
@@ -83,7 +83,7 @@ class QuantizedParts:
         return len(self.products) + self.tables
 
 
-def quantize(
+def quantize_weights(
     model: ir.Model,
     bits: Bits = 8,
     optimize_for: str = THROUGHPUT,
@@ -119,15 +119,16 @@ def quantize(
         and (width := bits_of(str(node.name))) in few_rows
     ]
     branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
-    rewriter = _Rewriter(model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales)
+    rewriter = _QuantizationRewriter(model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales)
     rewriter.parts.small_batch_limit = max(limits) if branches else None
     for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 rewrite(graph, node)
     remove_unused.run(model)
-    rewriter.parts.fixed, rewriter.parts.by_row = rewriter.operands.fixed, rewriter.operands.by_row
-    return rewriter.parts
+    parts = rewriter.parts
+    parts.static_scales, parts.row_scales = rewriter.operands.static_scales, rewriter.operands.row_scales
+    return parts
 
 
 def _by_name(bits: Bits) -> Callable[[str], int]:
@@ -160,7 +161,7 @@ class _Weight:
         return values.T if self.is_transposed else values
 
 
-class _Rewriter:
+class _QuantizationRewriter:
     """Rewrites products and tables.
 
     has_few_rows_form: whether a matrix of this many numbers has the form for few rows.
@@ -215,10 +216,10 @@ class _Rewriter:
         if table is None:
             return
         name = node.name or "table"
-        quantised, scale = self.store.table(name, table.numpy())
-        scales = self.store.constant(f"{quantised.name}.scales", scale[:, None])
+        quantized, scale = self.store.table(name, table.numpy())
+        scales = self.store.constant(f"{quantized.name}.scales", scale[:, None])
         ids = node.inputs[1]
-        rows = ir.node("Gather", [quantised, ids], {"axis": 0}, name=f"{name}.rows")
+        rows = ir.node("Gather", [quantized, ids], {"axis": 0}, name=f"{name}.rows")
         number = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
         row_scale = ir.node("Gather", [scales, ids], {"axis": 0}, name=f"{name}.scale")
         scaled = ir.node("Mul", [number.outputs[0], row_scale.outputs[0]], name=f"{name}.scaled")
@@ -261,7 +262,7 @@ class _Rewriter:
         scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
         columns = matrix.columns(self._home(graph))
         if self.on_cpu and graph.name == ENCODE:
-            inputs = [rows, columns, self.store.constant("quantise.unit", np.float32(1)), scale, zero]
+            inputs = [rows, columns, self.store.constant("quantize.unit", np.float32(1)), scale, zero]
             self.model.graph.opset_imports.setdefault(CONTRIB, 1)
             new_nodes = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
             new_nodes.append(ir.node("Mul", [new_nodes[0].outputs[0], row_scale], name=f"{name}.by_row"))

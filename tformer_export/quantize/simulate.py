@@ -63,7 +63,7 @@ class Simulation:
         """
         copy = model.clone()
         self.matrices, self.tables = find_matrices(copy), find_tables(copy)
-        self._dequantised = dequantize
+        self._dequantized = dequantize
         _instrument(copy, self.matrices, self.tables, static_scales)
         self._session = _ExchangeableSession(save(copy, replace(manifest, quantization="simulated"), path))
         self.engine = Engine(self._session)
@@ -93,7 +93,7 @@ class Simulation:
         self._session.exchanged = exchanged
 
     def _values(self, matrix: Matrix, bits: int) -> dict[str, Any]:
-        array, session = self._dequantised(matrix, bits), self._session
+        array, session = self._dequantized(matrix, bits), self._session
         values = {
             name: session.device_tensor(np.ascontiguousarray(array.T if is_transposed else array))
             for name, is_transposed in matrix.initializers.items()
@@ -117,8 +117,8 @@ class _ExchangeableSession(Session):
 
 def _table(initializer: ir.Value) -> Array:
     assert initializer.const_value is not None
-    quantised, scale = round_nearest.per_column(initializer.const_value.numpy().T)
-    return np.ascontiguousarray((quantised * scale).T)
+    quantized, scale = round_nearest.per_column(initializer.const_value.numpy().T)
+    return np.ascontiguousarray((quantized * scale).T)
 
 
 def _switch(product: str) -> str:

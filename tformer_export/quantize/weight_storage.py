@@ -64,8 +64,8 @@ class WeightStore:
         """Return an embedding table in int8 (N, K), and the scales of its rows (N,)."""
         key = digest(matrix)
         if key not in self._tables:
-            quantised, scale = round_nearest.per_column(matrix.T)
-            self._tables[key] = self.constant(f"{name}.int8", np.ascontiguousarray(quantised.T)), scale
+            quantized, scale = round_nearest.per_column(matrix.T)
+            self._tables[key] = self.constant(f"{name}.int8", np.ascontiguousarray(quantized.T)), scale
         return self._tables[key]
 
     def matrix(
@@ -97,10 +97,10 @@ class WeightStore:
 
     def _plain_8(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as int8 columns. The packed form, which is rarely used then, is derived from them."""
-        quantised, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
-        stored = self.constant(f"{name}.int8", quantised)
+        stored = self.constant(f"{name}.int8", quantized)
 
         def pack(home: ir.Graph) -> tuple[ir.Value, ir.Value]:
             return self._pack(home, name, self._transpose(home, f"{name}.rows", stored), scale, block, inner)
@@ -111,10 +111,10 @@ class WeightStore:
 
     def _packed_8(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as MatMulNBits reads it."""
-        quantised, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
-        stored = self.constant(f"{name}.packed", round_nearest.pack(quantised, 8, block))
+        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 8, block))
 
         def unpack(home: ir.Graph) -> ir.Value:
             flipped = self._derive(home, "BitwiseXor", [stored, self._uint8_middle()], f"{name}.flipped")
@@ -132,10 +132,10 @@ class WeightStore:
         """Store the matrix in 4 bits as MatMulNBits reads it, with the multiplier of each block."""
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
-        quantised, multipliers, scale = (
+        quantized, multipliers, scale = (
             self.integers[name] if name in self.integers else round_nearest.in_blocks(weight, block)
         )
-        stored = self.constant(f"{name}.packed", round_nearest.pack(quantised, 4, block))
+        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 4, block))
         factors = self.constant(f"{name}.factors", np.ascontiguousarray(multipliers.T))  # (N, ⌈K / block⌉)
 
         def unpack(home: ir.Graph) -> ir.Value:

@@ -4,7 +4,7 @@ IBM Model 1 is a model of word alignment: each target token is the translation o
 positions (Brown et al. 1993, "The Mathematics of Statistical Machine Translation: Parameter Estimation", section 4.1,
 https://aclanthology.org/J93-2003/). It computes p(t | s), the probability that source id s is translated to target id
 t, by expectation maximisation. Let A_j be the set of source ids of line j and an empty id, which stands for no source.
-All p are equal at first. A round counts expected alignments (E step) and normalises the counts (M step):
+All p are equal at first. An iteration counts expected alignments (E step) and normalises the counts (M step):
 
     c(t, s) = Σ_j Σ_{t in line j} p(t | s) / Σ_{s' in A_j} p(t | s')        p(t | s) = c(t, s) / Σ_t' c(t', s)
 
@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-ROUNDS = 5
+EM_ITERATIONS = 5
 NULL_SOURCE = 0  # the source id that stands for no source; the others are counted from 1
 NO_PLACE = np.iinfo(np.int64).max // 2  # the place of an id that is in no list
 
@@ -106,13 +106,13 @@ class Associations:
         return starts, target.astype(np.int32)
 
 
-def associate(lines: Sequence[Line], vocabulary: int, rounds: int = ROUNDS) -> Associations:
-    """Learn from lines. Time: a sort of all links, and four passes over them a round. Memory: 40 bytes a link."""
+def associate(lines: Sequence[Line], vocabulary: int, iterations: int = EM_ITERATIONS) -> Associations:
+    """Learn from lines. Time: a sort of all links, and four passes over them an iteration. Memory: 40 bytes a link."""
     links = _Links(lines, vocabulary)
     keys, pair = np.unique(links.key, return_inverse=True)
     source = keys // vocabulary
     p = np.ones(len(keys))
-    for _ in range(rounds):
+    for _ in range(iterations):
         share = p[pair]
         share /= np.bincount(links.token, share)[links.token]
         counts = np.bincount(pair, share)

@@ -13,7 +13,7 @@ pooling              one vector for each row of an encoder; pooled_module: the m
 chat_template        the chat template of a model
 reference_pipelines  the source's own results for tasks of single tokens, for verification
 outcome              the meaning of outputs, by the caller's task
-finish               the caller's statements on a source
+finish               the caller's overrides of a source
 """
 
 from tformer_export.common.derived_inputs import Mask, causal, lengths, padding, positions

@@ -25,7 +25,7 @@ class Adapter(nn.Module):
     keeps: name of an input → the name of its keep-mask, (batch, time) bool. An input without one holds no padding.
     layouts: name of an input → its batch and time axis in the module, where they are not 0 and 1.
     step: the input whose layout the logits have.
-    output: name or index of the logits; several for a model that is run once, which are returned as a tuple.
+    output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
     """
 
     def __init__(

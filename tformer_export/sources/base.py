@@ -23,10 +23,10 @@ from tformer_runtime.format.manifest import OutputMeaning, Preprocessing, Specia
 class Source:
     """A model in the form in which the compiler reads it.
 
-    module: `module(*example.values())` gives logits (batch, time, vocabulary), or the outputs of a model that is run
-        once.
+    module: `module(*example.values())` gives logits (batch, time, vocabulary), or the outputs of a single-pass
+        model.
     example: name of an input → example, in the order of forward.
-    step_input: the autoregressive input, of ids or of numbers; None for a model that is run once.
+    step_input: the autoregressive input, of ids or of numbers; None for a single-pass model.
     name: the name of the model in reports.
     task: its task, by transformers' names.
     masks: inputs that the runtime derives from the lengths of another input: padding masks, (batch, time). Each is in
@@ -39,7 +39,7 @@ class Source:
     chat_template: Jinja text that makes a prompt of a conversation.
     chat_tokens: the special tokens that the chat template may name, and their texts.
     token_types: inputs that the tokenizer gives together with the ids of another input → that input.
-    output_meaning: the meaning of the outputs of a model that is run once.
+    output_meaning: the meaning of the outputs of a single-pass model.
     outputs: their names in the file, if `module` returns several, as a tuple.
     own_pipeline: the model's own pipeline, for verification. It takes a text or a pair and the number of tokens to
         which it is cut. It returns the output without a batch axis or, for tasks of `reference_pipelines`, the result.

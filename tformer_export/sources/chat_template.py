@@ -21,7 +21,7 @@ def with_template(source: Source, template: str) -> Source:
     others = [name for name in source.caller_inputs if name != source.step_input]
     reason = None
     if source.step_input is None:
-        reason = "runs once per input"
+        reason = "is a single-pass model"
     elif others:
         reason = f"reads {', '.join(others)} and {source.step_input}"
     elif source.series is not None:

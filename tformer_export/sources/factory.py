@@ -23,7 +23,7 @@ from torch import nn
 
 from tformer_export.common.checkpoint import import_callable, load_weights
 from tformer_export.sources.base import Source
-from tformer_export.sources.finish import Statements, finish
+from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
@@ -114,7 +114,7 @@ def _source(result: Any, spec: str, step_input: str | None) -> Source:
     call.pop("step_input", None)
     example = example_ids(module) if example is None else example
     limits = {name: options.get(name) for name in ("series", "max_length")}
-    return finish(from_module(module, example, step_input, **call, **limits), Statements.of(**options))
+    return finish(from_module(module, example, step_input, **call, **limits), SourceOverrides.of(**options))
 
 
 def _arguments(config: Path | None) -> dict[str, Any]:

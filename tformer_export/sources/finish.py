@@ -1,4 +1,4 @@
-"""The end of reading a source: the caller's statements replace or complete the model's own."""
+"""The end of reading a source: the caller's overrides replace or complete the model's own values."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Statements:
-    """The caller's statements on a model. None stands for the model's own.
+class SourceOverrides:
+    """Properties that the caller sets for a source. None stands for the model's own.
 
     tokenizer: text in tokenizers' JSON format for all inputs, or one for each input by name; or a tokenizer of
         transformers.
@@ -46,8 +46,8 @@ class Statements:
     max_length: int | None = None
 
     @classmethod
-    def of(cls, task: str | Task | None = None, **others: Any) -> Statements:
-        """Return the statements in arguments of `export`, in which the task is a name or a `Task`."""
+    def of(cls, task: str | Task | None = None, **others: Any) -> SourceOverrides:
+        """Return the overrides in arguments of `export`, in which the task is a name or a `Task`."""
         stated = task if isinstance(task, Task) else Task(task)
         return cls(
             task=stated.name,
@@ -59,35 +59,35 @@ class Statements:
         )
 
 
-def finish(source: Source, statements: Statements) -> Source:
-    """Apply the statements to a source. Raises OptionError for statements that do not fit the model or each other."""
-    tokenizer, special = statements.tokenizer, statements.special_tokens
+def finish(source: Source, overrides: SourceOverrides) -> Source:
+    """Apply overrides to a source. Raises OptionError for overrides that do not fit the model or each other."""
+    tokenizer, special = overrides.tokenizer, overrides.special_tokens
     if callable(tokenizer):
         source, tokenizer = with_tokenizer(source, tokenizer), None
     elif tokenizer is not None:
         source = replace(source, own_pipeline=None)
     stated: dict[str, Any] = {
         "tokenizers": dict.fromkeys(source.caller_inputs, tokenizer) if isinstance(tokenizer, str) else tokenizer,
-        "task": statements.task,
+        "task": overrides.task,
         "special_tokens": parse_special_tokens(special) if isinstance(special, Mapping) else special,
-        "generation_defaults": statements.generation_defaults,
-        "series": statements.series,
+        "generation_defaults": overrides.generation_defaults,
+        "series": overrides.series,
     }
     source = replace(source, **{name: value for name, value in stated.items() if value is not None})
     _check_texts(source)
-    if statements.generation_defaults is None:
+    if overrides.generation_defaults is None:
         source = _drop_unmatched_stop_strings(source)
-    if statements.chat_template is not None:
-        source = with_template(source, statements.chat_template)
+    if overrides.chat_template is not None:
+        source = with_template(source, overrides.chat_template)
         if source.step_input not in source.tokenizers:
             raise OptionError("a chat template needs a tokenizer: give one")
-    if statements.preprocessor is not None:
+    if overrides.preprocessor is not None:
         source = with_preprocessing(
-            source, statements.preprocessor, statements.labels is not None or statements.problem_type is not None
+            source, overrides.preprocessor, overrides.labels is not None or overrides.problem_type is not None
         )
-    source = with_task(source, statements.labels, statements.problem_type, statements.pooling, statements.normalize)
-    if source.step_input is None and statements.max_length is not None:
-        source = replace(source, max_length=min(statements.max_length, source.max_length or statements.max_length))
+    source = with_task(source, overrides.labels, overrides.problem_type, overrides.pooling, overrides.normalize)
+    if source.step_input is None and overrides.max_length is not None:
+        source = replace(source, max_length=min(overrides.max_length, source.max_length or overrides.max_length))
     return source
 
 

@@ -1,4 +1,4 @@
-"""The meaning of the outputs of a source that is run once, by the caller's task: pooled vectors, labels."""
+"""The meaning of the outputs of a single-pass source, by the caller's task: pooled vectors, labels."""
 
 from __future__ import annotations
 

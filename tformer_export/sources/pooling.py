@@ -32,9 +32,8 @@ def with_pooling(
         raise OptionError(f"pooling must be one of {', '.join(POOLINGS)}, not {unknown[0]!r}")
     if source.step_input is not None:
         raise SourceError(
-            f"pooling is for models that run once per input, but this one has the step input {source.step_input!r}: "
-            "leave out one of them (--task feature-extraction loads a Hugging Face folder without its language model "
-            "head)"
+            f"pooling is for single-pass models, but this one has the step input {source.step_input!r}: leave out one "
+            "of them (--task feature-extraction loads a Hugging Face folder without its language model head)"
         )
     if source.outputs:
         raise SourceError(f"pooling takes one output, but the model returns {', '.join(source.outputs)}: name one")

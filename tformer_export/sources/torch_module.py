@@ -88,7 +88,7 @@ def example_ids(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def has_fixed_length(series: Mapping[str, Any]) -> bool:
     """Return whether all histories of a series have the same number of rows."""
-    return "longest" in series and series["longest"] == series.get("shortest")
+    return "max_context_length" in series and series["max_context_length"] == series.get("min_context_length")
 
 
 def example_numbers(module: nn.Module, series: Mapping[str, Any], step_input: str | None) -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def example_numbers(module: nn.Module, series: Mapping[str, Any], step_input: st
     targets = len(series.get("targets", ())) or columns
     names = required_parameters(module)
     has_encoder = len(names) > 1
-    rows = series["longest"] if has_fixed_length(series) else 3
+    rows = series["max_context_length"] if has_fixed_length(series) else 3
     return {
         name: torch.linspace(-1, 1, 2 * rows * n).reshape(2, rows, n)
         for name in names

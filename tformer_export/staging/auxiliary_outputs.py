@@ -1,7 +1,7 @@
 """Extra outputs, such as attention weights and hidden states: their stage and their layout.
 
-A value of the step becomes an output of decode, (batch, wanted, …), like the logits. A value of the request becomes an
-output of encode, (batch, …). The runtime crops axes that are as long as an input to each row's own length.
+A value of the step becomes an output of decode, (batch, selected, …), like the logits. A value of the request becomes
+an output of encode, (batch, …). The runtime crops axes that are as long as an input to each row's own length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decode program: new tokens, contexts and caches → logits of the wanted positions, and the extended caches."""
+"""The decode program: new tokens, contexts and caches → logits of the selected positions, and the extended caches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
 
 
 class DecodeEmitter(Emitter):
-    """Writes the decode stage: new tokens, contexts, caches → logits of the wanted positions, and extended caches."""
+    """Writes the decode stage: new tokens, contexts, caches → logits of the selected positions, and extended caches."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DecodeEmitter(Emitter):
         self.solver, self.plan, self.tables, self.rotations = solver, plan, tables, rotations
         self.context: dict[tuple[Node, bool], Node] = {}
         self.controls: dict[str, Node] = {}
-        self.selected = False  # whether only the wanted positions are computed from here on
+        self.selected = False  # whether only the selected positions are computed from here on
         self.outputs: list[tuple[Port, Node]] = []
         self.cached: list[CachedValue] = []
 
@@ -184,7 +184,7 @@ class DecodeEmitter(Emitter):
         return self.emitted["selected positions"]
 
     def _select(self, nodes: list[Node]) -> None:
-        """Keep only the wanted positions of these values, as far as they have been computed, and of later values."""
+        """Keep only the selected positions of these values, as far as they have been computed, and of later values."""
         for node in dict.fromkeys(nodes):
             key = node, self.solver.roles(node)
             if key in self.emitted:

@@ -20,7 +20,7 @@ from tformer_export.common.fx_nodes import source_line
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput
 from tformer_export.staging.emitter import CachedValue, ContextTensor
 
-MAX_ROUNDING = 1e-4  # of a value's range; accumulated rounding errors are smaller
+MAX_ACCUMULATED_ROUNDING = 1e-4  # of a value's range; accumulated rounding errors are smaller
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _differ(expected: np.ndarray, file_value: np.ndarray) -> bool:
     if not finite.any():
         return False
     span = float(np.ptp(expected[finite])) or 1.0
-    return bool(np.abs(np.where(finite, expected - file_value, 0)).max() > MAX_ROUNDING * span)
+    return bool(np.abs(np.where(finite, expected - file_value, 0)).max() > MAX_ACCUMULATED_ROUNDING * span)
 
 
 def _place(node: Node) -> str:

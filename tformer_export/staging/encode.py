@@ -1,4 +1,4 @@
-"""The encode program: from the request's inputs to context, or to the outputs of a model that is run once."""
+"""The encode program: from the request's inputs to context, or to the outputs of a single-pass model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tformer_export.staging.output_lengths import find_derived_lengths
 
 
 class EncodeEmitter(Emitter):
-    """Writes the encode stage: request inputs → contexts, or → the outputs of a model that is run once."""
+    """Writes the encode stage: request inputs → contexts, or → the outputs of a single-pass model."""
 
     def emit(self, contexts: list[ContextTensor], names: list[str], extras: list[AuxiliaryOutput]) -> Program:
         """Write the program.

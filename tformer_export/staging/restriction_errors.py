@@ -21,7 +21,7 @@ from tformer_export.analysis.interpreter import call
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import describe_node, is_read_from_data, meta, operation_name, source_line
 
-RUN_ONCE = "export the model without a step input (step_input=None) to run it once per input"
+SINGLE_PASS_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
 MAX_PATH_OPERATIONS = 12  # between a value whose rows are no positions and a value whose rows are
 
 
@@ -78,20 +78,21 @@ def explain_refusal(layouts: ValueLayouts, node: Node, looks_ahead: bool) -> str
             f"{describe_node(node)} looks ahead: its value at a position depends on later positions of the step "
             "input, so it "
             f"cannot be decoded step by step. {hint} a causal mask; if the model is to see the whole sequence, "
-            f"{RUN_ONCE}"
+            f"{SINGLE_PASS_ADVICE}"
         )
     if "back" in moves:
         return f"{describe_node(node)} {_CARRIES} its value at a position is made from earlier ones. {_ONLY_ATTENTION}"
     return (
         f"{describe_node(node)} mixes different positions of the step input outside attention, so it cannot be "
         "decoded step by "
-        f"step with a key-value cache; {RUN_ONCE}"
+        f"step with a key-value cache; {SINGLE_PASS_ADVICE}"
     )
 
 
 _CARRIES = "carries state from position to position outside attention:"
 _ONLY_ATTENTION = (
-    "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + RUN_ONCE
+    "Only what attention reads of earlier positions can be cached, so put attention in its place, or "
+    + SINGLE_PASS_ADVICE
 )
 
 
@@ -124,7 +125,7 @@ def _explain_other_rows(layouts: ValueLayouts, node: Node) -> str:
         if moves:
             return (
                 f"{reason}, and {below_name} looks ahead: its value at a position depends on later positions of the "
-                f"step input, so it cannot be decoded step by step; {RUN_ONCE}"
+                f"step input, so it cannot be decoded step by step; {SINGLE_PASS_ADVICE}"
             )
     return f"{reason}: positions are put in front, dropped or shifted inside the model; do that to its inputs instead"
 

@@ -22,7 +22,7 @@ from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.restriction import PROBE_LENGTH
 
-MAX_ROUNDING = 1e-5  # of float32 sums of two products of about 1
+MAX_ROTATION_ROUNDING = 1e-5  # of float32 sums of two products of about 1
 MAX_SEARCHED_NODES = 64  # of the graph, above an operand
 
 
@@ -186,7 +186,7 @@ class _Finder:
         expected = torch.empty_like(value)
         expected[..., first] = one * cosines - other * sines
         expected[..., ~first] = other * cosines + one * sines
-        return bool(torch.allclose(result, expected, rtol=MAX_ROUNDING, atol=MAX_ROUNDING))
+        return bool(torch.allclose(result, expected, rtol=MAX_ROTATION_ROUNDING, atol=MAX_ROTATION_ROUNDING))
 
     def _run(
         self, node: Node, source: Node, region: list[Node], time_first: bool, make: Any, length: int

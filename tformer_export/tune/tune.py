@@ -36,7 +36,7 @@ from tformer_export.common.option_values import LATENCY, STATIC, THROUGHPUT
 from tformer_export.common.paired_timing import Request, Trial, time_in_turns
 from tformer_export.compile import AnalysedModel, CompiledModel
 from tformer_export.options import ExportOptions
-from tformer_export.quantize import StaticScale, quantize
+from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_export.quantize.matrices import find_matrices
 from tformer_export.verify.parity import ParityGate
 from tformer_runtime.engine.engine import Engine
@@ -111,7 +111,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
             bits_of = {name: m.at_least(bits) for m in find_matrices(candidate.model) for name in m.products}
             any_scale = StaticScale.between(-1, 1)  # its value does not change the speed
             scales = dict.fromkeys(bits_of, any_scale) if options.quantization.activation_scales == STATIC else {}
-            quantize(
+            quantize_weights(
                 candidate.model,
                 bits_of,
                 options.optimize_for,
@@ -121,7 +121,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
                 static_scales=scales,
             )
         with temporary_model(folder / "candidate.onnx") as path:  # a session maps it into memory
-            return make_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
+            return make_timed_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
 
     manifest = replace(
         with_forms(compiled.manifest, DEFAULT_FORMS, options.optimize_for), quantization=options.quantization.weights
@@ -165,11 +165,11 @@ def tune(
     return tuning
 
 
-def make_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
+def make_timed_request(gate: ParityGate, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> Request:
     """Make a timed request of random ids: batch size → seconds. It is the same for every engine of one source.
 
-    The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A model that is run
-    once is run on the prompt.
+    The prompt of PROMPT_TOKENS counts once. The time of a step counts WEIGHTED_DECODE_STEPS times. A single-pass
+    model is run on the prompt.
     """
     drawing = ParityGate(gate.source, gate.inputs, seed=1, series=gate.series)
     max_length = engine.manifest.max_length

@@ -81,7 +81,7 @@ class InputDraws:
             if name in self.source.min_lengths and 1 in axes:  # half of the model's minimum for each position
                 size = max(self.source.min_lengths[name], self.source.min_lengths[name] * length // 2)
             if self.series is not None and name == self.series.input:
-                size = max(self.series.shortest, min(size, self.series.longest or size))
+                size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
             if facts.ids is not None:
                 drawn[name] = self.draw(name, size)
             else:

@@ -29,7 +29,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.images import image_inputs
-from tformer_runtime.tasks import FillMask, Task, task_of
+from tformer_runtime.tasks import BaseTask, FillMask, task_of
 from tformer_runtime.tasks.question_answering import FIRST
 
 TEXTS = (*SAMPLE_TEXTS[:9], "a", " ".join(SAMPLE_TEXTS[:8] * 3))
@@ -109,7 +109,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     return RawParity(worst, worst / span, len(samples) - pairs - len(images), pairs, len(images))
 
 
-def _readable(model: Model, task: Task, samples: Any) -> list[Any]:
+def _readable(model: Model, task: BaseTask, samples: Any) -> list[Any]:
     """Return the samples that the task accepts and the tokenizer can read.
 
     A tokenizer may lack some characters.
@@ -126,7 +126,7 @@ def _readable(model: Model, task: Task, samples: Any) -> list[Any]:
     return readable
 
 
-def _make_id_pipeline(source: Source, name: str, task: Task) -> Pipeline:
+def _make_id_pipeline(source: Source, name: str, task: BaseTask) -> Pipeline:
     """Return the reference for a source without its own pipeline: its tokenizer, and the module on one row."""
 
     def read(sample: Any, max_length: int | None, stride: int | None) -> list[Encoding]:

@@ -85,8 +85,8 @@ def draw_histories(draws: InputDraws, max_history: int | None, lengths: tuple[in
     facts = draws.inputs[series.input]
     histories = []
     for length in lengths:
-        limits = [n for n in (series.longest, facts.max_length, max_history) if n is not None]
-        size = max(series.shortest, min([length, *limits]))
+        limits = [n for n in (series.max_context_length, facts.max_length, max_history) if n is not None]
+        size = max(series.min_context_length, min([length, *limits]))
         walk = draws.random.standard_normal((size, series.features)).cumsum(0)
         walk = (walk - walk.mean(0)) / max(1.0, float(walk.std()))
         if series.normalize == FIXED:

@@ -105,7 +105,7 @@ class ParityGate(InputDraws):
         """
         report = ParityReport()
         if self.source.step_input is None:
-            self._run_once(engine, report)
+            self._check_single_pass(engine, report)
             if self.series is not None:
                 check_forecasts(self, engine, report)
             return report
@@ -155,7 +155,7 @@ class ParityGate(InputDraws):
             )
         return worst
 
-    def _run_once(self, engine: Engine, report: ParityReport) -> None:
+    def _check_single_pass(self, engine: Engine, report: ParityReport) -> None:
         """Compare a model without a step input on rows of one length, and on ragged rows if it hides padding."""
         assert engine.manifest.encode is not None
         self._run_rows(engine, "1 rows of 4", (4,), report)
@@ -175,7 +175,7 @@ class ParityGate(InputDraws):
         report.relative_error = max(report.relative_error, ragged_report.relative_error)
 
     def _run_rows(self, engine: Engine, case: str, lengths: Sequence[int], report: ParityReport) -> None:
-        """Compare the outputs of a model that is run once, for rows of these lengths together."""
+        """Compare the outputs of a single-pass model, for rows of these lengths together."""
         requests = [self.draw_request(length) for length in lengths]
         names = [extra.name for extra in engine.manifest.extras]
         outputs = engine.encode(by_name(requests) or {}, len(requests), names)

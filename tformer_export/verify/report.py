@@ -23,7 +23,7 @@ class ParityReport:
     exact_error: for half precision, relative_error before the model was rounded.
     forecast: for a series, the greatest |Δ| of a whole forecast, fed back step by step, over its range.
     forecast_allowed: its allowed value.
-    raw: the comparison from raw inputs to final results, for a model that is run once.
+    raw: the comparison from raw inputs to final results, for a single-pass model.
     ragged: whether its rows have the same results next to longer rows, if the graph suggests so.
     """
 

@@ -62,7 +62,7 @@ def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tole
     """Compare the scores and the texts of a model that scores tokens at each frame."""
     assert source.own_pipeline is not None
     model = Model(engine)
-    sounds = draw_sounds(audio.rate, seed=1, min_samples=audio.shortest)
+    sounds = draw_sounds(audio.sampling_rate, seed=1, min_samples=audio.min_samples)
     expected = [source.own_pipeline(sound, None) for sound in sounds]
     span = max(float(np.ptp(np.concatenate([value.numpy().ravel() for value in expected]))), 1e-6)
     worst = 0.0
@@ -105,9 +105,12 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
     task = model._only_task
     if not isinstance(task, CtcRecognition) or not task.in_windows:
         return
-    sound = np.concatenate(draw_sounds(audio.rate, seed=2, min_samples=audio.shortest))
+    sound = np.concatenate(draw_sounds(audio.sampling_rate, seed=2, min_samples=audio.min_samples))
     settings = task.settings(
-        {"chunk_length_s": len(sound) / audio.rate / 2, "stride_length_s": len(sound) / audio.rate / 12}
+        {
+            "chunk_length_s": len(sound) / audio.sampling_rate / 2,
+            "stride_length_s": len(sound) / audio.sampling_rate / 12,
+        }
     )
     pieces = task.pieces(len(sound), settings["chunk_length_s"], settings["stride_length_s"])
     scores = [source.own_pipeline(sound[samples], None)[piece_frames].numpy() for samples, piece_frames in pieces]
@@ -121,8 +124,8 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
     best = np.sort(expected, 1)
     (result,) = model.predict(
         [sound],
-        chunk_length_s=settings["chunk_length_s"] / audio.rate,
-        stride_length_s=settings["stride_length_s"] / audio.rate,
+        chunk_length_s=settings["chunk_length_s"] / audio.sampling_rate,
+        stride_length_s=settings["stride_length_s"] / audio.sampling_rate,
     )
     if (
         bool((best[:, -1] - best[:, -2] > 2 * error).all())
@@ -156,11 +159,11 @@ def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor,
     assert source.transcribe is not None
     manifest = engine.manifest
     max_tokens = min(MAX_COMPARED_TOKENS, manifest.max_length - PROMPT_TOKENS)
-    settings = {**manifest.output_meaning.settings, "most": max_tokens}
+    settings = {**manifest.output_meaning.settings, "max_new_tokens": max_tokens}
     file = Transcriber(
         Model(engine).generator, replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings))
     )
-    sounds = [sound[: audio.samples] for sound in draw_sounds(audio.rate, seed=1)[:2]]
+    sounds = [sound[: audio.n_samples] for sound in draw_sounds(audio.sampling_rate, seed=1)[:2]]
     timestamp_options = [False] if file.task.prompt.no_timestamps is None else [False, True]
     worst, span, tokens = 0.0, 1.0, 0
     for sound in sounds:

@@ -115,7 +115,7 @@ class _GenerationJob(Job):
         names = {name: flag.flag for flags in GROUPS.values() for name, flag in flags.items()}
         draft_file = {"--draft-model": file_fingerprint(self.draft)} if self.draft and options.output_file else {}
         self.result_options = {
-            **{names.get(name, f"--{name}"): value for name, value in self.options.given().items()},
+            **{names.get(name, f"--{name}"): value for name, value in self.options.to_dict().items()},
             **({"--timing": True} if self.timing else {}),
             **({"--chat": True} if self.chats else {}),
             **({"--system": self.system} if self.system is not None else {}),
@@ -131,7 +131,7 @@ class _GenerationJob(Job):
         self._prompt = model.prompt
         if self.draft:
             # More threads would wait for the spinning threads of the model: docs/generation.md.
-            self.options = self.options.with_({"draft_model": Model.load(self.draft, device, threads=1)})
+            self.options = self.options.replace({"draft_model": Model.load(self.draft, device, threads=1)})
 
     def run(
         self, model: Model, inputs: Iterable[Input], batches: BatchSettings, write: Write, advance: Callable[[], None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tformer_runtime.base.errors import OptionError, UnsupportedCallError
 from tformer_runtime.format.manifest import ATTENTIONS
-from tformer_runtime.tasks.base import TRUNCATE, Task
+from tformer_runtime.tasks.base import TRUNCATE, BaseTask
 from tformer_runtime.tasks.settings import MAX_MEMORY
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Job:
     heat_maps: HeatMapWriter | None = None
     max_memory: int | None = None
 
-    def __init__(self, task: Task, settings: Mapping[str, Any], options: RunOptions) -> None:
+    def __init__(self, task: BaseTask, settings: Mapping[str, Any], options: RunOptions) -> None:
         """Check the options before the model is loaded.
 
         settings: the settings of the task's results, and the flags in `_RUN_FLAGS`.
@@ -105,7 +105,7 @@ class Job:
         self.truncate = task.truncates(settings.get(TRUNCATE, False), checked)
         self.max_memory = settings.get(MAX_MEMORY)
         if self.max_memory is not None and task.manifest.decode is None:
-            raise OptionError("the model runs once per input and keeps no caches: leave out --max-memory")
+            raise OptionError("the file holds a single-pass model, which keeps no caches: leave out --max-memory")
         self.heat_maps = self._heat_maps(Path(settings[ATTENTIONS]), options) if ATTENTIONS in settings else None
         self.can_resume = self.heat_maps is None
         flags = {name: flag.flag for flags in task.all_flags().values() for name, flag in flags.items()}

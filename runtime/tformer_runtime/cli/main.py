@@ -29,10 +29,10 @@ from tformer_runtime.format.info import file_fingerprint, file_info, info_lines
 from tformer_runtime.format.model_file import read_manifest
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
-from tformer_runtime.tasks import TASKS, Task, generates, task_of
+from tformer_runtime.tasks import TASKS, BaseTask, generates, task_of
 from tformer_runtime.tasks.settings import Flag, value_of
 
-KINDS: tuple[type[Generation] | type[Task], ...] = (Generation, *TASKS)
+KINDS: tuple[type[Generation] | type[BaseTask], ...] = (Generation, *TASKS)
 MAX_DEFAULT_WORKERS = 8  # Python code of the workers runs one thread at a time
 _AT_LEAST_1 = click.IntRange(min=1)
 

@@ -14,7 +14,7 @@ import click
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import OPTIONS as SPECS
-from tformer_runtime.decoding.options import GenerationOptions, OptionSpec
+from tformer_runtime.decoding.options import GenerationOptions, GenerationOptionSpec
 from tformer_runtime.tasks import TASKS
 from tformer_runtime.tasks.settings import Flag, value_of
 
@@ -25,7 +25,7 @@ def _flag_name(name: str) -> str:
     return SPECS[name].flag or f"--{name.replace('_', '-')}"
 
 
-def _flag(name: str, spec: OptionSpec) -> Flag:
+def _flag(name: str, spec: GenerationOptionSpec) -> Flag:
     """Return the flag of an option. Options without a metavar are for Python alone and have none."""
     help = re.sub(r"`(\w+)`", lambda option: _flag_name(option[1]), spec.help)
     help += _NOTES.get(name, "") + (" Repeatable." if spec.repeated else "")

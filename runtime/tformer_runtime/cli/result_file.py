@@ -37,7 +37,7 @@ JOURNAL_INTERVAL_SECONDS = 1.0  # or after this time
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _RunProgress:
     """The progress of a run.
 
     inputs: the number of finished inputs.
@@ -49,9 +49,9 @@ class _Progress:
     bytes: int = 0
     digest: str = ""
 
-    def after(self, line: str, size: int) -> _Progress:
+    def after(self, line: str, size: int) -> _RunProgress:
         digest = hashlib.sha256(f"{self.digest} {line}".encode("utf-8", "surrogateescape")).hexdigest()
-        return _Progress(self.inputs + 1, self.bytes + size, digest)
+        return _RunProgress(self.inputs + 1, self.bytes + size, digest)
 
 
 class ResultFile:
@@ -90,7 +90,9 @@ class ResultFile:
         self._lines: deque[str] = deque()  # without a result
         self._file: BinaryIO | None = None
         self._started = False
-        self._progress = self._recorded = self._read_journal() if resume else _Progress()  # of the run; in the journal
+        self._progress = self._recorded = (
+            self._read_journal() if resume else _RunProgress()
+        )  # of the run; in the journal
         self._next_record = 0.0  # time.monotonic()
         if resume and not force and path.exists() and not self._part.exists():
             raise OutputError(f"{path} exists and {self._part} does not: there is nothing to resume")
@@ -110,7 +112,7 @@ class ResultFile:
 
         lines: all inputs. Raise OutputError if the finished ones changed since the earlier run.
         """
-        source, skipped = iter(lines), _Progress()
+        source, skipped = iter(lines), _RunProgress()
         for line in islice(source, self.done):
             skipped = skipped.after(line, 0)
         if skipped.digest != self._progress.digest:
@@ -187,17 +189,17 @@ class ResultFile:
         elif self._started:
             error.add_note(f"--resume goes on after input {self._recorded.inputs}")
 
-    def _read_journal(self) -> _Progress:
+    def _read_journal(self) -> _RunProgress:
         """Return the progress of the earlier run; none if there is no journal."""
         try:
             size, text = self._part.stat().st_size, self._journal.read_text(encoding="utf-8")
         except FileNotFoundError:
-            return _Progress()
+            return _RunProgress()
         except OSError as error:
             raise OutputError(f"{self._journal} cannot be read: {error.strerror or error}") from error
         try:
             entry = json.loads(text)
-            progress, run_options = _Progress(**entry["progress"]), dict(entry["options"])
+            progress, run_options = _RunProgress(**entry["progress"]), dict(entry["options"])
         except (ValueError, TypeError, KeyError):
             raise OutputError(f"{self._journal} is not a journal of tformer-run: start over with --force") from None
         for name in {**run_options, **self._run_options}:

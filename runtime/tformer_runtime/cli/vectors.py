@@ -14,7 +14,7 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError, with_input_number
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions
 from tformer_runtime.format.manifest import ATTENTIONS
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.features import Features, cosines
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def vectors_job(task: Features, settings: Mapping[str, Any], options: RunOptions
 class VectorArrayJob(Job):
     """Write all vectors as one float32 array (n, width) in numpy's format, row by row. The header gets n at the end."""
 
-    def __init__(self, task: Task, settings: Mapping[str, Any], options: RunOptions, width: int) -> None:
+    def __init__(self, task: BaseTask, settings: Mapping[str, Any], options: RunOptions, width: int) -> None:
         super().__init__(task, settings, options)
         self.header = lambda rows: npy_header((rows, width))
 
@@ -69,7 +69,7 @@ def npy_header(shape: tuple[int, ...]) -> bytes:
 class CosineJob(Job):
     """Write the cosine of each pair, or of each input with all inputs. The latter keeps all vectors until the end."""
 
-    def __init__(self, task: Task, settings: Mapping[str, Any], options: RunOptions) -> None:
+    def __init__(self, task: BaseTask, settings: Mapping[str, Any], options: RunOptions) -> None:
         super().__init__(task, settings, options)
         self.result_options = {**self.result_options, "--similarity": True}
 

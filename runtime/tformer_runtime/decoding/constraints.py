@@ -54,7 +54,7 @@ class Grammar:
         """
         if kind not in ("regex", "json_schema", "grammar", "choices"):
             raise OptionError(f'a constraint is a "regex", "json_schema", "grammar" or "choices", not {kind!r}')
-        return _compiled(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
+        return _compile_grammar(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
 
     def start(self, first_id: int | None = None) -> Guide:
         """Return the guide of a new row. first_id: an id before the text that is no part of it."""
@@ -194,7 +194,7 @@ def _as_text(kind: Constraint, definition: Any) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(kind: Constraint, text: str, tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Grammar:
+def _compile_grammar(kind: Constraint, text: str, tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Grammar:
     llguidance = _llguidance()
     vocabulary = vocabulary_of(tokenizer_json, size, ends)
     if kind == "regex":

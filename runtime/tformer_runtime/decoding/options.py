@@ -61,7 +61,7 @@ OUTPUT = "Additional output"
 
 
 @dataclass(frozen=True)
-class OptionSpec:
+class GenerationOptionSpec:
     """One generation option.
 
     heading: the group of options that it belongs to.
@@ -95,7 +95,7 @@ def _option(
     flag: str | None = None,
     hash: bool | None = None,
 ) -> Any:
-    spec = OptionSpec(heading, help, check, default, metavar, parse, repeated, flag)
+    spec = GenerationOptionSpec(heading, help, check, default, metavar, parse, repeated, flag)
     return field(default=None, metadata={"option": spec}, hash=hash)
 
 
@@ -387,23 +387,23 @@ class GenerationOptions:
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, value in self.given().items():
+        for name, value in self.to_dict().items():
             object.__setattr__(self, name, OPTIONS[name].check(name, value))
         for names in (_CONSTRAINTS, _DRAFT[:2]):
             exclusive = [name for name in names if getattr(self, name)]
             if len(exclusive) > 1:
                 raise OptionError(f"{' and '.join(exclusive)} exclude each other: set one")
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that are set."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that are set, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
-    def with_(self, overrides: Mapping[str, Any]) -> GenerationOptions:
-        """Return these options with others set on top."""
-        return GenerationOptions(**{**self.given(), **overrides}) if overrides else self
+    def replace(self, overrides: Mapping[str, Any]) -> GenerationOptions:
+        """Return these options with the overrides on top. An override of None removes an option."""
+        return GenerationOptions(**{**self.to_dict(), **overrides}) if overrides else self
 
 
-OPTIONS: dict[str, OptionSpec] = {f.name: f.metadata["option"] for f in fields(GenerationOptions)}
+OPTIONS: dict[str, GenerationOptionSpec] = {f.name: f.metadata["option"] for f in fields(GenerationOptions)}
 """The table: name → option, in the order of the documentation."""
 
 
@@ -512,7 +512,7 @@ class Settings:
 
         Raise OptionError if options contradict each other, or if the file has a default that does not exist.
         """
-        caller = options.given()
+        caller = options.to_dict()
         file = file_defaults(defaults)
         if caller.get("temperature") != 0 and any(name in caller for name in _SAMPLING):
             file = _without(file, ("num_beams", "num_return_sequences", "patience", *_GROUPS))
@@ -583,13 +583,13 @@ def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     Raise OptionError for an unknown option, an impossible value, or a value that a file cannot hold (callable, model).
     """
     try:
-        given = GenerationOptions(**defaults).given()
+        options = GenerationOptions(**defaults).to_dict()
         for name, kind in _NOT_IN_FILES.items():
-            if name in given:
+            if name in options:
                 raise OptionError(f"{name} is {kind}, which a file cannot hold", option=name)
     except OptionError as error:
         raise OptionError(f"the model file's generation defaults: {error}") from error
-    return given
+    return options
 
 
 def _without(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Engine:
     def decode(self) -> DecodeStage:
         """The decode stage. Raise UnsupportedCallError if the file has none."""
         if self.manifest.decode is None:
-            raise UnsupportedCallError(f"{self.session.path} is run once for an input and does not decode")
+            raise UnsupportedCallError(f"{self.session.path} holds a single-pass model, which does not decode")
         return self.manifest.decode
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 The exporter writes it and the runtime reads it. They share no other data. A model has up to two stages:
 
-``encode``  request inputs → context tensors (or the outputs of a model that runs once)
+``encode``  request inputs → context tensors (or the outputs of a single-pass model)
 ``decode``  new tokens + context + caches → logits + the same caches, extended
 
 With both stages, the graph is one ``If`` over the boolean input ``STAGE_INPUT``: true runs decode. Every graph input
@@ -70,7 +70,7 @@ COLUMN_WEIGHT = "shortlist.weight"
 BATCH_AXIS = "batch"  # names of axes in TensorSpec.shape
 NEW_AXIS = "new"
 SLOT_AXIS = "slot"
-SELECTED_AXIS = "wanted"
+SELECTED_AXIS = "selected"
 
 AUDIO, IMAGE, SERIES = "audio", "image", "series"  # kinds of Preprocessing
 
@@ -135,7 +135,7 @@ class ExtraOutput(TensorSpec):
     """An output of a stage in addition to its logits, context or results.
 
     kind: CROSS_ATTENTIONS (weights of cross-attention over the positions of the request; the output has this name too);
-        ATTENTIONS (weights of all layers and heads of a model that runs once; the output has this name too);
+        ATTENTIONS (weights of all layers and heads of a single-pass model; the output has this name too);
         or HIDDEN_STATES (the output of the source model's submodule `NAME`; the output's name is "hidden_states.NAME").
     """
 
@@ -165,7 +165,7 @@ class DerivedLength:
 class EncodeStage:
     """The stage that runs once for a request. Its outputs are the context of decode, or the results of the model.
 
-    ragged: for a model that runs once, whether a batch may have rows of different lengths. If not, padding would change
+    ragged: for a single-pass model, whether a batch may have rows of different lengths. If not, padding would change
         the results, and only rows of one size run together.
     derived_lengths: lengths of the output axes that are not an input's, by axis name.
     """
@@ -243,14 +243,14 @@ class SpecialTokens:
     pad_token_id: int | None = None
 
 
-SINGLE_LABEL = "single_label"  # values of OutputMeaning.problem_type
-MULTI_LABEL = "multi_label"
+SINGLE_LABEL = "single_label_classification"  # values of OutputMeaning.problem_type
+MULTI_LABEL = "multi_label_classification"
 REGRESSION = "regression"
 
 
 @dataclass(frozen=True)
 class OutputMeaning:
-    """The meaning of the outputs of a model that runs once. Its task turns them into results.
+    """The meaning of the outputs of a single-pass model. Its task turns them into results.
 
     labels: names of the numbers of an output, in their order.
     problem_type: SINGLE_LABEL (softmax: one label applies), MULTI_LABEL (sigmoid: any number of labels apply) or
@@ -298,7 +298,7 @@ class Manifest:
     tokenizer_of: name of an input → index of its tokenizer.
     chat_template: a Jinja text that turns a conversation into a prompt, as in transformers.
     chat_tokens: the special tokens that the template may name, such as bos_token, and their texts.
-    output_meaning: the meaning of the results of a model that runs once.
+    output_meaning: the meaning of the results of a single-pass model.
     preprocessing: name of an input → conversion of a raw input to it.
     precision: the type of matrix products and caches: "fp32", "fp16" or "bf16".
     session: default settings of the CPU session.

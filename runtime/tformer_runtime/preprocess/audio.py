@@ -3,8 +3,8 @@
 read (soundfile) → mean of the channels → resample (soxr) to the rate of the model → features:
 
 waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each sound
-log-mel    log10 of the power in bands of the mel scale, in frames `hop` samples apart, limited to 8 below the maximum:
-           (max(log10 S, max log10 S - 8) + 4) / 4, S = M · |FFT(hann · x)|²
+log-mel    log10 of the power in bands of the mel scale, in frames `hop_length` samples apart, limited to 8 below the
+           maximum: (max(log10 S, max log10 S - 8) + 4) / 4, S = M · |FFT(hann · x)|²
 
 The mel scale and its triangles of equal area are those of Slaney's Auditory Toolbox (1998), as in librosa.
 """
@@ -46,33 +46,33 @@ UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's value for a file without a length, su
 class AudioPreprocessor:
     """How a model reads a sound. The fields are those of the manifest.
 
-    rate: samples per second.
+    sampling_rate: samples per second.
     features: WAVEFORM or LOG_MEL.
     normalize: whether each waveform is normalized to mean 0 and variance 1.
-    shortest: the minimum number of samples.
-    mels: bands of the spectrogram.
-    window, hop: samples of a Fourier transform, and from one transform to the next.
-    highest: the upper end of the bands, in Hz.
-    samples: the length of a spectrogram's input; shorter sounds are padded with silence.
+    min_samples: the minimum number of samples.
+    num_mel_bins: bands of the spectrogram.
+    n_fft, hop_length: samples of a Fourier transform, and from one transform to the next.
+    max_frequency: the upper end of the bands, in Hz.
+    n_samples: the length of a spectrogram's input; shorter sounds are padded with silence.
     """
 
-    rate: int = 16000
+    sampling_rate: int = 16000
     features: str = WAVEFORM
     normalize: bool = False
-    shortest: int = 1
-    mels: int = 0
-    window: int = 0
-    hop: int = 0
-    highest: float = 0.0
-    samples: int = 0
+    min_samples: int = 1
+    num_mel_bins: int = 0
+    n_fft: int = 0
+    hop_length: int = 0
+    max_frequency: float = 0.0
+    n_samples: int = 0
 
     @property
     def frames(self) -> int:
         """The number of frames of a padded spectrogram."""
-        return self.samples // self.hop
+        return self.n_samples // self.hop_length
 
     def from_samples(self, sound: Any) -> F32:
-        """Return the features of a sound without a batch axis: (samples,), or (mels, frames).
+        """Return the features of a sound without a batch axis: (samples,), or (num_mel_bins, frames).
 
         sound: as of `read`; an array with the shape of a spectrogram is one.
         Raise InputError for a sound that cannot be read or is longer than a spectrogram, MissingExtraError for a file
@@ -80,14 +80,15 @@ class AudioPreprocessor:
         """
         if self.features != LOG_MEL:
             return self.waveform(self.read(sound))
-        if isinstance(sound, np.ndarray) and sound.shape == (self.mels, self.frames):
+        if isinstance(sound, np.ndarray) and sound.shape == (self.num_mel_bins, self.frames):
             spectrogram: F32 = np.asarray(sound, np.float32)
             return spectrogram
         samples = self.read(sound)
-        if len(samples) > self.samples:
+        if len(samples) > self.n_samples:
+            seconds, max_seconds = len(samples) / self.sampling_rate, self.n_samples / self.sampling_rate
             raise InputError(
-                f"the sound is {len(samples) / self.rate:.2f} s long and {self.samples / self.rate:g} s are read at "
-                "once: transcribe() reads longer ones piece by piece"
+                f"the sound is {seconds:.2f} s long and {max_seconds:g} s are read at once: transcribe() reads longer "
+                "ones piece by piece"
             )
         return self.spectrogram(samples)
 
@@ -102,7 +103,7 @@ class AudioPreprocessor:
         return waveform
 
     def spectrogram(self, samples: F32) -> F32:
-        """Return the log-mel spectrogram (mels, frames) of a sound of any length.
+        """Return the log-mel spectrogram (num_mel_bins, frames) of a sound of any length.
 
         Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in the length. Memory:
         the sound and the result.
@@ -111,13 +112,13 @@ class AudioPreprocessor:
             return self._spectrogram(samples)
 
     def _spectrogram(self, samples: F32) -> F32:
-        values = np.pad(samples, (0, max(0, self.samples - len(samples))))
-        count = len(values) // self.hop
-        values = np.pad(values, self.window // 2, mode="reflect")
-        frames = np.lib.stride_tricks.sliding_window_view(values, self.window)[:: self.hop][:count]
-        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.window) / self.window)
-        filters = _mel_filters(self.rate, self.window, self.mels, self.highest)
-        spectrogram: F32 = np.empty((self.mels, count), np.float32)
+        values = np.pad(samples, (0, max(0, self.n_samples - len(samples))))
+        count = len(values) // self.hop_length
+        values = np.pad(values, self.n_fft // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(values, self.n_fft)[:: self.hop_length][:count]
+        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.n_fft) / self.n_fft)
+        filters = _mel_filters(self.sampling_rate, self.n_fft, self.num_mel_bins, self.max_frequency)
+        spectrogram: F32 = np.empty((self.num_mel_bins, count), np.float32)
         for begin in range(0, count, FFT_CHUNK_FRAMES):
             chunk = slice(begin, begin + FFT_CHUNK_FRAMES)
             power = np.abs(np.fft.rfft(frames[chunk] * hann)) ** 2
@@ -141,7 +142,7 @@ class AudioPreprocessor:
             return self._read(sound, str(name))
 
     def _read(self, sound: Any, name: str) -> F32:
-        rate: Any = self.rate
+        rate: Any = self.sampling_rate
         if isinstance(sound, (str, os.PathLike, bytes)):
             samples, rate = _read_file(sound, name)
         elif isinstance(sound, tuple) and len(sound) == 2 and np.isscalar(sound[1]) and not np.isscalar(sound[0]):
@@ -157,11 +158,12 @@ class AudioPreprocessor:
                 f"{name} holds a sample that is no number, {samples[index].tolist()} at {index / rate:.3f} s"
             )
         mono: F32 = samples.mean(1, dtype=np.float64).astype(np.float32)
-        mono = _resample(mono, rate, self.rate, name)
-        if len(mono) < self.shortest:
+        mono = _resample(mono, rate, self.sampling_rate, name)
+        if len(mono) < self.min_samples:
+            seconds = len(mono) / self.sampling_rate
             raise InputError(
-                f"{name} is {len(mono)} samples long at {self.rate} Hz ({len(mono) / self.rate:.4f} s) and the model "
-                f"reads {self.shortest} at least"
+                f"{name} is {len(mono)} samples long at {self.sampling_rate} Hz ({seconds:.4f} s) and the model reads "
+                f"{self.min_samples} at least"
             )
         return mono
 
@@ -175,11 +177,11 @@ class AudioPreprocessor:
         """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
         try:
             audio = cls(**entry.numbers)
-            if audio.features not in (WAVEFORM, LOG_MEL) or audio.rate < 1 or audio.shortest < 1:
-                raise ValueError(f"{audio.features} at {audio.rate} Hz")
+            if audio.features not in (WAVEFORM, LOG_MEL) or audio.sampling_rate < 1 or audio.min_samples < 1:
+                raise ValueError(f"{audio.features} at {audio.sampling_rate} Hz")
             if (
                 audio.features == LOG_MEL
-                and min(audio.mels, audio.window, audio.hop, audio.samples, audio.highest) <= 0
+                and min(audio.num_mel_bins, audio.n_fft, audio.hop_length, audio.n_samples, audio.max_frequency) <= 0
             ):
                 raise ValueError("a spectrogram without size")
         except (TypeError, ValueError) as error:
@@ -307,10 +309,10 @@ def _resample(samples: F32, rate: int, target_rate: int, name: str) -> F32:
 
 
 @functools.lru_cache(maxsize=8)
-def _mel_filters(rate: int, window: int, mels: int, max_frequency: float) -> npt.NDArray[np.float64]:
-    """Return the weight of each frequency in each band, (mels, window // 2 + 1): triangles of area 1."""
-    frequencies = np.linspace(0, rate // 2, window // 2 + 1)
-    corners = _to_hertz(np.linspace(0.0, _to_mel(max_frequency), mels + 2))
+def _mel_filters(sampling_rate: int, n_fft: int, num_mel_bins: int, max_frequency: float) -> npt.NDArray[np.float64]:
+    """Return the weight of each frequency in each band, (num_mel_bins, n_fft // 2 + 1): triangles of area 1."""
+    frequencies = np.linspace(0, sampling_rate // 2, n_fft // 2 + 1)
+    corners = _to_hertz(np.linspace(0.0, _to_mel(max_frequency), num_mel_bins + 2))
     widths = np.diff(corners)
     slopes = corners[:, None] - frequencies[None]
     rising, falling = -slopes[:-2] / widths[:-1, None], slopes[2:] / widths[1:, None]

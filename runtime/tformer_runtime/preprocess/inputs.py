@@ -75,7 +75,7 @@ class Inputs:
             if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":
                 return self.token_labels(name, values.tolist())
         if self._audio is not None and self._manifest.encode is not None:
-            rate, sizes = self._audio[1].rate, input_and_output_sizes(self._manifest.encode, sources)
+            rate, sizes = self._audio[1].sampling_rate, input_and_output_sizes(self._manifest.encode, sources)
             for name, frames in self._manifest.encode.derived_lengths.items():
                 if sizes[name] == length:
                     return [f"{i * frames.stride / rate:.3f}" for i in range(length)]

@@ -53,7 +53,7 @@ class SeriesPreprocessor:
         not normalized. 0 for a model without a decoder, and for a decoder that reads the history.
     normalize: NONE, FIXED or INSTANCE.
     mean, scale: of each column, for FIXED.
-    shortest, longest: the minimum and maximum number of rows of a history.
+    min_context_length, max_context_length: the minimum and maximum number of rows of a history.
     ragged: whether histories of different lengths can be batched.
     """
 
@@ -68,8 +68,8 @@ class SeriesPreprocessor:
     normalize: str = NONE
     mean: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
-    shortest: int = 1
-    longest: int | None = None
+    min_context_length: int = 1
+    max_context_length: int | None = None
     ragged: bool = True
 
     @property
@@ -86,7 +86,7 @@ class SeriesPreprocessor:
         Raise InputError for a history that the model cannot read.
         """
         values = self._numbers(history)
-        max_rows = min((rows for rows in (self.longest, room) if rows is not None), default=len(values))
+        max_rows = min((rows for rows in (self.max_context_length, room) if rows is not None), default=len(values))
         cut = max(0, len(values) - max_rows) if truncate else 0
         values = values[cut:]
         if len(values) > max_rows:
@@ -94,8 +94,10 @@ class SeriesPreprocessor:
                 f"the history has {len(values)} rows and the model reads at most {max_rows}: give the last of them, or "
                 "have it cut with --truncate (truncate=True)"
             )
-        if len(values) < self.shortest:
-            raise InputError(f"the history has {len(values)} rows and the model reads {self.shortest} at least")
+        if len(values) < self.min_context_length:
+            raise InputError(
+                f"the history has {len(values)} rows and the model reads {self.min_context_length} at least"
+            )
         not_finite = np.argwhere(~np.isfinite(values))
         if len(not_finite):
             row, column = not_finite[0]

@@ -14,13 +14,13 @@ forecasting             the steps that follow a series of numbers
 single_pass             run a single-pass model on many inputs
 settings                flags of the command line
 
-To add a task, write a subclass of `base.Task` and add it to `TASKS`.
+To add a task, write a subclass of `base.BaseTask` and add it to `TASKS`.
 """
 
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.series import SeriesPreprocessor
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.classification import Classification, Classifier
 from tformer_runtime.tasks.ctc_recognition import CtcRecognition
 from tformer_runtime.tasks.features import Features
@@ -32,7 +32,7 @@ from tformer_runtime.tasks.speech import Segment, Transcription
 from tformer_runtime.tasks.speech_to_text import SpeechToText
 from tformer_runtime.tasks.token_classification import Span, TokenClassification
 
-TASKS: tuple[type[Task], ...] = (
+TASKS: tuple[type[BaseTask], ...] = (
     Classifier,
     Features,
     TokenClassification,
@@ -46,7 +46,7 @@ TASKS: tuple[type[Task], ...] = (
 )
 
 
-def task_of(manifest: Manifest) -> Task:
+def task_of(manifest: Manifest) -> BaseTask:
     """Return the task of a single-pass model, a forecaster or a speech recognizer.
 
     A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are
@@ -74,6 +74,7 @@ def generates(manifest: Manifest) -> bool:
 __all__ = [
     "TASKS",
     "Answer",
+    "BaseTask",
     "Classification",
     "Classifier",
     "CtcRecognition",
@@ -86,7 +87,6 @@ __all__ = [
     "Segment",
     "Span",
     "SpeechToText",
-    "Task",
     "TokenClassification",
     "Transcription",
     "generates",

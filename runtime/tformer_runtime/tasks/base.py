@@ -32,7 +32,7 @@ class TaskInput:
 
     requests: a mapping from request inputs to arrays for each run of the model. There are several for an input that is
         read in windows.
-    details: facts about the input that `Task.make_result` needs.
+    details: facts about the input that `BaseTask.make_result` needs.
     """
 
     requests: Sequence[Mapping[str, Array]]
@@ -55,7 +55,7 @@ def only_request(
     return first
 
 
-class Task(ABC):
+class BaseTask(ABC):
     """A task of single-pass models. Subclasses set the class attributes and override methods.
 
     names: transformers' names of the task.

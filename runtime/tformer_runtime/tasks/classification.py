@@ -16,7 +16,7 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.validation import check_int
 from tformer_runtime.format.manifest import MULTI_LABEL, REGRESSION
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.settings import Flag
 
 
@@ -36,7 +36,7 @@ class Classification:
     top: tuple[tuple[str, float], ...]
 
 
-class Classifier(Task):
+class Classifier(BaseTask):
     names = ("text-classification",)
     does = "classifies its inputs"
     call = "classify()"

@@ -59,8 +59,8 @@ class CtcRecognition(Speech):
         assert encode is not None
         audio, frames = audio_of(manifest), encode.derived_lengths.get(str(encode.outputs[0].shape[1]))
         self._frame_stride = frames.stride if frames is not None else 1  # samples
-        self._rate = audio[1].rate if audio is not None else 1
-        self._min_samples = audio[1].shortest if audio is not None else 1
+        self._rate = audio[1].sampling_rate if audio is not None else 1
+        self._min_samples = audio[1].min_samples if audio is not None else 1
         # Windows need samples, and a known relation of frames to samples.
         has_windows = frames is not None and audio is not None and audio[1].features != LOG_MEL
         self._windowed_audio = audio if has_windows else None

@@ -9,7 +9,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import UnsupportedCallError
-from tformer_runtime.tasks.base import Task, numbers_of
+from tformer_runtime.tasks.base import BaseTask, numbers_of
 from tformer_runtime.tasks.settings import switch
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROMPT = "prompt"  # setting of the manifest: a text that goes before each input text
 
 
-class Features(Task):
+class Features(BaseTask):
     names: ClassVar[tuple[str, ...]] = ("feature-extraction", "sentence-similarity")
     does = "turns each input into numbers"
     call = "embed()"

@@ -18,7 +18,7 @@ from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCall
 from tformer_runtime.base.validation import check_int, invalid_value
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.text_reader import TextReader
-from tformer_runtime.tasks.base import Outputs, Task, TaskInput
+from tformer_runtime.tasks.base import BaseTask, Outputs, TaskInput
 from tformer_runtime.tasks.settings import Flag
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class MaskCandidate:
 Filled = tuple[tuple[MaskCandidate, ...], ...]  # for each mask, the most probable candidate first
 
 
-class FillMask(Task):
+class FillMask(BaseTask):
     names = ("fill-mask",)
     does = "fills in masks"
     call = "fill()"

@@ -31,7 +31,7 @@ from tformer_runtime.engine.state import State
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.csv_series import read_series
 from tformer_runtime.preprocess.series import TASK, SeriesPreprocessor, SeriesWindow
-from tformer_runtime.tasks.base import Task, numbers_of
+from tformer_runtime.tasks.base import BaseTask, numbers_of
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 
 Forecast = npt.NDArray[np.float32]
@@ -87,7 +87,7 @@ class Forecaster:
         """The maximum number of steps of a forecast of the shortest history; None for a model without a decoder."""
         if self.engine.manifest.decode is None:
             return None
-        history_rows = self.series.shortest if self._decoder_only else 0
+        history_rows = self.series.min_context_length if self._decoder_only else 0
         return self.engine.manifest.max_length - self._decoder_rows(0) - history_rows
 
     def window(self, history: npt.ArrayLike, steps: int, truncate: bool = False) -> SeriesWindow:
@@ -226,7 +226,7 @@ def make_batches(requests: Sequence[ForecastRequest], ragged: bool, batch_size: 
         yield batch
 
 
-class Forecasting(Task):
+class Forecasting(BaseTask):
     """The task of forecasters: its settings, and the formats of a forecast."""
 
     names = (TASK,)

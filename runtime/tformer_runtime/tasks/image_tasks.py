@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.classification import Classifier
 from tformer_runtime.tasks.features import Features
 
 
-class _ImageTask(Task):
+class _ImageTask(BaseTask):
     """Images are resized, so none is too long."""
 
     can_truncate = False

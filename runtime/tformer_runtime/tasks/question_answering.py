@@ -25,7 +25,7 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.base.validation import check_bool, check_int
 from tformer_runtime.preprocess.text_reader import TextWindow
-from tformer_runtime.tasks.base import Outputs, Task, TaskInput, only_request
+from tformer_runtime.tasks.base import BaseTask, Outputs, TaskInput, only_request
 from tformer_runtime.tasks.settings import Flag, switch
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Answer:
     alternatives: tuple[Answer, ...] = ()
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(BaseTask):
     names = ("question-answering",)
     does = "answers questions from a context"
     call = "answer()"

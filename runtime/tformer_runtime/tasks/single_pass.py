@@ -80,7 +80,7 @@ class SinglePassInput:
         return next((request.error for request in self.requests if request.error is not None), None)
 
 
-def run_once(
+def run_single_pass(
     engine: Engine,
     readers: Iterable[Callable[[], TaskInput]],
     batch_size: int = 32,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
-from tformer_runtime.tasks.base import Task
+from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.settings import Flag, switch
 
 
@@ -42,7 +42,7 @@ class Transcription:
     language: str | None = None
 
 
-class Speech(Task):
+class Speech(BaseTask):
     """Base class of speech recognition: its flags, and the formats of a `Transcription`."""
 
     names: ClassVar[tuple[str, ...]] = ()

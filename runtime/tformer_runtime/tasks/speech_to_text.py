@@ -46,7 +46,7 @@ class DecoderPrompt:
     latest: the maximum of the first time, in steps.
     step: seconds of a time step.
     stride: frames of a time step.
-    most: the maximum number of tokens of a window.
+    max_new_tokens: the maximum number of tokens of a window.
     """
 
     languages: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class DecoderPrompt:
     latest: int | None = None
     step: float = 0.02
     stride: int = 2
-    most: int | None = None
+    max_new_tokens: int | None = None
 
     def language_id(self, name: str) -> int:
         """Return the id of a language. Raise OptionError for a language that the model does not have."""
@@ -156,7 +156,7 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class _Progress:
+class _TranscriptionState:
     """The tokens of a recording so far.
 
     seek: the frame at which the next window begins.
@@ -282,7 +282,7 @@ class Transcriber:
         try:
             frames = audio.spectrogram(audio.read(sound))
             several_windows = frames.shape[1] > audio.frames
-            window = f"{audio.samples / audio.rate:g} s"
+            window = f"{audio.n_samples / audio.sampling_rate:g} s"
             if several_windows and prompt.no_timestamps is None:
                 raise InputError(
                     f"the sound is longer than {window}, and this model writes no timestamps: cut it into parts"
@@ -306,7 +306,7 @@ class Transcriber:
 
     def _transcribe(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> list[Transcription]:
         """Transcribe recordings, window by window. The next windows of all unfinished recordings are one batch."""
-        sounds = [_Progress(recording, recording.prompt) for recording in recordings]
+        sounds = [_TranscriptionState(recording, recording.prompt) for recording in recordings]
         if unknown := [sound for sound in sounds if None in sound.prompt]:
             self._detect_languages(unknown)
         while unfinished := [sound for sound in sounds if sound.frames_left > 0]:
@@ -318,7 +318,7 @@ class Transcriber:
         codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
         return [self._make_transcription(sound, codes) for sound in sounds]
 
-    def _detect_languages(self, sounds: Sequence[_Progress]) -> None:
+    def _detect_languages(self, sounds: Sequence[_TranscriptionState]) -> None:
         """Set the language of each prompt: the likeliest language token after the start token."""
         language_ids = np.array(sorted(set(self.task.prompt.languages.values())))
 
@@ -334,27 +334,27 @@ class Transcriber:
         for sound, result in zip(sounds, results, strict=True):
             sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
 
-    def _generate(self, sounds: Sequence[_Progress], settings: Mapping[str, Any]) -> list[Result]:
+    def _generate(self, sounds: Sequence[_TranscriptionState], settings: Mapping[str, Any]) -> list[Result]:
         """Generate the tokens of the next window of each sound. All sounds have prompts of one length."""
         prompt, prompt_tokens = self.task.prompt, len(sounds[0].prompt)
         options = GenerationOptions(num_beams=settings["num_beams"])
         if sounds[0].recording.timestamps:
             end_id = self._manifest.special_tokens.eos_token_ids[0]
-            options = options.with_({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
+            options = options.replace({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
         room = self._manifest.max_length - prompt_tokens
-        max_tokens = min(room, prompt.most or room)
+        max_tokens = min(room, prompt.max_new_tokens or room)
         requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]
         return generate_all(self._generator, requests, Settings.of(options, self._manifest.generation_defaults))
 
-    def _make_request(self, sound: _Progress, prompt: Ints, max_tokens: int) -> Request:
+    def _make_request(self, sound: _TranscriptionState, prompt: Ints, max_tokens: int) -> Request:
         return Request(sound.recording.index, {self._input_name: self._window(sound)}, prompt, max_tokens)
 
-    def _window(self, sound: _Progress) -> F32:
-        """Return the frames (mels, frames) of the next window, padded with zeros at the end."""
+    def _window(self, sound: _TranscriptionState) -> F32:
+        """Return the frames (num_mel_bins, frames) of the next window, padded with zeros at the end."""
         frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
 
-    def _append_window(self, sound: _Progress, ids: list[int]) -> None:
+    def _append_window(self, sound: _TranscriptionState, ids: list[int]) -> None:
         """Append the segments of a window, and set where the next window begins. ids: of the window."""
         prompt, window_frames = self.task.prompt, min(sound.frames_left, self._audio.frames)
         begin = sound.seek * prompt.step / prompt.stride
@@ -365,7 +365,7 @@ class Transcriber:
         sound.ids += [i for segment, _, _ in segments for i in segment]
         sound.seek += advance if advance > 0 else window_frames
 
-    def _make_transcription(self, sound: _Progress, codes: Mapping[int, str]) -> Transcription:
+    def _make_transcription(self, sound: _TranscriptionState, codes: Mapping[int, str]) -> Transcription:
         """codes: language id → code."""
         return Transcription(
             self._text(sound.ids),
@@ -420,9 +420,9 @@ def split_segments(
     return segments, window_frames if complete else (ids[begin - 2] - first_time_id) * prompt.stride
 
 
-def _group_by_prompt(sounds: Sequence[_Progress]) -> list[list[_Progress]]:
+def _group_by_prompt(sounds: Sequence[_TranscriptionState]) -> list[list[_TranscriptionState]]:
     """Group sounds that have prompts of one length and the same timestamp rules."""
-    groups: dict[tuple[bool, int], list[_Progress]] = {}
+    groups: dict[tuple[bool, int], list[_TranscriptionState]] = {}
     for sound in sounds:
         groups.setdefault((sound.recording.timestamps, len(sound.prompt)), []).append(sound)
     return list(groups.values())

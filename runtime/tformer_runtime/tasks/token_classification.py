@@ -25,7 +25,7 @@ from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.base.validation import check_int, invalid_value
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.text_reader import TextReader, TextWindow
-from tformer_runtime.tasks.base import Outputs, Task, TaskInput, only_request
+from tformer_runtime.tasks.base import BaseTask, Outputs, TaskInput, only_request
 from tformer_runtime.tasks.settings import Flag
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _Part:
         return int(self.scores.argmax())
 
 
-class TokenClassification(Task):
+class TokenClassification(BaseTask):
     names = ("token-classification",)
     does = "labels spans of its inputs"
     call = "entities()"

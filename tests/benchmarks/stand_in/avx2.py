@@ -47,7 +47,7 @@ def main(command: list[str]) -> int:
     path = os.pathsep.join(filter(None, [str(target), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if subprocess.run([sys.executable, "-c", SATURATES], env=environment).returncode:
-        print(f"avx2.py: the products of {target} do not saturate: this processor has VNNI beside AVX-512, or this")
+        print(f"avx2.py: the products of {target} do not saturate: this processor has VNNI as well as AVX-512, or this")
         print("onnxruntime asks it in another way; nothing was run")
         return 1
     return subprocess.run(command, env=environment).returncode

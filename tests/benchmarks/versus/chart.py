@@ -59,7 +59,7 @@ def _height(bars: Bars) -> float:
 
 def _bars(row: Row, records: Sequence[Record]) -> Bars:
     """Return (label, engine → speed over tformer's) for each precision and case with figures of tformer and a peer."""
-    found: dict[tuple[int, int, Case], dict[str, float]] = {}
+    speeds: dict[tuple[int, int, Case], dict[str, float]] = {}
     for record in records:
         if record["row"] != row.name or not isinstance(record.get("case"), dict):
             continue
@@ -68,9 +68,9 @@ def _bars(row: Row, records: Sequence[Record]) -> Bars:
             ratio = record.get("ratio", {}).get(measure)
             if ratio and _shown(row, case, measure):
                 key = (row.precisions.index(record["precision"]), at, case)
-                found.setdefault(key, {})[record["peer"]] = 1 / ratio
-    order = sorted(found, key=lambda key: (*key[:2], key[2].prompt, key[2].beams, key[2].batch))
-    return [(_label(row, *key), found[key]) for key in order if len(found[key]) > 1]
+                speeds.setdefault(key, {})[record["peer"]] = 1 / ratio
+    order = sorted(speeds, key=lambda key: (*key[:2], key[2].prompt, key[2].beams, key[2].batch))
+    return [(_label(row, *key), speeds[key]) for key in order if len(speeds[key]) > 1]
 
 
 def _shown(row: Row, case: Case, measure: str) -> bool:

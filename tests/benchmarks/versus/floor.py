@@ -82,8 +82,8 @@ def room(shape: Shape, case: Case) -> int:
     """Return about how many bytes a case needs without the weights: keys and values, twice while they grow, and the
     scores
     of one layer's attention before and after the softmax."""
-    rows, longest = case.batch * case.beams, case.prompt + case.new
-    cached = 2 * shape.layers * (shape.keys if case.new else 0) * longest * rows
+    rows, max_tokens = case.batch * case.beams, case.prompt + case.new
+    cached = 2 * shape.layers * (shape.keys if case.new else 0) * max_tokens * rows
     scores = shape.heads * case.prompt * case.prompt * case.batch
     return FLOAT * 2 * (cached + scores)
 
@@ -101,5 +101,5 @@ def floors(shape: Shape, case: Case, precision: str, rates: Mapping[str, float])
         return {"request": seconds(encode(shape, case)) + sum(steps)}
     first = seconds(prompt(shape, case)) + seconds(Work(output(shape), case.batch))
     steps = [seconds(step(shape, case, case.prompt + i)) for i in range(case.new - 1)]
-    found = {"request": first + sum(steps), "first": first}
-    return found | ({"step": sum(steps) / len(steps)} if steps and case.beams == 1 else {})
+    result = {"request": first + sum(steps), "first": first}
+    return result | ({"step": sum(steps) / len(steps)} if steps and case.beams == 1 else {})

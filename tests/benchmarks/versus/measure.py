@@ -34,7 +34,9 @@ Record = dict[str, Any]
 Tell = Callable[[str], None]
 
 
-class Asked(Protocol):
+class RequestWorker(Protocol):
+    """A worker process that answers requests, such as `client.Worker`."""
+
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]: ...
 
 
@@ -50,16 +52,16 @@ def processor_ticks() -> tuple[int, int]:
 
 @dataclass
 class Rounds:
-    """The rounds of each case: engine → its measures in each round, the stolen share of the processors' time, and the
-    reason why it has none."""
+    """The rounds of each case: engine → its seconds in each round (`measures`), the stolen share of the processors'
+    time, and the reason why it has none."""
 
-    found: dict[Case, dict[str, list[dict[str, float]]]]
+    seconds: dict[Case, dict[str, list[dict[str, float]]]]
     stolen: dict[Case, dict[str, list[float]]]
     failed: dict[Case, dict[str, str]]
 
 
 def rounds(
-    workers: Mapping[str, Asked],
+    workers: Mapping[str, RequestWorker],
     inputs: Mapping[Case, list[list[int]]],
     repeats: int,
     budget: float,
@@ -72,7 +74,7 @@ def rounds(
     budget: seconds after which a case gets no further round, once it has FEWEST. ticks: a function such as
     `processor_ticks`.
     """
-    made = Rounds(
+    measured = Rounds(
         {case: {name: [] for name in workers} for case in inputs},
         {case: {name: [] for name in workers} for case in inputs},
         {case: {} for case in inputs},
@@ -83,35 +85,35 @@ def rounds(
             if turn > FEWEST and spent[case] > budget:
                 continue
             begun = time.monotonic()
-            for name in list(made.found[case])[:: 1 if turn % 2 else -1]:
-                asked = {"case": case.to_dict(), "inputs": given, "least": TURN if turn else 0.0}
+            for name in list(measured.seconds[case])[:: 1 if turn % 2 else -1]:
+                arguments = {"case": case.to_dict(), "inputs": given, "min_seconds": TURN if turn else 0.0}
                 try:
-                    share, reply = _turn(workers[name], asked, quiet, ticks, TRIES if turn else 1)
+                    share, reply = _turn(workers[name], arguments, quiet, ticks, TRIES if turn else 1)
                 except PeerError as error:
-                    made.failed[case][name] = str(error)
-                    del made.found[case][name]
+                    measured.failed[case][name] = str(error)
+                    del measured.seconds[case][name]
                     continue
                 if turn:
-                    made.found[case][name].append(measures(reply, case))
-                    made.stolen[case][name].append(share)
+                    measured.seconds[case][name].append(measures(reply, case))
+                    measured.stolen[case][name].append(share)
             spent[case] += time.monotonic() - begun if turn else 0.0
-    return made
+    return measured
 
 
 def _turn(
-    worker: Asked, asked: Mapping[str, Any], quiet: float, ticks: Callable[[], tuple[int, int]], tries: int
+    worker: RequestWorker, arguments: Mapping[str, Any], quiet: float, ticks: Callable[[], tuple[int, int]], tries: int
 ) -> tuple[float, dict[str, Any]]:
     """Return the reply of the least disturbed try, and its stolen share of the processors' time."""
-    held: list[tuple[float, dict[str, Any]]] = []
+    attempts: list[tuple[float, dict[str, Any]]] = []
     for _ in range(tries):
         time.sleep(quiet)
         before, begun = ticks(), time.monotonic()
-        reply = worker.ask("run", **asked)
+        reply = worker.ask("run", **arguments)
         (stolen, every), seconds = (b - a for a, b in zip(before, ticks(), strict=True)), time.monotonic() - begun
-        held.append((stolen / max(every, 1), reply))
-        if held[-1][0] <= STOLEN or seconds > SHORT:
+        attempts.append((stolen / max(every, 1), reply))
+        if attempts[-1][0] <= STOLEN or seconds > SHORT:
             break
-    return min(held, key=lambda one: one[0])
+    return min(attempts, key=lambda one: one[0])
 
 
 def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
@@ -148,36 +150,36 @@ def cosine(results: Sequence[Sequence[float]], source: Sequence[Sequence[float]]
     ) / len(source)
 
 
-def quality(worker: Asked, row: Row, reference: Mapping[str, Any]) -> dict[str, float]:
+def quality(worker: RequestWorker, row: Row, reference: Mapping[str, Any]) -> dict[str, float]:
     """Return the agreement of an engine's results with the source's."""
     case, inputs, right = row.quality, reference["inputs"], reference["result"]
     result = worker.ask("run", case=case.to_dict(), inputs=inputs, keep=True)["result"]
     if row.shape.kind == "embed":
         return {"cosine": cosine(result, right)}
-    found = {"agreement": agreement(result, right)}
+    figures = {"agreement": agreement(result, right)}
     if row.shape.kind == "continue":
         try:
             whole = [[*prompt, *tokens] for prompt, tokens in zip(inputs, right, strict=True)]
             scores = worker.ask("score", inputs=whole, last=case.new)["result"]
         except PeerError:
-            return found
-        found["perplexity"] = math.exp(sum(reference["scores"]) / len(scores) - sum(scores) / len(scores))
-    return found
+            return figures
+        figures["perplexity"] = math.exp(sum(reference["scores"]) / len(scores) - sum(scores) / len(scores))
+    return figures
 
 
 def groups(sizes: Mapping[str, float], first: str, room: float) -> list[list[str]]:
     """Return groups of engines that fit in memory together, each with `first`, the reference of the ratios."""
     base = sizes.get(first, 0.0)
     others = [name for name in sizes if name != first]
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     left = 0.0
     for name in others:
-        if not found or sizes[name] > left:
-            found.append([first] if first in sizes else [])
+        if not result or sizes[name] > left:
+            result.append([first] if first in sizes else [])
             left = room - base
-        found[-1].append(name)
+        result[-1].append(name)
         left -= sizes[name]
-    return found or ([[first]] if first in sizes else [])
+    return result or ([[first]] if first in sizes else [])
 
 
 class Bench:
@@ -204,25 +206,25 @@ class Bench:
     def measure(self, row: Row, cases: Sequence[Case], precision: str, reference: Any, rates: Any) -> list[Record]:
         """Measure all engines on all cases in one precision."""
         model, records = self.model(row.shape, precision), []
-        sizes, found = {}, {}
+        sizes, models = {}, {}
         largest = max(room(row.shape, case) for case in cases)
         for peer in self.peers:
             key = {"row": row.name, "precision": precision, "peer": peer.name}
             if row.peers and peer.name not in row.peers:
                 continue
             try:
-                found[peer.name] = {**key, "bytes": self.once(peer, "prepare", **model)["bytes"]}
-                sizes[peer.name] = 2.0 * found[peer.name]["bytes"] + 0.6e9 + largest
+                models[peer.name] = {**key, "bytes": self.once(peer, "prepare", **model)["bytes"]}
+                sizes[peer.name] = 2.0 * models[peer.name]["bytes"] + 0.6e9 + largest
             except PeerError as error:
                 records.append({**key, "error": str(error)})
                 self.tell(f"  {peer.name}: {error}")
         for group in groups(sizes, OURS.name, 0.8 * available()):
-            self._group(row, cases, group, model, reference, found, records, rates)
-        return [*records, *found.values()]
+            self._group(row, cases, group, model, reference, models, records, rates)
+        return [*records, *models.values()]
 
     def _group(
         self, row: Row, cases: Sequence[Case], group: Sequence[str], model: Any, reference: Any,
-        found: dict[str, Record], records: list[Record], rates: Any,
+        models: dict[str, Record], records: list[Record], rates: Any,
     ) -> None:  # fmt: skip
         workers: dict[str, Worker] = {}
         precision = model["precision"]
@@ -231,29 +233,29 @@ class Bench:
                 try:
                     workers[peer.name] = loaded(peer, model, self.threads, self.log, self.timeout)
                 except PeerError as error:
-                    found[peer.name]["error"] = str(error)
+                    models[peer.name]["error"] = str(error)
                     self.tell(f"  {peer.name}: {error}")
             inputs = {case: inputs_of(row.shape, case) for case in cases}
-            made = rounds(workers, inputs, self.repeats, self.budget)
+            measured = rounds(workers, inputs, self.repeats, self.budget)
             for case in cases:
-                turns, failed = made.found[case], made.failed[case]
+                turns, failed = measured.seconds[case], measured.failed[case]
                 ours = turns.get(OURS.name, [])
                 floor = floors(row.shape, case, precision, rates)
                 key = {"row": row.name, "precision": precision, "case": case.to_dict()}
                 for name, values in turns.items():
                     record = {**key, "peer": name, "ratio": ratios(values, ours)}
                     taken = {measure: [value[measure] for value in values] for measure in values[0]}
-                    record |= {"seconds": taken, "stolen": made.stolen[case][name]}
+                    record |= {"seconds": taken, "stolen": measured.stolen[case][name]}
                     add(records, record)
-                    self.tell(f"  {precision} {case.name}: {name} {told(record, floor)}")
+                    self.tell(f"  {precision} {case.name}: {name} {describe(record, floor)}")
                 for name, reason in failed.items():
                     add(records, {**key, "peer": name, "error": reason})
                     self.tell(f"  {precision} {case.name}: {name}: {reason}")
             for name, worker in workers.items():
                 try:
-                    if "agreement" not in found[name] and "cosine" not in found[name]:
-                        found[name] |= quality(worker, row, reference)
-                    found[name]["peak"] = worker.ask("memory")["peak"]
+                    if "agreement" not in models[name] and "cosine" not in models[name]:
+                        models[name] |= quality(worker, row, reference)
+                    models[name]["peak"] = worker.ask("memory")["peak"]
                 except PeerError as error:
                     self.tell(f"  {name}: {error}")
         finally:
@@ -312,13 +314,13 @@ def same(one: Record, other: Record) -> bool:
     return all(one.get(name) == other.get(name) for name in ("row", "precision", "peer", "case"))
 
 
-def told(record: Record, floor: Mapping[str, float]) -> str:
+def describe(record: Record, floor: Mapping[str, float]) -> str:
     parts = []
-    for measure, least in floor.items():
+    for measure, floor_seconds in floor.items():
         values = record["seconds"].get(measure)
         if values:
             middle = statistics.median(values)
-            parts.append(f"{measure} {middle * 1e3:.2f} ms ({least / middle:.0%} of the floor's speed)")
+            parts.append(f"{measure} {middle * 1e3:.2f} ms ({floor_seconds / middle:.0%} of the floor's speed)")
     return ", ".join(parts)
 
 

@@ -1,6 +1,6 @@
 """The results as Markdown.
 
-a table for each model, figures other than speed, and the figures where another engine is ahead.
+a table for each model, figures other than speed, and the cases where another engine is faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from versus.client import BARE, OURS, PEERS, VARIANTS
 from versus.floor import floors
 from versus.measure import STOLEN, Record
 from versus.shapes import ROWS, Case, Row
-from versus.targets import COLUMNS, FLOOR, reached
+from versus.targets import COLUMNS, FLOOR, target_results
 
 ORDER = [peer.name for peer in PEERS]
 OTHERS = [peer.name for peer in PEERS if peer not in (OURS, *VARIANTS)]
@@ -37,7 +37,7 @@ def markdown(records: Sequence[Record], rates: Mapping[str, float]) -> str:
     for row in ROWS:
         mine = [record for record in records if record["row"] == row.name]
         if mine:
-            parts += [f"### {row.name}", *_speed(row, mine, rates), *_beside(row, mine), *_reasons(mine)]
+            parts += [f"### {row.name}", *_speed(row, mine, rates), *_other_measures(row, mine), *_reasons(mine)]
     return (
         "\n\n".join(
             [*parts, *_targets(records, rates), *_behind(records), LEGEND, *_disturbed(records), *_mixed(records)]
@@ -57,8 +57,8 @@ def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> I
             cases = {Case(**record["case"]) for record in chosen if record["precision"] == precision}
             for case in sorted(cases, key=lambda case: (case.prompt, case.beams, case.batch)):
                 floor = floors(row.shape, case, precision, rates)[measure]
-                found = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
-                cells = [_cell(found[name], case, measure, floor) if name in found else "–" for name in columns]
+                by_peer = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
+                cells = [_cell(by_peer[name], case, measure, floor) if name in by_peer else "–" for name in columns]
                 lines.append([precision, case.name, *cells, _number(_figure(floor, case, measure))])
         if lines:
             yield f"{title}:\n\n" + _table(["", "", *columns, "floor"], lines)
@@ -85,9 +85,9 @@ def _figure(seconds: float, case: Case, measure: str) -> float:
 def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
     values = record["seconds"][measure]
     middle, ratio = statistics.median(values), record["ratio"].get(measure)
-    beside = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
+    ratio_text = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
     below = 1 - min(values) / middle
-    return f"{_number(_figure(middle, case, measure))} −{below:.0%} ({beside}{floor / middle:.0%})"
+    return f"{_number(_figure(middle, case, measure))} −{below:.0%} ({ratio_text}{floor / middle:.0%})"
 
 
 def _number(value: float) -> str:
@@ -104,7 +104,7 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
-BESIDE = {
+OTHER_MEASURES = {
     "agreement": ("steps that choose the source's token", "{:.1%}", 1),
     "perplexity": ("perplexity, × the source's", "{:.4f}", 1),
     "cosine": ("cosine to the source's vectors", "{:.5f}", 1),
@@ -113,29 +113,29 @@ BESIDE = {
 }
 
 
-def _beside(row: Row, records: Sequence[Record]) -> Iterator[str]:
+def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
     """Return the table of quality, memory, starts, and the cost of many cached tokens."""
     of_models = [record for record in records if "case" not in record and "bytes" in record]
     starts = [record for record in records if record.get("case") == "start"]
     columns = _columns([*of_models, *starts])
     lines = []
     for precision in row.precisions:
-        found = {record["peer"]: record for record in of_models if record["precision"] == precision}
-        for name, (title, form, factor) in BESIDE.items():
-            if any(name in record for record in found.values()):
-                told = (form.format(found[c][name] * factor) if name in found.get(c, ()) else "–" for c in columns)
-                lines.append([precision, title, *told])
+        by_peer = {record["peer"]: record for record in of_models if record["precision"] == precision}
+        for name, (title, form, factor) in OTHER_MEASURES.items():
+            if any(name in record for record in by_peer.values()):
+                cells = (form.format(by_peer[c][name] * factor) if name in by_peer.get(c, ()) else "–" for c in columns)
+                lines.append([precision, title, *cells])
         begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
         if begun:
-            told = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
-            lines.append([precision, "seconds from the process's start to its first result", *told])
+            cells = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
+            lines.append([precision, "seconds from the process's start to its first result", *cells])
         longer = _longer(records, precision)
         if longer:
-            title, found_ratios = longer
-            told = (f"{found_ratios[c]:.2f} ×" if c in found_ratios else "–" for c in columns)
-            lines.append([precision, title, *told])
+            title, step_ratios = longer
+            cells = (f"{step_ratios[c]:.2f} ×" if c in step_ratios else "–" for c in columns)
+            lines.append([precision, title, *cells])
     if lines:
-        yield "beside speed:\n\n" + _table(["", "", *columns], lines)
+        yield "Quality, size, memory and start:\n\n" + _table(["", "", *columns], lines)
 
 
 def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, float]] | None:
@@ -155,42 +155,44 @@ def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, f
 
 def _reasons(records: Sequence[Record]) -> Iterator[str]:
     """Return the reasons of empty columns and cells."""
-    told: dict[tuple[str, str], list[str]] = {}
+    cases: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if "error" in record:
             case = record.get("case")
             where = f"{record['precision']}, {Case(**case).name}" if isinstance(case, dict) else record["precision"]
-            told.setdefault((record["peer"], record["error"]), []).append(where)
-    if told:
-        yield "\n".join(f"- {peer} ({'; '.join(where)}): {why}" for (peer, why), where in told.items())
+            cases.setdefault((record["peer"], record["error"]), []).append(where)
+    if cases:
+        yield "\n".join(f"- {peer} ({'; '.join(where)}): {why}" for (peer, why), where in cases.items())
 
 
 def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
     """Return (ratio, sentence) for each figure in which another engine took less time than tformer, the worst first."""
     kinds = {row.name: row.shape.kind for row in ROWS}
-    found = []
+    slower = []
     for record in records:
         for measure, ratio in record.get("ratio", {}).items():
             case: Any = record["case"]
             kind = kinds.get(record["row"], "")
-            wanted = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
-            if record["peer"] in OTHERS and wanted and ratio < 1:
+            is_compared = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
+            if record["peer"] in OTHERS and is_compared and ratio < 1:
                 where = case if isinstance(case, str) else f"{Case(**case).name}, {measure}"
-                told = f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
-                found.append((ratio, told))
-    return sorted(found)
+                sentence = (
+                    f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
+                )
+                slower.append((ratio, sentence))
+    return sorted(slower)
 
 
 def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[str]:
     """Return the table of targets and measured figures."""
     lines = []
-    for one in reached(records, rates):
+    for one in target_results(records, rates):
         form = "{:.0%}" if one.peer == FLOOR else "{:.2f} ×"
         cells = [form.format(one.times[name]) if name in one.times else "–" for name in COLUMNS]
         named = [one.row, one.precision, f"{one.case.name}, {one.measure}"]
-        lines.append([*named, one.peer, form.format(one.asked), *cells])
+        lines.append([*named, one.peer, form.format(one.target_ratio), *cells])
     if lines:
-        yield "### what was to be reached\n\n" + _table(["", "", "", "beside", "asked", *COLUMNS], lines)
+        yield "### Targets\n\n" + _table(["", "", "", "compared with", "target", *COLUMNS], lines)
 
 
 def _disturbed(records: Sequence[Record]) -> Iterator[str]:
@@ -198,8 +200,8 @@ def _disturbed(records: Sequence[Record]) -> Iterator[str]:
     shares = [share for record in records for share in record.get("stolen", ())]
     if shares:
         many = sum(share > STOLEN for share in shares) / len(shares)
-        most = f"more than {STOLEN:.0%} of the processors' time, {max(shares):.0%} at most"
-        yield f"In {many:.0%} of the turns others took {most}."
+        share = f"more than {STOLEN:.0%} of the processors' time, {max(shares):.0%} at most"
+        yield f"In {many:.0%} of the turns others took {share}."
 
 
 def _mixed(records: Sequence[Record]) -> Iterator[str]:
@@ -213,4 +215,4 @@ def _mixed(records: Sequence[Record]) -> Iterator[str]:
 def _behind(records: Sequence[Record]) -> Iterator[str]:
     lines = [f"- {sentence}" for _, sentence in behind(records)]
     if lines:
-        yield "### where another engine is ahead\n\n" + "\n".join(lines)
+        yield "### Cases where another engine is faster\n\n" + "\n".join(lines)

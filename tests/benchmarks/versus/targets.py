@@ -48,42 +48,42 @@ TARGETS = (
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A measured target. times: our column → the ratio to `peer`."""
+class TargetResult:
+    """A measured target. target_ratio: to be reached. times: our column → the measured ratio to `peer`."""
 
     row: str
     precision: str
     case: Case
     measure: str
     peer: str
-    asked: float
+    target_ratio: float
     times: Mapping[str, float]
 
 
-def reached(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[Reached]:
+def target_results(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[TargetResult]:
     """Return the measured targets. g2p, a model of the repository, has none."""
-    told = [record for record in records if isinstance(record.get("case"), dict) and "seconds" in record]
+    timed = [record for record in records if isinstance(record.get("case"), dict) and "seconds" in record]
     for row in (row for row in ROWS if not row.shape.trained):
         for precision in row.precisions:
-            mine = [record for record in told if (record["row"], record["precision"]) == (row.name, precision)]
+            mine = [record for record in timed if (record["row"], record["precision"]) == (row.name, precision)]
             for case in row.cases:
-                found = {record["peer"]: record for record in mine if Case(**record["case"]) == case}
+                by_peer = {record["peer"]: record for record in mine if Case(**record["case"]) == case}
                 for target in (target for target in TARGETS if target.meant(row, precision, case)):
                     for peer in target.peers:
                         if peer == FLOOR:
-                            times = _of_floor(found, target.measure, floors(row.shape, case, precision, rates))
+                            times = _of_floor(by_peer, target.measure, floors(row.shape, case, precision, rates))
                         else:
-                            times = _of_peer(found, target.measure, peer)
+                            times = _of_peer(by_peer, target.measure, peer)
                         if times:
-                            asked = target.times[case.batch]
-                            yield Reached(row.name, precision, case, target.measure, peer, asked, times)
+                            target_ratio = target.times[case.batch]
+                            yield TargetResult(row.name, precision, case, target.measure, peer, target_ratio, times)
 
 
-def _of_peer(found: Mapping[str, Record], measure: str, peer: str) -> dict[str, float]:
+def _of_peer(by_peer: Mapping[str, Record], measure: str, peer: str) -> dict[str, float]:
     """Return the ratios of each column in the rounds of the default column."""
-    theirs = found.get(peer, {}).get("ratio", {}).get(measure)
-    return {name: theirs / found[name]["ratio"][measure] for name in COLUMNS if name in found} if theirs else {}
+    theirs = by_peer.get(peer, {}).get("ratio", {}).get(measure)
+    return {name: theirs / by_peer[name]["ratio"][measure] for name in COLUMNS if name in by_peer} if theirs else {}
 
 
-def _of_floor(found: Mapping[str, Record], measure: str, floor: Mapping[str, float]) -> dict[str, float]:
-    return {n: floor[measure] / statistics.median(found[n]["seconds"][measure]) for n in COLUMNS if n in found}
+def _of_floor(by_peer: Mapping[str, Record], measure: str, floor: Mapping[str, float]) -> dict[str, float]:
+    return {n: floor[measure] / statistics.median(by_peer[n]["seconds"][measure]) for n in COLUMNS if n in by_peer}

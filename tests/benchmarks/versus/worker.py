@@ -4,16 +4,16 @@
 
     {"do": "prepare", "shape": …, "folder": …, "precision": …}     → {"bytes": of the files}
     {"do": "load", …the same…, "threads": 2}                       → {"seconds": …}
-    {"do": "run", "case": …, "inputs": [[ids], …], "least": 0.25}  → {"seconds": …, "first": …}
+    {"do": "run", "case": …, "inputs": [[ids], …], "min_seconds": 0.25}  → {"seconds": …, "first": …}
         with "keep": true                                          → {…, "result": [[…], …]}
     {"do": "score", "inputs": [[ids], …], "last": 32}              → {"result": log-probabilities of the last ids}
     {"do": "versions"}                                             → {package: version}
     {"do": "memory"}                                               → {"peak": bytes, "now": bytes}
 
-least: a request is repeated until this many seconds have passed, FEWEST times at least, and the median is the answer;
-the first run, which wakes the engine, does not count then. first: seconds to the first token, None where an engine does
-not report it. An error is answered with {"error": sentence}. Every engine, tformer included, runs like this: no threads
-spin in another engine's process, and memory is its own.
+min_seconds: a request is repeated until this many seconds have passed, FEWEST times at least, and the median is the
+answer; the first run, which wakes the engine, does not count then. first: seconds to the first token, None where an
+engine does not report it. An error is answered with {"error": sentence}. Every engine, tformer included, runs like
+this: no threads spin in another engine's process, and memory is its own.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Worker:
         return {"seconds": time.perf_counter() - begun}
 
     def _run(
-        self, case: dict[str, int], inputs: list[list[int]], least: float = 0.0, keep: bool = False
+        self, case: dict[str, int], inputs: list[list[int]], min_seconds: float = 0.0, keep: bool = False
     ) -> dict[str, Any]:
         seconds, first, result = self._once(Case(**case), inputs)
-        if seconds < least:
+        if seconds < min_seconds:
             counted = []
-            while len(counted) < FEWEST or sum(one for one, _ in counted) < least:
+            while len(counted) < FEWEST or sum(one for one, _ in counted) < min_seconds:
                 seconds, first, result = self._once(Case(**case), inputs)
                 counted.append((seconds, first))
             seconds, first = sorted(counted, key=lambda one: one[0])[len(counted) // 2]
@@ -96,11 +96,11 @@ class Worker:
         return self.module.measure(**arguments)
 
     def _versions(self) -> dict[str, Any]:
-        found = {}
+        versions = {}
         for name in PACKAGES:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name)
-        return found
+                versions[name] = metadata.version(name)
+        return versions
 
     def _memory(self) -> dict[str, Any]:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -25,7 +25,7 @@ LOWEST = torch.finfo(torch.float32).min  # score of a masked position
 
 
 class Staged:
-    """The encode and decode programs of a case. found: the counts of recognised operations."""
+    """The encode and decode programs of a case. counts: the counts of recognised operations."""
 
     def __init__(self, case: Case) -> None:
         source = from_module(case.module, **case.arguments, special_tokens=parse_special_tokens(SPECIAL))
@@ -36,7 +36,7 @@ class Staged:
             mock.patch.object(compile, "run_passes", return_value={}),
         ):
             compiled = compile.analyse(source, "cpu", BLOCK).compile()
-        self.manifest, self.found = compiled.manifest, compiled.found
+        self.manifest, self.counts = compiled.manifest, compiled.counts
         self.encode, self.decode = programs if len(programs) == 2 else (None, *programs)
 
     def start(self, requests: Mapping[str, list[np.ndarray]] | None, rows: int) -> State:

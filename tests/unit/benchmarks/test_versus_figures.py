@@ -74,7 +74,7 @@ class FakeWorker:
     def __init__(self, *seconds, name="", turns=(), fails_at=None):
         self.seconds, self.name, self.turns, self.fails_at, self.calls = list(seconds), name, turns, fails_at, 0
 
-    def ask(self, do, case, inputs, least):
+    def ask(self, do, case, inputs, min_seconds):
         assert do == "run"
         self.calls += 1
         if self.calls == self.fails_at:
@@ -97,12 +97,12 @@ def test_first_round_is_discarded_and_ratios_compare_the_same_round():
         "weak": FakeWorker(1, 1, 1, fails_at=2),
     }
     measured = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0, ticks=no_stolen_ticks)
-    assert [value["request"] for value in measured.found[case]["tformer"]] == [1, 2, 4]
-    assert ratios(measured.found[case]["other"], measured.found[case]["tformer"]) == {
+    assert [value["request"] for value in measured.seconds[case]["tformer"]] == [1, 2, 4]
+    assert ratios(measured.seconds[case]["other"], measured.seconds[case]["tformer"]) == {
         "request": 3
     }  # the median of 3, 2 and 5
     assert measured.failed[case] == {"weak": "it failed"}
-    assert "weak" not in measured.found[case]
+    assert "weak" not in measured.seconds[case]
 
 
 def test_round_has_all_cases_and_the_order_of_engines_alternates():
@@ -116,7 +116,7 @@ def test_round_has_all_cases_and_the_order_of_engines_alternates():
 def test_no_round_begins_after_the_time_budget():
     case, worker = Case(1, 2, 3), FakeWorker(*[1.0] * 9)
     measured = rounds({"tformer": worker}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0, ticks=no_stolen_ticks)
-    assert len(measured.found[case]["tformer"]) == 3
+    assert len(measured.seconds[case]["tformer"]) == 3
 
 
 def test_disturbed_turn_is_repeated():
@@ -133,7 +133,7 @@ def test_disturbed_turn_is_repeated():
     )
     # The first turn is disturbed and its repetition is not. Of the four turns of the next round the third is the least
     # disturbed.
-    assert [value["request"] for value in measured.found[case]["tformer"]] == [2, 13]
+    assert [value["request"] for value in measured.seconds[case]["tformer"]] == [2, 13]
     assert measured.stolen[case]["tformer"] == [0, 0.07]
 
 
@@ -238,7 +238,7 @@ def test_model_files_are_rebuilt_after_a_change_of_the_code(tmp_path):
         (folder / "model.onnx").write_bytes(bytes(10))
 
     for code, times in (("one", 1), ("one", 1), ("two", 2)):
-        assert engines.made(tmp_path / "file", make, code) == 10
+        assert engines.build_once(tmp_path / "file", make, code) == 10
         assert len(calls) == times
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tformer_export.common.checkpoint import load_checkpoint
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_models import stats_series
-from tformer_models.forecaster import DecoderForecaster, EncoderForecaster, Forecaster
+from tformer_models.forecaster import DecoderForecaster, EncoderDecoderForecaster, EncoderForecaster
 from tformer_models.objectives import ForecastObjective
 from tformer_models.recipe import FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
@@ -39,11 +39,11 @@ def waves(context: int = 12, horizon: int = 6) -> SeriesDataset:
     """Return two sines, of periods 8 and 5, which a tiny model learns in seconds."""
     time = np.arange(200)
     values = np.stack([np.sin(2 * np.pi * time / 8), np.cos(2 * np.pi * time / 5)], 1)
-    series = {"columns": ["one", "two"], "horizon": horizon, "longest": context}
+    series = {"columns": ["one", "two"], "horizon": horizon, "max_context_length": context}
     return SeriesDataset(values[:140], values[140 - context :], context, horizon, series, {"features": 2})
 
 
-@pytest.fixture(params=[DecoderForecaster, Forecaster])
+@pytest.fixture(params=[DecoderForecaster, EncoderDecoderForecaster])
 def model(request):
     torch.manual_seed(0)
     layers = {"layers": 1} if request.param is DecoderForecaster else {"encoder_layers": 1, "decoder_layers": 1}
@@ -69,7 +69,7 @@ def test_prediction_does_not_depend_on_later_steps(model):
 @torch.inference_mode()
 def test_forecasts_do_not_depend_on_padding(positions):
     torch.manual_seed(0)
-    model = Forecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
+    model = EncoderDecoderForecaster(2, **SIZES, encoder_layers=2, decoder_layers=1, positions=positions).eval()
     torch.nn.init.normal_(model.output.weight, std=0.5)
     src, tgt, lengths = torch.randn(3, 9, 2), torch.randn(3, 4, 2), (9, 4, 1)
     padding = torch.arange(9) >= torch.tensor(lengths)[:, None]
@@ -111,7 +111,12 @@ def test_checkpoint_of_a_fixed_context_is_exported_at_that_length(tmp_path):
         recipe(steps=4, rollout=0.0), model=FactoryCall("tformer_models.forecaster:EncoderForecaster", arguments)
     )
     path = train(fixed_context, tmp_path / "run")
-    assert load_checkpoint(path).series == {"columns": ["one", "two"], "horizon": 6, "longest": 12, "shortest": 12}
+    assert load_checkpoint(path).series == {
+        "columns": ["one", "two"],
+        "horizon": 6,
+        "max_context_length": 12,
+        "min_context_length": 12,
+    }
     source = from_checkpoint(path)
     assert source.step_input is None
     assert source.example["history"].shape == (2, 12, 2)
@@ -120,7 +125,7 @@ def test_checkpoint_of_a_fixed_context_is_exported_at_that_length(tmp_path):
 
 def test_unknown_positions_are_refused():
     with pytest.raises(ValueError, match="positions must be one of sinusoidal, learned, not 'none'"):
-        Forecaster(1, positions="none")
+        EncoderDecoderForecaster(1, positions="none")
 
 
 def test_epoch_has_every_window_once():
@@ -164,7 +169,7 @@ def test_forecaster_learns_and_its_checkpoint_is_complete(tmp_path):
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     loaded = load_checkpoint(path)
     assert loaded.step_input == "x"
-    assert loaded.series == {"columns": ["one", "two"], "horizon": 6, "longest": 12}
+    assert loaded.series == {"columns": ["one", "two"], "horizon": 6, "max_context_length": 12}
     data = waves()
     window = torch.from_numpy(data.validation[:18].astype(np.float32))[None]
     with torch.inference_mode():

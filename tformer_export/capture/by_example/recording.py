@@ -169,11 +169,7 @@ def record(
                 call_watched, pre_dispatch=True, record_stack_traces=True, _error_on_data_dependent_ops=False
             )
             traced = tracer(*inputs)
-        reader = _Reader(traced, inputs, mode)
-        try:
-            return reader.read()
-        finally:
-            reader.restore()
+        return _Reader(traced, inputs, mode).read()
 
 
 class _Reader:
@@ -185,12 +181,10 @@ class _Reader:
         self.arrays = set(reads.arrays)
         self.data: set[int] = set()  # storages into which data are written at some time
         self.written: set[int] = set()  # storages into which anything is written
-        targets = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
-        self.originals = {t: _attribute(traced, t).clone() for t in targets if not t.startswith("_param_constant")}
 
     def read(self) -> Recording:
-        values = self._find_data()
-        self.restore()
+        with WriteUndo(self.traced, []):
+            values = self._find_data()
         operations = self._find_operations(values)
         pure = frozenset(
             node
@@ -198,6 +192,10 @@ class _Reader:
             if node not in operations and not any(_storage(t) in self.written for t in _tensors(value))
         )
         del values
+        with WriteUndo(self.traced, []):
+            return self._read(operations, pure)
+
+    def _read(self, operations: set[Node], pure: frozenset[Node]) -> Recording:
         steps: list[Step] = []
         numbers: list[ReadNumber] = []
         references: dict[Node, Any] = {}
@@ -229,7 +227,7 @@ class _Reader:
                 num_inputs += 1
             elif is_step:
                 if node.op == "get_attr":  # a tensor of the module into which forward writes: each run begins anew
-                    target, args = aten.clone.default, (Constant(self.originals[target], node, True),)
+                    target, args = aten.clone.default, (Constant(value.clone(), node, True),)
                     if node.target in modules_tensors:
                         references[node] = modules_tensors[node.target]
                         continue
@@ -277,12 +275,6 @@ class _Reader:
         if node.op == "placeholder":
             return self.inputs[sum(n.op == "placeholder" for n in known)].clone()
         return _attribute(self.traced, node.target)
-
-    def restore(self) -> None:
-        """Undo the writes of a run into tensors of the module."""
-        for target, value in self.originals.items():
-            if _storage(_attribute(self.traced, target)) in self.written:
-                _attribute(self.traced, target).copy_(value)
 
 
 def _attribute(module: GraphModule, target: Any) -> torch.Tensor:

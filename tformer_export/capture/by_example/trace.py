@@ -24,6 +24,7 @@ from tformer_export.capture.by_example.recording import Recording, record
 from tformer_export.capture.by_example.simplify import simplify
 from tformer_export.capture.by_example.size_fit import Sizes
 from tformer_export.capture.by_example.unify import DisagreementError, unify
+from tformer_export.common.fx_nodes import DENSE_SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ class _Tracer:
         rebuilt = rebuild(program, places, len(names))
         fewer = 2, *(size - 1 for size in self._sizes(2)[1:])
         check_agreement(self.module, rebuilt, self.draws, [self._sizes(3, 1), (1, *fewer[1:])], [1])
+        for length in range(1, DENSE_SIZES):
+            sizes = 1, *[length * self.unit] * (len(fewer) - 1)
+            if self._run(sizes, kind) and not agree(self.module, rebuilt, self._draw(sizes, kind)):
+                raise DisagreementError(f"other operations run at a length of {length}", None)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
             check_reads(self.module, self.draws, recordings, fewer)

@@ -41,7 +41,7 @@ DRAWN_SEQUENCES, DRAWN_IDS = 24, 40  # that are compared with the tokenizer's te
 def from_audio_model(
     module: Any, task: str, name: str | None = None, extractor: Any = None, tokenizer: Any = None
 ) -> Source:
-    """Read a transformers model that is run once on a sound.
+    """Read a single-pass transformers model on a sound.
 
     extractor: its feature extractor, which decides whether the model gets a padding mask; optional.
     tokenizer: its tokenizer, for a model that recognises speech; optional.
@@ -50,8 +50,8 @@ def from_audio_model(
     """
     if module.main_input_name != SAMPLES:
         raise SourceError(
-            f"{type(module).__name__} reads {module.main_input_name}: the runtime computes spectrograms for "
-            "speech-to-text models only; load the model in Python and give an example of its inputs"
+            f"{type(module).__name__} is a single-pass model of {module.main_input_name}: the runtime computes "
+            "spectrograms for speech-to-text models only; load the model in Python and give an example of its inputs"
         )
     taken = inspect.signature(module.forward).parameters
     source = _on_samples(module, task, name, bool(getattr(extractor, "return_attention_mask", False)) and MASK in taken)
@@ -84,7 +84,7 @@ def _on_samples(module: Any, task: str, name: str | None, masked: bool) -> Sourc
 
 def _with_extractor(source: Source, module: Any, extractor: Any) -> Source:
     """Add the preprocessing of a transformers feature extractor. Raises SourceError for one that is not supported."""
-    preprocessor = replace(read_extractor(extractor), shortest=source.min_lengths.get(SAMPLES, 1))
+    preprocessor = replace(read_extractor(extractor), min_samples=source.min_lengths.get(SAMPLES, 1))
     return replace(
         source,
         preprocessing={SAMPLES: preprocessor.manifest_entry},
@@ -100,7 +100,7 @@ def read_extractor(extractor: Any) -> AudioPreprocessor:
     preprocessor = _settings(extractor)
     error = float("inf")
     if preprocessor is not None:
-        for sound in draw_sounds(preprocessor.rate):
+        for sound in draw_sounds(preprocessor.sampling_rate):
             ours, expected = preprocessor.from_samples(sound), extract_features(extractor, sound)
             error = float(np.abs(ours - expected).max()) if ours.shape == expected.shape else float("inf")
             if not error <= MAX_FEATURE_ERRORS[preprocessor.features]:
@@ -125,14 +125,19 @@ def _settings(extractor: Any) -> AudioPreprocessor | None:
     sizes = [getattr(extractor, name, None) for name in ("n_fft", "hop_length", "n_samples")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    window, hop, samples = map(int, sizes)  # type: ignore[arg-type]
-    mels = np.asarray(filters).shape[1]
+    n_fft, hop_length, n_samples = map(int, sizes)  # type: ignore[arg-type]
     return AudioPreprocessor(
-        rate, LOG_MEL, mels=mels, window=window, hop=hop, highest=_highest(filters, rate), samples=samples
+        rate,
+        LOG_MEL,
+        num_mel_bins=np.asarray(filters).shape[1],
+        n_fft=n_fft,
+        hop_length=hop_length,
+        max_frequency=_max_frequency(filters, rate),
+        n_samples=n_samples,
     )
 
 
-def _highest(filters: Any, rate: int) -> float:
+def _max_frequency(filters: Any, rate: int) -> float:
     """Return the upper end of the last band of filters (frequencies, mels) in Hz, rounded to hundreds."""
     last = np.flatnonzero(np.asarray(filters)[:, -1])
     step = rate / 2 / (len(filters) - 1)

@@ -68,7 +68,7 @@ def from_folder(
             stepped = (
                 f"stepped over {source.step_input!r}, not"
                 if source.step_input
-                else f"run once ({source.task}), not over"
+                else f"a single-pass model ({source.task}), not stepped over"
             )
             raise SourceError(f"{folder} is {stepped} {step_input!r}: leave --step-input (step_input=) out")
         if sound:
@@ -94,7 +94,7 @@ def _complete_generative(folder: Path, source: Source, step_input: str, tokenize
 
 
 def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Source:
-    """Complete a model that is run once with the tokenizer, image processor and modules of its folder."""
+    """Complete a single-pass model with the tokenizer, image processor and modules of its folder."""
     if PIXELS in source.example:
         processor = load_processor(folder)
         return source if processor is None else with_processor(source, processor)
@@ -195,7 +195,7 @@ def from_transformers(
 
     A generative model has the input `input_ids`; an encoder-decoder also has its padding mask and the step input
     `decoder_input_ids`. A decoder-only model has no mask: rows are right-padded, so causal attention never reads
-    padding. For models that are run once see `single_pass`, `images` and `audio`.
+    padding. For single-pass models see `single_pass`, `images` and `audio`.
     """
     task = task or task_of_class(type(module)) or GENERATES
     config, generation = module.config, getattr(module, "generation_config", None)

@@ -133,7 +133,7 @@ def with_processor(source: Source, processor: Any, name: str | None = None) -> S
 
 
 def from_image_model(module: Any, task: str, name: str | None = None) -> Source:
-    """Read a transformers model that is run once on pixels, of the size in its config, by default 224 × 224.
+    """Read a single-pass transformers model on pixels, of the size in its config, by default 224 × 224.
 
     `with_processor` adds the preprocessing of pictures.
     """

@@ -1,4 +1,4 @@
-"""A transformers model that is run once for an input.
+"""A single-pass transformers model.
 
 Its inputs follow from the signature of forward, the meaning of its outputs from its config. Its own pipeline, from a
 text to its results, is for verification.
@@ -91,9 +91,9 @@ def output_meaning_of(config: Any, task: str) -> OutputMeaning:
     labels = tuple(label_of[i] for i in sorted(label_of))
     if task == LABELS_TOKENS:
         problem = SINGLE_LABEL
-    elif config.problem_type == "regression":
+    elif config.problem_type == REGRESSION:
         problem = REGRESSION
-    elif config.problem_type == "multi_label_classification" or len(labels) == 1:
+    elif config.problem_type == MULTI_LABEL or len(labels) == 1:
         problem = MULTI_LABEL
     else:
         problem = SINGLE_LABEL
@@ -103,13 +103,13 @@ def output_meaning_of(config: Any, task: str) -> OutputMeaning:
 def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     """Add a transformers tokenizer in memory, in tokenizers' JSON format, and the model's own pipeline with it.
 
-    Raises OptionError for a model that is not run once on one text.
+    Raises OptionError for other models than single-pass models of one text.
     """
     reads = source.caller_inputs
     if source.step_input is not None or len(reads) != 1 or not hasattr(tokenizer, "model_max_length"):
         raise OptionError(
-            "a tokenizer is text in tokenizers' JSON format (tokenizer.json); one of transformers is taken for a model "
-            "that is run once on one text"
+            "a tokenizer is text in tokenizers' JSON format (tokenizer.json); one of transformers is taken for a "
+            "single-pass model of one text"
         )
     text, checked = read_encoder_tokenizer(tokenizer)
     limits = [source.max_length, checked.model_max_length if checked.model_max_length < MIN_UNLIMITED_TOKENS else None]

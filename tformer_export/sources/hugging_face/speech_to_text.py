@@ -62,7 +62,7 @@ def from_speech_to_text_model(
         )
     single: Any = as_float32(module)
     generation = module.generation_config
-    features = torch.randn((2, audio.mels, audio.frames), generator=torch.Generator().manual_seed(0))
+    features = torch.randn((2, audio.num_mel_bins, audio.frames), generator=torch.Generator().manual_seed(0))
     example = {module.main_input_name: features, STEP_INPUT: torch.arange(1, 7).reshape(2, 3) % 3}
     settings = generation.to_diff_dict()
     lost = [option for option in _NOT_CARRIED if settings.get(option)]
@@ -123,5 +123,5 @@ def read_decoder_prompt(module: Any) -> DecoderPrompt:
         latest=setting("max_initial_timestamp_index"),
         step=float(step),
         stride=round(step / frame),
-        most=setting("max_new_tokens") or setting("max_length"),
+        max_new_tokens=setting("max_new_tokens") or setting("max_length"),
     )

@@ -27,21 +27,21 @@ class UnavailableError(Exception):
     """This engine cannot do that; the text is the reason."""
 
 
-def made(path: Path, make: Callable[[Path], object], code: str = "") -> int:
+def build_once(path: Path, make: Callable[[Path], object], code: str = "") -> int:
     """Let `make` fill a folder, unless the same code has filled it before; return its bytes. An interrupted run leaves
     no
     partial folder."""
-    told = path / "code"
-    if not path.exists() or (code and (told.read_text() if told.exists() else "") != code):
+    code_file = path / "code"
+    if not path.exists() or (code and (code_file.read_text() if code_file.exists() else "") != code):
         part = path.with_name(f"{path.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         make(part)
         if code:
-            (part / told.name).write_text(code)
+            (part / code_file.name).write_text(code)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file != told)
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file != code_file)
 
 
 def code_of(*folders: Path) -> str:

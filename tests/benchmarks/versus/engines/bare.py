@@ -31,7 +31,7 @@ class Engine:
         kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
         for stage in self.stages:
             fed = 1 if len(self.stages) > 1 else case.prompt  # a decoder's first token, or its prompt
-            free = {"batch": 1, "new": fed, "wanted": 1, "slot": case.prompt + SLOTS}
+            free = {"batch": 1, "new": fed, "selected": 1, "slot": case.prompt + SLOTS}
             values = {TOTAL: fed, LAST: fed - 1}
             feeds = {}
             for given in self.session.get_inputs():

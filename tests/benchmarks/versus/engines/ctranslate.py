@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from versus.engines import SOURCE, hugging_face, made, only
+from versus.engines import SOURCE, build_once, hugging_face, only
 from versus.shapes import END, Case, Shape
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
             source = str(hugging_face(folder, shape))
             TransformersConverter(source).convert(str(path / "model"), quantization=quantize)
 
-    return made(_path(folder, precision), make)
+    return build_once(_path(folder, precision), make)
 
 
 def _path(folder: Path, precision: str) -> Path:
@@ -64,14 +64,14 @@ class Engine:
     def _continue(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         first: list[float] = []
 
-        def told(step: Any) -> bool:
+        def note_first_token(step: Any) -> bool:
             if not first:
                 first.append(time.perf_counter())
             return False
 
         results = self.model.generate_batch(
             self._named(inputs), beam_size=case.beams, max_length=case.new, min_length=case.new,
-            include_prompt_in_result=False, callback=told if case.beams == 1 else None,
+            include_prompt_in_result=False, callback=note_first_token if case.beams == 1 else None,
         )  # fmt: skip
         return first[0] if first else None, [result.sequences_ids[0] for result in results]
 

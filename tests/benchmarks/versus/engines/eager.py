@@ -43,12 +43,12 @@ class Engine:
             if self.kind == "embed":
                 return None, self.model(**given).last_hidden_state.mean(1).tolist()
             times: list[float] = []
-            made = self.model.generate(
+            generated = self.model.generate(
                 **given, num_beams=case.beams, do_sample=False, min_new_tokens=case.new, max_new_tokens=case.new,
                 stopping_criteria=[_Clock(times)], **self.options,
             )  # fmt: skip
         first = times[0] if self.kind == "continue" and case.beams == 1 else None
-        return first, made[:, 1 if self.kind == "translate" else case.prompt :].tolist()
+        return first, generated[:, 1 if self.kind == "translate" else case.prompt :].tolist()
 
     def score(self, inputs: list[list[int]], last: int) -> list[float]:
         import torch

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from versus.engines import UnavailableError, hugging_face, made, only
+from versus.engines import UnavailableError, build_once, hugging_face, only
 from versus.shapes import Case, Shape
 
 
@@ -26,7 +26,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
         if done.returncode:
             raise UnavailableError(f"its builder failed: {done.stderr.strip().splitlines()[-1][:200]}")
 
-    return made(_path(folder, precision), make)
+    return build_once(_path(folder, precision), make)
 
 
 def _path(folder: Path, precision: str) -> Path:
@@ -57,5 +57,5 @@ class Engine:
         while not generator.is_done():
             generator.generate_next_token()
             first = first or time.perf_counter()
-        made = [generator.get_sequence(i)[case.prompt :].tolist() for i in range(case.batch)]
-        return first if case.beams == 1 else None, made
+        results = [generator.get_sequence(i)[case.prompt :].tolist() for i in range(case.batch)]
+        return first if case.beams == 1 else None, results

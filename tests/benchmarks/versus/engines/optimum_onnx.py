@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from versus.engines import eager, hugging_face, made, only
+from versus.engines import build_once, eager, hugging_face, only
 from versus.shapes import Shape
 
 
@@ -27,8 +27,8 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
         for file in plain.glob("*.json"):
             (path / file.name).write_bytes(file.read_bytes())
 
-    bytes = made(_path(folder, "fp32"), export)
-    return bytes if precision == "fp32" else made(_path(folder, "int8"), quantize)
+    bytes = build_once(_path(folder, "fp32"), export)
+    return bytes if precision == "fp32" else build_once(_path(folder, "int8"), quantize)
 
 
 def _path(folder: Path, precision: str) -> Path:

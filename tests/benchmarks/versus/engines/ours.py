@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from versus.client import ROOT
-from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, code_of, made
+from versus.engines import HUGGING_FACE, SOURCE, UnavailableError, build_once, code_of
 from versus.shapes import END, PAD, START, Case, Shape
 
 QUANTIZE = {"fp32": "none", "int8": "int8", "int4": "int4"}
@@ -19,7 +19,7 @@ def prepare(folder: Path, shape: Shape, precision: str, variant: str | None = No
     """Export the model. variant: one of VARIANTS; None for the defaults."""
     path = model_path(folder, precision, variant)
     export = functools.partial(_export, folder, shape, precision, variant)
-    return made(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
+    return build_once(path.parent, lambda part: export(part / path.name), code_of(ROOT / "tformer_export"))
 
 
 def model_path(folder: Path, precision: str, variant: str | None = None) -> Path:
@@ -78,10 +78,10 @@ class Engine:
         begun = time.perf_counter()
         if self.kind == "embed":
             return None, self.model.embed(inputs, batch_size=case.batch).tolist()
-        made = self.model.generate_batch(
+        results = self.model.generate_batch(
             inputs, batch_size=case.batch, num_beams=case.beams, max_new_tokens=case.new, min_new_tokens=case.new
         )
-        results = list(made)
+        results = list(results)
         first = max(result.timing.first_token for result in results)
         return begun + first if case.beams == 1 else None, [list(result.token_ids) for result in results]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from versus.client import ROOT
-from versus.engines import HUGGING_FACE, SOURCE, made
+from versus.engines import HUGGING_FACE, SOURCE, build_once
 from versus.shapes import END, PAD, ROWS, START, Case, Shape, inputs_of
 
 
@@ -24,7 +24,7 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
         with torch.inference_mode():
             MAKERS[shape.kind](path, shape)
 
-    return made(folder / SOURCE, make)
+    return build_once(folder / SOURCE, make)
 
 
 def encoder_decoder(folder: Path, shape: Shape) -> Any:
@@ -146,13 +146,13 @@ def _decoder(folder: Path, shape: Shape) -> None:
     _greedy(model).save_pretrained(folder / HUGGING_FACE)
     _tokenizer(folder / HUGGING_FACE, shape.vocabulary)
     inputs, new = _reference_inputs(shape), _quality(shape).new
-    made = model.generate(
+    generated = model.generate(
         torch.tensor(inputs), attention_mask=torch.ones(len(inputs), len(inputs[0]), dtype=torch.long),
         do_sample=False, min_new_tokens=new, max_new_tokens=new,
     )  # fmt: skip
-    scores = model(made).logits.float().log_softmax(-1)
-    scores = scores[:, :-1].gather(-1, made[:, 1:, None])[..., 0][:, -new:]
-    _write(folder, inputs, made[:, len(inputs[0]) :].tolist(), scores.flatten().tolist())
+    scores = model(generated).logits.float().log_softmax(-1)
+    scores = scores[:, :-1].gather(-1, generated[:, 1:, None])[..., 0][:, -new:]
+    _write(folder, inputs, generated[:, len(inputs[0]) :].tolist(), scores.flatten().tolist())
 
 
 def _encoder(folder: Path, shape: Shape) -> None:

@@ -154,6 +154,6 @@ def test_padding_mask_is_removed_for_valid_rows(tmp_path):
         max_length=24,
         special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
     )
-    assert report.found["fused"] == 1
+    assert report.counts["fused"] == 1
     assert len(Engine(path, device="cpu").manifest.decode.caches) == 2
     assert max_difference(module, path, 9) < 1e-4

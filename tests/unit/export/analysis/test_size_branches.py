@@ -28,7 +28,7 @@ class ByData(Mixer):
 
 def test_branch_on_length_limits_the_length():
     captured = captured_of(Small(Longer))
-    limit_by_branches(captured)
+    limit_by_branches(captured, max_length=64)
     assert captured.time_limit == 20
     assert not any("assert" in str(node.target) for node in captured.nodes)
 
@@ -36,7 +36,7 @@ def test_branch_on_length_limits_the_length():
 def test_branch_on_data_is_refused():
     captured = captured_of(Small(ByData))
     with pytest.raises(UnsupportedModelError, match="values of its data decide which code runs"):
-        limit_by_branches(captured)
+        limit_by_branches(captured, max_length=64)
 
 
 @pytest.mark.parametrize(

@@ -33,18 +33,6 @@ class BatchViewed(Mixer):
         return x.reshape(3, -1, WIDTH)  # HERE
 
 
-class LengthAsNumber(Mixer):
-    def forward(self, x, tgt):
-        length = int(x.shape[1])  # HERE
-        return x + torch.arange(length)[:, None]
-
-
-class ListOverTime(Mixer):
-    def forward(self, x, tgt):
-        positions = torch.tensor([float(i) for i in range(tgt.size(1))])  # HERE
-        return x + positions[:, None]
-
-
 class TableUnsliced(Mixer):
     def __init__(self):
         super().__init__()
@@ -76,8 +64,6 @@ class RowsUnbound(Mixer):
     [
         (BothViewed, f"{BATCH_SIZE_NAME} and {LENGTH_NAME}"),
         (BatchViewed, BATCH_SIZE_NAME),
-        (LengthAsNumber, LENGTH_NAME),
-        (ListOverTime, LENGTH_NAME),
         (TableUnsliced, LENGTH_NAME),
         (LengthAsserted, LENGTH_NAME),
         (LengthDecides, LENGTH_NAME),
@@ -185,13 +171,7 @@ class BranchOnItem(Mixer):
         return x if largest > 3 else -x  # HERE
 
 
-class Assertion(Mixer):
-    def forward(self, x, tgt):
-        assert (tgt >= 0).all()  # HERE
-        return x
-
-
-@pytest.mark.parametrize("mixer", [Branch, While, BranchOnItem, Assertion])
+@pytest.mark.parametrize("mixer", [Branch, While, BranchOnItem])
 def test_branch_on_data_is_refused(mixer, tmp_path, capfd):
     """The error is one sentence. Messages of torch about the graph are not shown."""
     assert refusal(mixer, tmp_path) == (
@@ -237,15 +217,14 @@ def test_numpy_in_forward_is_refused(tmp_path):
     )
 
 
-class Printed(Mixer):
+class FormattedNumber(Mixer):
     def forward(self, x, tgt):
-        self.shown = f"{x.mean().item():.3f}"  # HERE
-        return x
+        return x * len(f"{x.sum().item():.0f}")  # HERE
 
 
 def test_other_untraceable_code_is_refused(tmp_path):
-    assert refusal(Printed, tmp_path) == (
-        f"forward runs, but torch.export cannot trace it, at {here(Printed.forward)}: TypeError: unsupported format "
+    assert refusal(FormattedNumber, tmp_path) == (
+        f"forward runs, but torch.export cannot trace it, at {here(FormattedNumber.forward)}: TypeError: unsupported format "
         "string passed to SymFloat.__format__. Write that line with torch's operations on tensors"
     )
 
@@ -277,7 +256,7 @@ def test_error_of_forward_raises_source_error(mixer, error, tmp_path):
 
 def test_example_ids_beyond_vocabulary_are_refused(tmp_path):
     example = {"tgt": torch.tensor([[3, VOCABULARY]])}
-    assert refusal(Printed, tmp_path, SourceError, example=example) == (
+    assert refusal(FormattedNumber, tmp_path, SourceError, example=example) == (
         f"the example's ids go from 3 to {VOCABULARY}, but the table that they are looked up in has {VOCABULARY} rows, "
         f"at {here(Small.forward)}: give ids of the model's vocabulary"
     )
@@ -326,16 +305,6 @@ def test_half_precision_model_is_exported_in_float32(tmp_path):
 # -- state between calls ----------------------------------------------------------------------------------------------
 
 
-class OwnCache(Mixer):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(8, 64, WIDTH))
-
-    def forward(self, x, tgt):
-        self.cache[: x.shape[0], : x.shape[1]] = x  # HERE
-        return self.cache[: x.shape[0], : x.shape[1]]
-
-
 class Counted(Mixer):
     def __init__(self):
         super().__init__()
@@ -356,7 +325,7 @@ class WeightThatShrinks(Mixer):
         return x * self.scale
 
 
-@pytest.mark.parametrize(("mixer", "name"), [(OwnCache, "cache"), (Counted, "calls"), (WeightThatShrinks, "scale")])
+@pytest.mark.parametrize(("mixer", "name"), [(Counted, "calls"), (WeightThatShrinks, "scale")])
 def test_buffer_changed_by_forward_is_refused(mixer, name, tmp_path):
     model = Small(mixer)
     before = copy.deepcopy(model.state_dict())

@@ -11,7 +11,7 @@ from tformer_export.calibration.samples import Sample, Samples
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import analyse
-from tformer_export.quantize import BitPlanner, quantize
+from tformer_export.quantize import BitPlanner, quantize_weights
 from tformer_export.quantize.input_statistics import read_second_moments
 from tformer_export.quantize.matrices import FLOAT_BITS, find_matrices
 from tformer_export.quantize.rounding.choose_rounding import Rounding
@@ -148,7 +148,7 @@ def test_quality_matches_torch(case):
     assert quality.perplexity_ratio == pytest.approx(np.exp(after - before), rel=1e-5)
 
 
-def test_simulation_matches_quantised_file(case, tmp_path):
+def test_simulation_matches_quantized_file(case, tmp_path):
     matrices = find_matrices(case.model)
     rounding = Rounding(case.model, matrices)
     simulation = Simulation(case.model, case.manifest, rounding.dequantize, tmp_path / "simulated.onnx")
@@ -167,7 +167,7 @@ def test_simulation_matches_quantised_file(case, tmp_path):
         integers = {
             p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT_BITS
         }
-        quantize(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
+        quantize_weights(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
         file_logits = dict(
             predictions(case.write_engine(model, f"{matrix_bits[0]}{matrix_bits[1]}.onnx"), case.samples[:12])
         )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tformer_export import export
 from tformer_export.common.degradation_budget import DegradationBudget
-from tformer_export.quantize import BitPlanner, quantize
+from tformer_export.quantize import BitPlanner, quantize_weights
 from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
 from tformer_export.quantize.mixed_search import MixedSearch, make_path
 from tformer_export.quantize.token_quality import TokenQuality
@@ -98,7 +98,7 @@ def count_stored_bytes(inner, bits):
     """Return the bytes of a matrix and its scales in the file."""
     model = product(inner)
     if bits != FLOAT_BITS:
-        quantize(model, bits)
+        quantize_weights(model, bits)
     arrays = [numpy_helper.to_array(tensor) for tensor in ir.to_proto(model).graph.initializer]
     return sum(array.nbytes for array in arrays if array.size >= 128)
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from support.older_processor import spelt_out
 from support.small_graphs import model_of
 
-from tformer_export.quantize import StaticScale, quantize
+from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_export.quantize.rounding import pair_sums, round_gptq, round_least_error, round_nearest
 
 INT16 = np.iinfo(np.int16)
@@ -153,7 +153,7 @@ def test_real_kernels_are_exact_with_weights_in_range():
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("form", ["rows", "rows for the CPU", "fixed", "fixed for the CPU"])
-def test_quantised_graph_is_equal_with_saturating_products(form, bits):
+def test_quantized_graph_is_equal_with_saturating_products(form, bits):
     """Activations are the largest possible: of one sign and equal in every column."""
     random = np.random.default_rng(3)
     weight = np.abs(random.standard_normal((40, 48))).astype(np.float32)
@@ -165,9 +165,9 @@ def test_quantised_graph_is_equal_with_saturating_products(form, bits):
     proto = model_of(nodes, {"x": [None, 40]}, {"y": [None, 48]}, initializers, name="encode")
     model = ir.from_proto(proto)
     fixed = {"product": StaticScale.between(-3, 3)} if form.startswith("fixed") else {}
-    quantize(model, bits, on_cpu=form.endswith("CPU"), static_scales=fixed)
-    quantised = ir.to_proto(model)
+    quantize_weights(model, bits, on_cpu=form.endswith("CPU"), static_scales=fixed)
+    quantized = ir.to_proto(model)
     x = np.concatenate([np.full((2, 40), 50), random.standard_normal((5, 40))]).astype(np.float32)
-    older = run(spelt_out(quantised, saturating=True), x=x)
-    assert np.array_equal(older, run(spelt_out(quantised, saturating=False), x=x))
-    np.testing.assert_allclose(run(quantised, x=x), older, rtol=1e-5, atol=1e-5)
+    older = run(spelt_out(quantized, saturating=True), x=x)
+    assert np.array_equal(older, run(spelt_out(quantized, saturating=False), x=x))
+    np.testing.assert_allclose(run(quantized, x=x), older, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 from support.small_graphs import model_of
 
-from tformer_export.quantize import StaticScale, quantize
+from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_export.quantize.rewrite import SMALL_BATCH_LIMIT
 from tformer_export.quantize.rounding.round_nearest import block_rows, expand, in_blocks, pack, per_column
 
@@ -22,21 +22,21 @@ floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 
 @given(arrays.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=floats))
 def test_int8_weight_error_is_at_most_half_a_step(weight):
-    quantised, scale = per_column(weight)
-    assert quantised.dtype == np.int8
+    quantized, scale = per_column(weight)
+    assert quantized.dtype == np.int8
     assert scale.dtype == np.float32
     assert scale.shape == weight.shape[1:]
     assert (scale > 0).all()
-    error = np.abs(weight.astype(np.float64) - quantised.astype(np.float64) * scale)
+    error = np.abs(weight.astype(np.float64) - quantized.astype(np.float64) * scale)
     # Dividing by the scale and the scale itself each round by 2⁻²⁴ of numbers up to 127 steps.
     assert (error <= scale * (0.5 + 2 * 127 * 2.0**-24)).all()
-    assert not quantised[:, ~weight.any(0)].any()
+    assert not quantized[:, ~weight.any(0)].any()
 
 
 def test_each_column_has_its_own_scale():
-    quantised, scale = per_column(np.array([[1.0, 100.0], [-0.5, 25.0]], np.float32))
+    quantized, scale = per_column(np.array([[1.0, 100.0], [-0.5, 25.0]], np.float32))
     np.testing.assert_allclose(scale, [1 / 127, 125 / 128], rtol=1e-6)  # the sum of a pair is at most 128 steps
-    assert quantised.tolist() == [[127, 102], [-64, 26]]  # halves go to the even neighbour
+    assert quantized.tolist() == [[127, 102], [-64, 26]]  # halves go to the even neighbour
 
 
 VOCABULARY, WIDTH = 60, 32
@@ -63,15 +63,15 @@ def make_tied_model(transposed, steps=1):
 def test_tied_table_is_stored_once(transposed):
     proto, table = make_tied_model(transposed)
     model = ir.from_proto(proto)
-    assert quantize(model).count == 2
-    quantised = ir.to_proto(model)
-    int8_tensors = [t for t in quantised.graph.initializer if t.data_type == TensorProto.INT8]
+    assert quantize_weights(model).count == 2
+    quantized = ir.to_proto(model)
+    int8_tensors = [t for t in quantized.graph.initializer if t.data_type == TensorProto.INT8]
     assert [list(t.dims) for t in int8_tensors] == [[VOCABULARY, WIDTH]]
     assert not any(
-        len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in quantised.graph.initializer if t not in int8_tensors
+        len(t.dims) == 2 and np.prod(t.dims) > VOCABULARY for t in quantized.graph.initializer if t not in int8_tensors
     )
     ids = np.array([[3, 59, 0], [7, 7, 8]])
-    (actual,) = onnxruntime.InferenceSession(quantised.SerializeToString()).run(None, {"ids": ids})
+    (actual,) = onnxruntime.InferenceSession(quantized.SerializeToString()).run(None, {"ids": ids})
     (expected,) = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"ids": ids})
     # x · w has WIDTH terms. Each operand errs by half a step of 1/127 of its maximum: the table once as embedding and
     # once as projection, and the activations.
@@ -89,18 +89,18 @@ def test_equal_numbers_of_different_shape_are_separate_matrices():
     ]
     initializers = {"up": np.zeros((64, 32), np.float32), "down": np.zeros((32, 64), np.float32)}
     model = ir.from_proto(model_of(nodes, {"x": ["rows", 64]}, {"y": ["rows", 64]}, initializers))
-    quantisation = quantize(model)
-    assert [(p.inner, p.columns) for p in quantisation.products.values()] == [(64, 32), (32, 64)]
+    quantization = quantize_weights(model)
+    assert [(p.inner, p.columns) for p in quantization.products.values()] == [(64, 32), (32, 64)]
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     assert not session.run(None, {"x": np.ones((3, 64), np.float32)})[0].any()
 
 
-def test_small_matrices_are_not_quantised():
+def test_small_matrices_are_not_quantized():
     weight = np.eye(8, dtype=np.float32)
     shape = ["rows", 8]
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     model = ir.from_proto(model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight}))
-    assert quantize(model).count == 0
+    assert quantize_weights(model).count == 0
     assert [node.op_type for node in model.graph] == ["MatMul"]
 
 
@@ -186,18 +186,18 @@ def dequantize(bits, inner):
 
 @pytest.mark.parametrize("inner", [16, 40, 64, 100])  # 40 and 100 are padded to blocks; the second product has 72
 @pytest.mark.parametrize("bits", [8, 4])
-def test_both_forms_match_dequantised_model_up_to_rounding_of_activations(bits, inner):
+def test_both_forms_match_dequantized_model_up_to_rounding_of_activations(bits, inner):
     model = ir.from_proto(projection(inner))
-    quantisation = quantize(model, bits, "latency", "ids")
-    assert {name: (p.bits, p.few) for name, p in quantisation.products.items()} == dict.fromkeys(
+    quantization = quantize_weights(model, bits, "latency", "ids")
+    assert {name: (p.bits, p.few) for name, p in quantization.products.items()} == dict.fromkeys(
         ("up", "out"), (bits, True)
     )
-    quantised = ir.to_proto(model)
+    quantized = ir.to_proto(model)
     ids = np.array([[3], [59], [0], [7], [8]])
     expected = run(dequantize(bits, inner), ids)
     (small_batch_limit,) = {SMALL_BATCH_LIMIT[bits]}
-    large_batch, single_rows = run(quantised, ids), np.concatenate([run(quantised, ids[i : i + 1]) for i in range(5)])
-    small_batch = run(quantised, ids[:small_batch_limit])
+    large_batch, single_rows = run(quantized, ids), np.concatenate([run(quantized, ids[i : i + 1]) for i in range(5)])
+    small_batch = run(quantized, ids[:small_batch_limit])
     # Rounded to 1/127 of their maximum, activations err by 0.3 % of it (rms) and so does, relatively, each of two
     # products in a row: 2 % are seven times that.
     for actual in (large_batch, single_rows):
@@ -219,8 +219,8 @@ def test_small_batch_limit_counts_time_steps_of_a_series(bits):
     shape = ["batch", "new", 7]
     proto = model_of(nodes, {"x": shape}, {"y": shape}, {"w": weight, "v": output_weight})
     model = ir.from_proto(proto)
-    quantisation = quantize(model, bits, "latency", "x")
-    assert quantisation.small_batch_limit == SMALL_BATCH_LIMIT[bits]
+    quantization = quantize_weights(model, bits, "latency", "x")
+    assert quantization.small_batch_limit == SMALL_BATCH_LIMIT[bits]
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     x = np.random.default_rng(2).standard_normal((1, 5, 7)).astype(np.float32)
     single_steps = np.concatenate([session.run(None, {"x": x[:, i : i + 1]})[0] for i in range(5)], 1)
@@ -253,7 +253,9 @@ def test_bias_may_have_any_broadcastable_shape(form, operator, shape):
     proto = model_of(nodes, {"x": ["batch", "new", 64]}, {"y": ["rows", 72]}, initializers)
     model = ir.from_proto(proto)
     fixed = {"p": StaticScale.between(-5, 5)} if form == "fixed" else {}
-    quantize(model, 8, "latency" if form == "small batch" else "throughput", "x", on_cpu=True, static_scales=fixed)
+    quantize_weights(
+        model, 8, "latency" if form == "small batch" else "throughput", "x", on_cpu=True, static_scales=fixed
+    )
     kind = {"small batch": "MatMulNBits", "fixed": "MatMulIntegerToFloat", "rows": "MatMulInteger"}[form]
     assert kind in {node.op_type for node in model.graph.all_nodes()}
     x = random.standard_normal((1, 2, 64)).astype(np.float32)
@@ -266,24 +268,24 @@ def test_bias_may_have_any_broadcastable_shape(form, operator, shape):
 
 def test_throughput_has_one_form_and_rows_are_independent():
     model = ir.from_proto(projection(64, relu=True))
-    quantisation = quantize(model, 4, "throughput", "ids")
-    assert not any(product.few for product in quantisation.products.values())
-    quantised = ir.to_proto(model)
-    assert {"If", "MatMulNBits", "Relu"}.isdisjoint({n.op_type for n in quantised.graph.node} - {"Relu"})
+    quantization = quantize_weights(model, 4, "throughput", "ids")
+    assert not any(product.few for product in quantization.products.values())
+    quantized = ir.to_proto(model)
+    assert {"If", "MatMulNBits", "Relu"}.isdisjoint({n.op_type for n in quantized.graph.node} - {"Relu"})
     ids = np.array([[3], [59], [0], [7], [8]])
-    batch = run(quantised, ids)
-    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], batch[i]) for i in range(5))
+    batch = run(quantized, ids)
+    assert all(np.array_equal(run(quantized, ids[i : i + 1])[0], batch[i]) for i in range(5))
 
 
 def test_activations_after_relu_use_255_steps():
     model = ir.from_proto(projection(64, relu=True))
     float_model = ir.to_proto(model)
-    quantize(model)
+    quantize_weights(model)
     ids = np.arange(VOCABULARY)[:, None]
     expected, actual = run(float_model, ids), run(ir.to_proto(model), ids)
     assert np.abs(actual - expected).max() < 0.02 * np.ptp(expected)
     initializers = {t.name: numpy_helper.to_array(t) for t in ir.to_proto(model).graph.initializer}
-    assert initializers["quantise.step.255"] == np.float32(1 / 255)
+    assert initializers["quantize.step.255"] == np.float32(1 / 255)
 
 
 @pytest.mark.parametrize("between", ["Gelu", "Relu", "Tanh"])
@@ -295,16 +297,16 @@ def test_cpu_forms_match_float_model(between, on_cpu, name):
     0.9 % for five in a row. The largest of 3,600 errors is below four times that."""
     proto = projection(64, between=between, name=name)
     model = ir.from_proto(proto)
-    quantize(model, on_cpu=on_cpu)
-    quantised = ir.to_proto(model)
-    kinds = [node.op_type for node in quantised.graph.node]
+    quantize_weights(model, on_cpu=on_cpu)
+    quantized = ir.to_proto(model)
+    kinds = [node.op_type for node in quantized.graph.node]
     assert kinds.count("MatMulIntegerToFloat") == 2 * (name == "encode")
     assert kinds.count("Reciprocal") == 2 * (not on_cpu)
     assert kinds.count("Abs") == {"Gelu": 1, "Relu": 1, "Tanh": 2}[between]
     ids = np.arange(VOCABULARY)[:, None]
-    expected, actual = run(proto, ids), run(quantised, ids)
+    expected, actual = run(proto, ids), run(quantized, ids)
     assert 0 < np.abs(actual - expected).max() < 0.036 * np.ptp(expected)
-    assert all(np.array_equal(run(quantised, ids[i : i + 1])[0], actual[i]) for i in range(5))
+    assert all(np.array_equal(run(quantized, ids[i : i + 1])[0], actual[i]) for i in range(5))
 
 
 def test_row_of_zeros_returns_the_bias():
@@ -315,17 +317,17 @@ def test_row_of_zeros_returns_the_bias():
     table.CopyFrom(numpy_helper.from_array(rows, "table"))
     proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("h", TensorProto.FLOAT, ["batch", "new", 72]))
     model = ir.from_proto(proto)
-    quantize(model, on_cpu=True)
+    quantize_weights(model, on_cpu=True)
     bias = next(numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == "b1")
     assert np.array_equal(run(ir.to_proto(model), np.array([[5]]))[0, 0], bias)
 
 
 def test_bits_are_chosen_by_product_name():
     model = ir.from_proto(projection(64))
-    quantisation = quantize(model, {"up": 4, "out": 16}, "latency", "ids")
-    assert {name: product.bits for name, product in quantisation.products.items()} == {"up": 4}
+    quantization = quantize_weights(model, {"up": 4, "out": 16}, "latency", "ids")
+    assert {name: product.bits for name, product in quantization.products.items()} == {"up": 4}
     model = ir.from_proto(projection(64))
-    assert {n: p.bits for n, p in quantize(model, lambda name: 4 if name == "out" else 8).products.items()} == {
+    assert {n: p.bits for n, p in quantize_weights(model, lambda name: 4 if name == "out" else 8).products.items()} == {
         "up": 8,
         "out": 4,
     }
@@ -335,16 +337,16 @@ def test_bits_are_chosen_by_product_name():
 def test_tied_table_keeps_8_bits_and_is_stored_once_in_two_forms(transposed):
     proto, _ = make_tied_model(transposed)
     model = ir.from_proto(proto)
-    quantisation = quantize(model, 4, "latency", "ids")
-    assert [(p.bits, p.few) for p in quantisation.products.values()] == [(8, True)]
-    quantised = ir.to_proto(model)
+    quantization = quantize_weights(model, 4, "latency", "ids")
+    assert [(p.bits, p.few) for p in quantization.products.values()] == [(8, True)]
+    quantized = ir.to_proto(model)
     integer_tensors = [
-        t for t in quantised.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims
+        t for t in quantized.graph.initializer if t.data_type in (TensorProto.INT8, TensorProto.UINT8) and t.dims
     ]
     assert [list(t.dims) for t in integer_tensors if np.prod(t.dims) > VOCABULARY] == [[VOCABULARY, WIDTH]]
     ids = np.array([[3, 59, 0], [7, 7, 8]])
     expected = run(proto, ids)
-    batch, single_ids = run(quantised, ids), np.concatenate([run(quantised, ids[:, i : i + 1]) for i in range(3)])
+    batch, single_ids = run(quantized, ids), np.concatenate([run(quantized, ids[:, i : i + 1]) for i in range(3)])
     for actual, reference in (
         (batch, expected),
         (single_ids, expected.reshape(2, 3, -1).swapaxes(0, 1).reshape(6, -1)),
@@ -363,7 +365,7 @@ def test_empty_group_of_rows_is_computed():
     ]
     ports = {"x": ["rows", 32], "sizes": (TensorProto.INT64, [2])}, {"y": ["rows", 48]}
     model = ir.from_proto(model_of(nodes, *ports, {"w": weight}))
-    quantize(model)
+    quantize_weights(model)
     x = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     for sizes in ([3, 0], [0, 3], [1, 2]):

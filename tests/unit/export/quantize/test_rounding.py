@@ -63,7 +63,7 @@ def test_four_bits_times_multiplier_fit_int8(weight, block):
         assert not q[:, ~weight.any(0)].any()
 
 
-def test_least_error_of_normal_weights_is_below_best_uniform_quantiser():
+def test_least_error_of_normal_weights_is_below_best_uniform_quantizer():
     """Normal weights in blocks of 128: the best uniform quantiser of 16 levels has a mean squared error of 0.01154 σ²
     (Max 1960). A quantiser fitted to each block loses less, and one that covers the largest weight loses more."""
     weight = np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)

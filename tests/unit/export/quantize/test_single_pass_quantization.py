@@ -1,4 +1,4 @@
-"""Quantised models that run once: outputs near to PyTorch's, independent rows, and a budget."""
+"""Quantised single-pass models: outputs near to PyTorch's, independent rows, and a budget."""
 
 from __future__ import annotations
 
@@ -278,8 +278,11 @@ def test_exceeded_budget_is_refused(name, tmp_path):
 def test_options_that_do_not_apply_raise_option_error(tmp_path):
     case = CASES["sentence"]()
     for options, message in (
-        ({"max_degradation": "1.02x"}, "a model that is run once has no perplexity to be multiplied by 1.02"),
-        ({"optimize_for": "latency"}, "latency chooses kernels for steps of two or three tokens, and a model that is"),
+        ({"max_degradation": "1.02x"}, "a single-pass model has no perplexity to be multiplied by 1.02"),
+        (
+            {"optimize_for": "latency"},
+            "latency chooses kernels for steps of two or three tokens, and a single-pass model",
+        ),
     ):
         with pytest.raises(OptionError, match=message):
             case.export(tmp_path / "out.onnx", "int8", **options)
@@ -324,7 +327,7 @@ def test_mixture_is_calibrated_on_texts(tmp_path):
     assert 0 < losses[0] < losses[1]
 
 
-def test_forecast_is_quantised_within_budget(tmp_path):
+def test_forecast_is_quantized_within_budget(tmp_path):
     torch.manual_seed(0)
     module, random = Forecast().eval(), np.random.default_rng(0)
     series = random.standard_normal((24, 16, 2)).astype(np.float32)

@@ -18,7 +18,7 @@ from torch import nn
 from tformer_export.calibration.samples import Samples, single_pass_sample
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import analyse
-from tformer_export.quantize import BitPlanner, StaticScale, quantize
+from tformer_export.quantize import BitPlanner, StaticScale, quantize_weights
 from tformer_export.quantize.fixed_ranges import fit_range, learn_static_scales
 from tformer_export.quantize.output_quality import read_vectors
 from tformer_export.quantize.rounding.round_nearest import per_column
@@ -53,8 +53,8 @@ def product(before=None, gemm=False):
 
 def quantize_product(proto, steps, on_cpu):
     model = ir.from_proto(proto)
-    quantisation = quantize(model, on_cpu=on_cpu, static_scales={"product": steps})
-    return ir.to_proto(model), quantisation
+    quantization = quantize_weights(model, on_cpu=on_cpu, static_scales={"product": steps})
+    return ir.to_proto(model), quantization
 
 
 def run(proto, x, options=None):
@@ -77,7 +77,7 @@ def random_inputs(rows=7, seed=1):
 @pytest.mark.parametrize("gemm", [True, False])
 def test_products_match_integer_arithmetic(on_cpu, gemm):
     proto = product(gemm=gemm)
-    after, quantisation = quantize_product(proto, STEPS, on_cpu)
+    after, quantization = quantize_product(proto, STEPS, on_cpu)
     actual = run(after, random_inputs())
     np.testing.assert_allclose(actual, expected(proto, random_inputs(), STEPS), rtol=1e-5, atol=1e-5)
     kinds = [node.op_type for node in after.graph.node]
@@ -86,7 +86,11 @@ def test_products_match_integer_arithmetic(on_cpu, gemm):
     else:
         assert {node.domain for node in after.graph.node} == {""}
     assert {"Abs", "ReduceMax", "Max"}.isdisjoint(kinds)
-    assert (quantisation.fixed, quantisation.by_row, quantisation.products["product"].fixed) == (1, 0, True)
+    assert (quantization.static_scales, quantization.row_scales, quantization.products["product"].static_scale) == (
+        1,
+        0,
+        True,
+    )
 
 
 def test_rows_are_independent_and_large_activations_are_clipped():
@@ -233,9 +237,9 @@ def test_static_scales_are_as_near_to_pytorch_as_row_scales(case, learned_scales
     files["plain"] = case.model.clone(), dict.fromkeys(learned_scales[1], full_range)
     errors = {}
     for name, (model, fixed) in files.items():
-        quantisation = quantize(model, on_cpu=True, static_scales=fixed)
+        quantization = quantize_weights(model, on_cpu=True, static_scales=fixed)
         errors[name] = case.error(case.write_engine(model, f"{name}.onnx", quantization="int8"))
-        assert (quantisation.fixed, quantisation.by_row) == ((0, 4) if name == "rows" else (3, 1))
+        assert (quantization.static_scales, quantization.row_scales) == ((0, 4) if name == "rows" else (3, 1))
     assert 0 < errors["fixed"] < 2 * errors["rows"]
     assert errors["fixed"] < errors["plain"] / 4
 
@@ -249,7 +253,7 @@ def test_simulation_matches_file_up_to_float_rounding(case):
     simulation.set_bits({matrix.name: 8 for matrix in simulation.matrices})
     model = planner.model.clone()
     plan = planner.uniform(8)
-    quantize(model, plan.bits, integers=plan.integers, on_cpu=True, static_scales=planner.static_scales)
+    quantize_weights(model, plan.bits, integers=plan.integers, on_cpu=True, static_scales=planner.static_scales)
     engine = case.write_engine(model, "file.onnx", quantization="int8")
     simulated, actual = (read_vectors(e, case.samples) for e in (simulation.engine, engine))
     difference = np.sqrt(np.mean((simulated - actual) ** 2))

@@ -267,7 +267,7 @@ def test_memory_of_columns_is_counted_and_released(exported):
     model = Model.load(exported.file.engine.session.path, threads=1, max_memory=1 << 20)
     expected = [result.token_ids for result in exported.file.generate_batch(SOURCES[:6])]
     assert [result.token_ids for result in model.generate_batch(SOURCES[:6])] == expected
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     engine = model.engine
     state = engine.start({"src": SOURCES[:1]}, 1, candidates=[np.arange(30)])
     full = engine.start({"src": SOURCES[:1]}, 1)

@@ -1,4 +1,4 @@
-"""Custom encoders that run once, against PyTorch: pooling, heads, masks and refused options."""
+"""Custom single-pass encoders, against PyTorch: pooling, heads, masks and refused options."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_classifier_checkpoint_matches_pytorch(tmp_path):
     labels = ["no", "perhaps", "yes"]
     report = export(
         load_source(tmp_path / "model.pt"), tmp_path / "x.onnx",
-        task=Task("text-classification", labels=labels, problem_type="multi_label"),
+        task=Task("text-classification", labels=labels, problem_type="multi_label_classification"),
     )  # fmt: skip
     model = Model.load(tmp_path / "x.onnx", "cpu")
     pairs = [("the fox", "a dog"), ("a", "the lazy dog")]
@@ -176,7 +176,7 @@ def test_pooling_reads_valid_positions_only(name):
             3,
             {"problem_type": "ordinal", "name": "text-classification"},
             OptionError,
-            "problem_type must be one of single_label, multi",
+            "problem_type must be one of single_label_classification, multi",
         ),
         (0, {"tokenizer": len}, OptionError, "a tokenizer is text in tokenizers' JSON format"),
     ],

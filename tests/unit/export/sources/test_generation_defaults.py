@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from tformer_export import export
 from tformer_export.sources import load_source
-from tformer_export.sources.finish import Statements, finish
+from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import read_generation_defaults
 from tformer_runtime import Model, OptionError
 from tformer_runtime.decoding.options import GenerationOptions, Settings
@@ -145,9 +145,9 @@ def test_stop_strings_that_no_text_can_hold_are_named(has_tokenizer, stop_string
         letter_tokenizer().save_pretrained(tmp_path)
     source = load_source(tmp_path)
     with caplog.at_level(logging.WARNING, "tformer_export"):
-        assert finish(source, Statements()).generation_defaults == carried
+        assert finish(source, SourceOverrides()).generation_defaults == carried
     assert reason in caplog.text
-    stated = Statements(generation_defaults={"stop_strings": ["<stop>"]})
+    stated = SourceOverrides(generation_defaults={"stop_strings": ["<stop>"]})
     assert finish(source, stated).generation_defaults == stated.generation_defaults
 
 

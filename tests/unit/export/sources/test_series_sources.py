@@ -71,7 +71,7 @@ def test_series_facts_follow_from_the_graph(decoder_only, encoder_decoder, at_on
     )
     assert of_steps.ragged
     of_history = make_preprocessor(
-        encoder_decoder, targets=[1], begin=3, normalize={"mean": [1, 2, 3], "scale": [1, 1, 2]}, shortest=2
+        encoder_decoder, targets=[1], begin=3, normalize={"mean": [1, 2, 3], "scale": [1, 1, 2]}, min_context_length=2
     )
     assert (of_history.input, of_history.features, of_history.targets, of_history.feedback, of_history.begin) == (
         "history",
@@ -80,7 +80,7 @@ def test_series_facts_follow_from_the_graph(decoder_only, encoder_decoder, at_on
         (0,),
         3,
     )
-    assert (of_history.mean, of_history.scale, of_history.shortest, of_history.longest) == (
+    assert (of_history.mean, of_history.scale, of_history.min_context_length, of_history.max_context_length) == (
         (1.0, 2.0, 3.0),
         (1.0, 1.0, 2.0),
         3,
@@ -88,7 +88,12 @@ def test_series_facts_follow_from_the_graph(decoder_only, encoder_decoder, at_on
     )
     assert not of_history.ragged  # without a mask, the end of a history is unknown
     of_horizon = make_preprocessor(at_once)
-    assert (of_horizon.at_once, of_horizon.horizon, of_horizon.shortest, of_horizon.longest) == (True, 4, 6, 6)
+    assert (of_horizon.at_once, of_horizon.horizon, of_horizon.min_context_length, of_horizon.max_context_length) == (
+        True,
+        4,
+        6,
+        6,
+    )
     assert make_preprocessor(at_once, horizon=3).horizon == 3
     assert make_series_preprocessor(replace(at_once.source, series=None), at_once.graph, at_once.inputs) is None
 
@@ -129,7 +134,11 @@ def test_histories_are_ragged_if_padding_is_masked():
             {"feedback": [0, 1], "horizon": 0},
             "horizon of a series is a whole number of 1 or more, not 0",
         ),
-        ("decoder_only", {"feedback": [0, 1], "shortest": 5, "longest": 4}, "5 rows, is longer than the longest, 4"),
+        (
+            "decoder_only",
+            {"feedback": [0, 1], "min_context_length": 5, "max_context_length": 4},
+            "5 rows, is longer than the longest, 4",
+        ),
         ("encoder_decoder", {}, "history has 3 columns and x has 1: name the columns of history"),
         ("encoder_decoder", {"targets": [0, 1]}, "x has 1 features and there are 2 targets"),
         ("encoder_decoder", {"targets": ["b"]}, "there is no column 'b' to forecast: history has 0 to 2"),

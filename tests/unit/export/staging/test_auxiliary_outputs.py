@@ -160,8 +160,8 @@ def test_layouts_of_hidden_states():
         ("hidden_states.pooled", (0,), ("batch", 8)),
     ]
     assert decode == [
-        ("hidden_states.turned", (1, 0), ("batch", "wanted", 8)),
-        ("hidden_states.several", (0, 1), ("batch", "wanted", 8)),
+        ("hidden_states.turned", (1, 0), ("batch", "selected", 8)),
+        ("hidden_states.several", (0, 1), ("batch", "selected", 8)),
     ]
 
 

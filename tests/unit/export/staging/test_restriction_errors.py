@@ -13,14 +13,15 @@ from torch import nn
 from tformer_export import export
 from tformer_runtime.base.errors import OptionError
 
-RUN_ONCE_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
+SINGLE_PASS_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
 LOOKS_AHEAD = (
     "looks ahead: its value at a position depends on later positions of the step input, so it cannot be decoded step "
     "by step."
 )
 CARRIES_STATE = "carries state from position to position outside attention: its value at a position is made from"
 CACHE_ADVICE = (
-    "Only what attention reads of earlier positions can be cached, so put attention in its place, or " + RUN_ONCE_ADVICE
+    "Only what attention reads of earlier positions can be cached, so put attention in its place, or "
+    + SINGLE_PASS_ADVICE
 )
 
 
@@ -60,7 +61,7 @@ class PrefixThatSeesItself(Mixer):
 def test_attention_that_looks_ahead_is_refused(mixer, tmp_path):
     assert refusal(mixer, tmp_path) == (
         f"the attention at {here(mixer.forward)} {LOOKS_AHEAD} Give it a causal mask; if the model is to see the whole "
-        f"sequence, {RUN_ONCE_ADVICE}"
+        f"sequence, {SINGLE_PASS_ADVICE}"
     )
 
 
@@ -105,7 +106,7 @@ class EinsumWithoutMask(Mixer):
 def test_other_operations_that_look_ahead_are_refused(mixer, operation, tmp_path):
     assert refusal(mixer, tmp_path) == (
         f"`{operation}` at {here(mixer.forward)} {LOOKS_AHEAD} If this is attention, give it a causal mask; if the "
-        f"model is to see the whole sequence, {RUN_ONCE_ADVICE}"
+        f"model is to see the whole sequence, {SINGLE_PASS_ADVICE}"
     )
 
 

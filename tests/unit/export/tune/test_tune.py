@@ -36,11 +36,11 @@ from tformer_export.common.kernel_choices import (  # fmt: skip
     session_settings,
 )
 from tformer_export.common.onnx_writer import save
-from tformer_export.common.paired_timing import MIN_GAIN, MIN_ROUNDS, ROUNDS, time_in_turns
+from tformer_export.common.paired_timing import MAX_ROUNDS, MIN_GAIN, MIN_ROUNDS, time_in_turns
 from tformer_export.compile import analyse
-from tformer_export.quantize import measure, quantize
+from tformer_export.quantize import measure, quantize_weights
 from tformer_export.sources.torch_module import from_module
-from tformer_export.tune.tune import make_request, tune
+from tformer_export.tune.tune import make_timed_request, tune
 from tformer_export.verify.parity import ParityGate
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.engine.engine import Engine
@@ -113,7 +113,7 @@ class Decoder(Everything):
 
 
 class Encoder(nn.Module):
-    """A model that runs once."""
+    """A single-pass model."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ def constant(seconds):
 
 def noisy(*ratios):
     """Return a request with one time for each turn, repeated. The first turn is a warm-up."""
-    turns = iter([1.0, *ratios * ROUNDS])
+    turns = iter([1.0, *ratios * MAX_ROUNDS])
     return lambda rows: next(turns)
 
 
@@ -228,7 +228,7 @@ def test_choice_may_set_its_own_batch_sizes():
 
 def test_defaults_stay_unless_all_kept_forms_together_win():
     """A form wins its own race by chance."""
-    lucky_times = [1.0, *[0.5] * ROUNDS]
+    lucky_times = [1.0, *[0.5] * MAX_ROUNDS]
 
     def build(forms):
         return (lambda rows: lucky_times.pop(0) if lucky_times else 1.0) if forms else constant(1.0)
@@ -345,13 +345,15 @@ def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bit
     compiled, forms = analysed.compile(), {FEW_ROWS_KERNEL.name: form}
     gate = ParityGate(analysed.source, compiled.inputs)
     before = write_engine(compiled.model.clone(), compiled.manifest, tmp_path / "before.onnx")
-    quantisation = quantize(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
+    quantization = quantize_weights(compiled.model, bits, "latency", "tgt", few_rows=few_rows_limits(forms))
     after = write_engine(compiled.model, compiled.manifest, tmp_path / "after.onnx")
     kinds = operators(compiled.model)
     assert ("MatMulNBits" in kinds) == (form != "none")
-    assert quantisation.count > 0
+    assert quantization.count > 0
     measure(gate, before, after, exact=False)  # refuses a file whose batches change a row by more than rounding does
-    limit = next((v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.most"), None)
+    limit = next(
+        (v.const_value for v in compiled.model.graph.initializers.values() if v.name == "few.max_tokens"), None
+    )
     expected = {"none": None, FEW_ROWS_KERNEL.default: {8: 2, 4: 3}[bits]}.get(
         form, int(form[0]) if form[0].isdigit() else None
     )
@@ -364,7 +366,7 @@ def test_each_small_batch_limit_matches_float_file(analysed, tmp_path, form, bit
 @pytest.fixture
 def patch_times(monkeypatch):
     """Replace the time of requests by a time that depends on the forms of their file. The engine still runs them."""
-    real = make_request
+    real = make_timed_request
 
     def patch(times):
         def make_timed_request(gate, engine):
@@ -372,7 +374,7 @@ def patch_times(monkeypatch):
             factor = float(np.prod([times.get(form, 1.0) for form in forms.values()]))
             return lambda rows: factor if request(rows) > 0 else 0.0
 
-        monkeypatch.setattr("tformer_export.tune.tune.make_request", make_timed_request)
+        monkeypatch.setattr("tformer_export.tune.tune.make_timed_request", make_timed_request)
 
     return patch
 
@@ -403,7 +405,7 @@ def test_file_and_report_name_kept_forms(tmp_path, patch_times):
     assert "Split" not in kinds
     assert {"GroupQueryAttention", "RMSNormalization", "MatMulNBits"} < set(kinds)
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    assert numpy_helper.to_array(initializers["few.most"]) == 4
+    assert numpy_helper.to_array(initializers["few.max_tokens"]) == 4
     assert list(tmp_path.iterdir()) == [path]
     report.write(report_file)
     decisions = json.loads(report_file.read_text())["tuning"]["decisions"]
@@ -413,7 +415,7 @@ def test_file_and_report_name_kept_forms(tmp_path, patch_times):
     assert "*a product each" in table["  projections of one value"]
 
 
-def test_model_that_runs_once_is_tuned(tmp_path, patch_times):
+def test_single_pass_model_is_tuned(tmp_path, patch_times):
     patch_times({"MultiHeadAttention": 0.5})
     path = tmp_path / "model.onnx"
     report = export(Encoder(), path, {"src": EXAMPLE["src"]}, tune=True, optimize_for="latency")

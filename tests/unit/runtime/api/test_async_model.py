@@ -128,7 +128,7 @@ def test_concurrent_requests_match_single_calls(model):
 
     for result, expected_result in zip(asyncio.run(run()), expected, strict=True):
         assert_alike(result, expected_result)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_stream_pieces_join_to_the_text(model):
@@ -257,7 +257,7 @@ def test_cancelled_request_frees_its_rows_at_the_next_step(toy, monkeypatch, opt
     result = asyncio.run(run())
     assert rows == [1] * 16
     assert_alike(result, toy.generate("hello", **LONG_OPTIONS))
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
 
 
 def test_request_cancelled_while_it_waits_is_not_started(toy, monkeypatch):
@@ -303,7 +303,7 @@ def test_closing_a_stream_ends_its_request(toy, monkeypatch):
     result = asyncio.run(run())
     assert rows == [1] * 8
     assert_alike(result, toy.generate("hello", **LONG_OPTIONS))
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
 
 
 def test_unread_stream_takes_no_place(toy):
@@ -395,7 +395,7 @@ def test_error_of_one_request_does_not_affect_other_requests(files):
     valid = [*outcomes[2 * len(invalid) :], *outcomes[1 : 2 * len(invalid) : 2][::-1]]
     for result, (word, options) in zip(valid, make_requests(24), strict=True):
         assert_alike(result, unlimited.generate(word, **options))
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_requests_with_and_without_extra_outputs_run_together(toy):
@@ -421,7 +421,7 @@ def test_memory_limit_is_shared_with_other_users_of_the_model(files):
     """Three kinds of requests, in three batches, and three threads run, though the memory fits one request."""
     unlimited = Model.load(files["encoder-decoder"], "cpu", threads=1)
     unlimited.generate("onnx", num_beams=2)
-    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak"] * 2)
+    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak_bytes"] * 2)
     option_sets = [{"num_beams": 2}, {"cross_attentions": True}, {"hidden_states": True}]
     plan = [(word, option_sets[i % 3]) for i, word in enumerate(WORDS * 3)]
 
@@ -439,14 +439,14 @@ def test_memory_limit_is_shared_with_other_users_of_the_model(files):
     ]
     for result, expected_result in zip(asyncio.run(run()), expected, strict=True):
         assert_alike(result, expected_result)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_request_waits_until_memory_is_released(files):
     """A stream has the memory: a deadline ends one waiting request, and the end of the stream starts another."""
     unlimited = Model.load(files["encoder-decoder"], "cpu", threads=1)
     expected = unlimited.generate("hello", **LONG_OPTIONS)
-    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak"] * 3 // 2)
+    model = Model.load(files["encoder-decoder"], "cpu", threads=1, max_memory=unlimited.memory()["peak_bytes"] * 3 // 2)
 
     async def run():
         async with AsyncModel(model) as aio:
@@ -463,7 +463,7 @@ def test_request_waits_until_memory_is_released(files):
             return await task
 
     assert_alike(asyncio.run(run()), expected)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_close_ends_running_and_waiting_requests(toy, monkeypatch):
@@ -495,7 +495,7 @@ def test_close_ends_running_and_waiting_requests(toy, monkeypatch):
     for error in asyncio.run(run()):
         assert isinstance(error, UnsupportedCallError)
         assert "closed" in str(error)
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
     assert toy.generate("hello").token_ids  # the Model is not closed
 
 
@@ -518,7 +518,7 @@ def test_failing_step_ends_only_the_requests_of_its_batch(toy, monkeypatch):
             return outcomes
 
     assert [type(error) for error in asyncio.run(run())] == [ZeroDivisionError] * 2
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
 
 
 def test_error_of_a_result_is_raised_to_its_caller_only(toy, monkeypatch):
@@ -549,7 +549,7 @@ def test_requests_end_if_the_decoding_thread_dies(toy, monkeypatch):
 
     for error in asyncio.run(run())[1:]:
         assert isinstance(error, UnsupportedCallError)
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -571,7 +571,7 @@ def test_decoding_thread_survives_a_closed_event_loop(toy):
 
     assert_alike(asyncio.run(end()), toy.generate("ab"))
     assert not task.done()
-    assert toy.memory()["held"] == 0
+    assert toy.memory()["used_bytes"] == 0
 
 
 def test_garbage_collection_ends_the_decoding_thread(toy):
@@ -612,7 +612,7 @@ def test_interpreter_exits_while_requests_run(files, end):
     assert (process.returncode, process.stdout, process.stderr) == (0, "end\n", "")
 
 
-def test_invalid_options_and_models_that_are_run_once_are_refused(toy, tmp_path):
+def test_invalid_options_and_single_pass_models_are_refused(toy, tmp_path):
     for options in ({"max_batch_size": 0}, {"max_pending": 0}, {"max_batch_size": 1.5}, {"max_pending": True}):
         with pytest.raises(OptionError, match="must be a whole number of at least 1"):
             AsyncModel(toy, **options)
@@ -621,7 +621,7 @@ def test_invalid_options_and_models_that_are_run_once_are_refused(toy, tmp_path)
         encoder = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
         async with AsyncModel(encoder) as aio:
             for call in (aio.generate("a"), anext(aio.stream("a"))):
-                with pytest.raises(UnsupportedCallError, match="is run once for an input: it cannot generate"):
+                with pytest.raises(UnsupportedCallError, match="is a single-pass model: it cannot generate"):
                     await call
 
     asyncio.run(run())

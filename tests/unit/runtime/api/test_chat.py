@@ -106,20 +106,20 @@ def test_threads_share_one_prefix(model):
 
 def test_memory_of_a_prefix_is_freed_by_release_or_deletion(model):
     prefix = model.cache_prefix("hello")
-    prefix_bytes = model.memory()["held"]
+    prefix_bytes = model.memory()["used_bytes"]
     assert prefix_bytes > 0
     model.generate("you", prefix=prefix, max_new_tokens=4)
-    assert model.memory()["held"] == prefix_bytes
+    assert model.memory()["used_bytes"] == prefix_bytes
     prefix.release()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     for call in (model.generate, lambda *a, **k: next(model.generate_batch([*a], **k))):
         with pytest.raises(UnsupportedCallError, match="the prefix has been released and cannot be continued"):
             call("you", prefix=prefix)
     deleted = model.cache_prefix("hello")
-    assert model.memory()["held"] == prefix_bytes
+    assert model.memory()["used_bytes"] == prefix_bytes
     del deleted
     gc.collect()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_prefix_released_during_a_batch_ends_the_batch(model):
@@ -146,7 +146,7 @@ def test_invalid_prefixes_are_refused(model, tmp_path):
     for call, name in ((lambda: encoder.cache_prefix("a"), "prefix"), (encoder.chat, "chat")):
         with pytest.raises(UnsupportedCallError, match=f"in an encoder, all at once: it cannot {name}"):
             call()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def definition_with_special_tokens(before, after):
@@ -209,7 +209,7 @@ def test_turn_matches_generation_from_the_whole_conversation(model, actions, opt
         assert chat.turns[-1].ids.tolist() == turns[-1]
         assert len(chat.turns) == len(turns) - 1
     chat.release()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_turn_continues_with_the_ids_of_ended_and_stopped_answers(model):
@@ -291,7 +291,7 @@ def test_turn_that_exceeds_the_memory_limit_is_refused(model):
         model.generate([START_ID, *ids_of("hello"), *first.token_ids, *ids_of("you")], max_new_tokens=4),
     )
     chat.release()
-    assert limited.memory()["held"] == 0
+    assert limited.memory()["used_bytes"] == 0
     with pytest.raises(UnsupportedCallError, match="has been released"):
         chat.send("you")
 

@@ -280,7 +280,7 @@ def test_several_workers_match_one_worker_in_order(toy_and_model):
     results = model.generate_batch(inputs, batch_size=2, workers=3, max_new_tokens=12, logits_processor=fails)
     with pytest.raises(KeyError):
         list(results)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_inputs_are_read_lazily(toy_and_model):
@@ -311,10 +311,10 @@ def test_file_without_a_start_token_is_refused(tmp_path):
         Model.load(bare, "cpu").generate("ab")
 
 
-def test_model_that_is_run_once_refuses_generation(tmp_path):
+def test_single_pass_model_refuses_generation(tmp_path):
     model = Model.load(write_encoder(tmp_path / "toy.onnx"), "cpu")
     for call in (model.generate, model.stream, model.score, lambda word: model.generate_batch([word])):
-        with pytest.raises(UnsupportedCallError, match=r"this model \(embed\) is run once for an input: it cannot"):
+        with pytest.raises(UnsupportedCallError, match=r"this model \(embed\) is a single-pass model: it cannot"):
             call("hello")
     assert model.info()["stages"] == ["encode"]
 

@@ -26,7 +26,7 @@ def test_concurrent_requests_of_all_kinds_match_single_requests(path, memory_fac
     requests = soak.pool(unlimited, 36, seed=1)
     kinds = {request.kind for request in requests}
     assert kinds >= {"greedy", "many beams", "samples", "stop", "choices", "regex"}
-    limit = None if memory_factor is None else int(memory_factor * unlimited.memory()["peak"])
+    limit = None if memory_factor is None else int(memory_factor * unlimited.memory()["peak_bytes"])
     model, tally = Model.load(path, "cpu", threads=1, max_memory=limit), soak.Tally()
     asyncio.run(soak.soak(model, requests, 2, tally, lambda quiet: tally.total < 200, rows=8))
     assert not tally.wrong
@@ -34,7 +34,7 @@ def test_concurrent_requests_of_all_kinds_match_single_requests(path, memory_fac
     assert tally.total >= 200
     assert tally.done.keys() == kinds
     assert tally.streamed
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_batch_of_thousands_of_requests_matches_single_requests(path):
@@ -43,7 +43,7 @@ def test_batch_of_thousands_of_requests_matches_single_requests(path):
     soak.batch(model, requests, 3_000, tally, lambda: None)
     assert not tally.wrong
     assert tally.done == {"tiny": 3_000}
-    assert model.memory()["held"] == 0 < model.memory()["peak"] < 2**20
+    assert model.memory()["used_bytes"] == 0 < model.memory()["peak_bytes"] < 2**20
 
 
 def test_soak_reports_wrong_results_wrong_texts_and_lost_requests(path, monkeypatch):

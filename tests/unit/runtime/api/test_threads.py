@@ -106,7 +106,7 @@ def test_calls_in_threads_match_single_calls(path, limited):
     single = Model.load(path, "cpu", threads=1)
     serial_calls = calls(single)
     expected = [call() for call in serial_calls]
-    model = Model.load(path, "cpu", threads=1, max_memory=2 * single.memory()["peak"] if limited else None)
+    model = Model.load(path, "cpu", threads=1, max_memory=2 * single.memory()["peak_bytes"] if limited else None)
     plan = [*enumerate(calls(model))] * 2
     random.Random(1).shuffle(plan)
     barrier = threading.Barrier(NUM_THREADS)
@@ -121,4 +121,4 @@ def test_calls_in_threads_match_single_calls(path, limited):
     assert len(results) == 2 * len(expected)
     for number, actual in results:
         assert_same(actual, expected[number])
-    assert model.memory()["held"] == single.memory()["held"]  # a decoder-only model keeps its cached prefix
+    assert model.memory()["used_bytes"] == single.memory()["used_bytes"]  # a decoder-only model keeps its cached prefix

@@ -67,9 +67,9 @@ def files(tmp_path_factory):
     return {name: toy.write(folder / f"{name}.onnx") for name, toy in TOYS.items()}
 
 
-def rows_of(seed, lengths, most=20):
+def rows_of(seed, lengths, max_id=20):
     random = np.random.default_rng(seed)
-    return [random.integers(3, most, length) for length in lengths]
+    return [random.integers(3, max_id, length) for length in lengths]
 
 
 def steps(engine, sources, prompts, count):
@@ -80,12 +80,12 @@ def steps(engine, sources, prompts, count):
     tokens = np.zeros((len(prompts), counts.max()), np.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    found = [engine.step(state, tokens, counts).copy()]
+    actual = [engine.step(state, tokens, counts).copy()]
     calls = []
     for _ in range(count):
-        found.append(engine.step(state, found[-1].argmax(-1)[:, None]).copy())
+        actual.append(engine.step(state, actual[-1].argmax(-1)[:, None]).copy())
         calls.append(state.call)
-    return np.stack(found), calls
+    return np.stack(actual), calls
 
 
 @toys
@@ -102,9 +102,9 @@ def test_stage_session_has_only_the_inputs_and_outputs_of_its_stage(files, name)
     assert {value.name for value in encode.graph.output} == {output.name for output in manifest.encode.outputs}
     assert not [node for stage in (decode, encode) for node in stage.graph.node if node.op_type == "If"]
     read = {name for node in decode.graph.node for name in node.input}
-    held = {tensor.name for tensor in decode.graph.initializer} | {value.name for value in decode.graph.input}
-    made = {name for node in decode.graph.node for name in node.output} | {""}
-    assert held <= read <= held | made
+    bound = {tensor.name for tensor in decode.graph.initializer} | {value.name for value in decode.graph.input}
+    computed = {name for node in decode.graph.node for name in node.output} | {""}
+    assert bound <= read <= bound | computed
 
 
 @toys
@@ -123,8 +123,8 @@ def test_steps_in_fixed_buffers_equal_other_steps(files, name):
     engine = Engine(Apart(files[name]))
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
     expected, _ = steps(Engine(files[name], "cpu", threads=1), sources, prompts, 40)
-    found, calls = steps(engine, sources, prompts, 40)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    actual, calls = steps(engine, sources, prompts, 40)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert all(isinstance(call, CudaGraphCall) for call in calls)
     numbers = [graph for graph in engine.session.runs if graph is not None]
     assert len(numbers) == 40 + 2  # the first step of each graph runs twice, from the same state
@@ -132,7 +132,7 @@ def test_steps_in_fixed_buffers_equal_other_steps(files, name):
     # Another batch of the same shape replays the same graphs, in the same buffers.
     step = calls[-1].step
     again, calls = steps(engine, sources, prompts, 40)
-    np.testing.assert_array_equal(again, found)
+    np.testing.assert_array_equal(again, actual)
     assert calls[-1].step is step
     assert {graph for graph in engine.session.runs if graph is not None} == set(numbers)
 
@@ -141,8 +141,8 @@ def test_no_graph_is_captured_near_the_end_of_the_buffers(files):
     """Capturing may run a step eight times, each one slot further. Each thread captures its own graphs."""
     engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
     prompt = rows_of(4, (26,))[0]
-    found, expected = (steps(e, [prompt], [prompt], 14)[0] for e in (engine, plain))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    actual, expected = (steps(e, [prompt], [prompt], 14)[0] for e in (engine, plain))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert sum(graph is not None for graph in engine.session.runs) == 14 - 6 + 1  # 6 with 32 slots; 8 with 64, 1 twice
     state = engine.start(None, 1)
     engine.step(state, prompt[None, :20])
@@ -164,10 +164,10 @@ def test_pooled_buffers_have_one_user_at_a_time(files):
         engine.step(state, np.array([[token, 4, 3]]))
     for token in (6, 7, 8):
         for state, begin in ((first, 5), (second, 9)):
-            found = engine.step(state, np.array([[token]]))
+            actual = engine.step(state, np.array([[token]]))
             whole = plain.start(None, 1)
             expected = plain.step(whole, np.array([[begin, 4, 3, *range(6, token + 1)]]))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert isinstance(first.call, CudaGraphCall)
     assert not isinstance(second.call, CudaGraphCall)
     first.release()
@@ -183,15 +183,15 @@ def test_pooled_buffers_have_one_user_at_a_time(files):
 def test_generation_on_a_device_equals_generation_on_the_cpu(files, name, options):
     """Rows finish, beams move and caches grow, all in the buffers of the device."""
     inputs = rows_of(8, (4, 9, 2, 6, 3))
-    found, expected = (
+    actual, expected = (
         [
             (r.token_ids, r.score)
             for r in Model(engine).generate_batch(inputs, max_new_tokens=30, batch_size=3, **options)
         ]
         for engine in (Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1))
     )
-    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], rtol=1e-4, atol=1e-5)
+    assert [ids for ids, _ in actual] == [ids for ids, _ in expected]
+    np.testing.assert_allclose([score for _, score in actual], [score for _, score in expected], rtol=1e-4, atol=1e-5)
 
 
 @toys
@@ -212,7 +212,7 @@ def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
         tokens = chosen.tokens[:, None]
     assert engine.session.writes == begun
     other = np.array([[9], [4]])  # not the greedy choice: the tokens are written to the device
-    found = engine.step_one_token(state, other).copy()
+    actual = engine.step_one_token(state, other).copy()
     assert engine.session.writes == begun + 1
     plain = Engine(files[name], "cpu", threads=1)
     again = plain.start({"src": rows_of(1, (7, 2))} if engine.manifest.encode else None, 2)
@@ -220,7 +220,7 @@ def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
     for _ in range(21):
         tokens = plain.step(again, tokens).argmax(-1)[:, None]
     expected = plain.step(again, other)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
 
 
 @pytest.fixture(scope="module")
@@ -289,20 +289,20 @@ def test_samples_from_top_logits_equal_samples_from_whole_rows(wide, monkeypatch
 
     def generated():
         results = Model(Engine(Apart(wide))).generate_batch(inputs, max_new_tokens=24, batch_size=9, seed=5, **options)
-        found = [result for first in results for result in (first, *first.alternatives)]
-        return [r.token_ids for r in found], [logprob for r in found for logprob in r.token_logprobs]
+        actual = [result for first in results for result in (first, *first.alternatives)]
+        return [r.token_ids for r in actual], [logprob for r in actual for logprob in r.token_logprobs]
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "draws_from_few", False)
         expected, logprobs = generated()
     counted = Counted(monkeypatch)
-    found, own = generated()
-    assert found == expected
-    assert len(set(found)) > 3
-    np.testing.assert_allclose(own, logprobs, rtol=1e-5, atol=1e-5)
+    actual, actual_logprobs = generated()
+    assert actual == expected
+    assert len(set(actual)) > 3
+    np.testing.assert_allclose(actual_logprobs, logprobs, rtol=1e-5, atol=1e-5)
     # Of 23 steps one copies, when it begins to use the fixed buffers.
-    least, most = {"none": (1, 1), "few": (1, 5), "some": (6, 22), "all": (23, 23)}[rows]
-    assert least <= counted.whole <= most
+    min_count, max_count = {"none": (1, 1), "few": (1, 5), "some": (6, 22), "all": (23, 23)}[rows]
+    assert min_count <= counted.whole <= max_count
     assert counted.heads == (0 if rows == "all" else 22)
 
 
@@ -322,7 +322,9 @@ def test_batch_of_greedy_sampled_and_ruled_rows_equals_each_row_alone(wide, monk
         scheduler.submit(tasks[-1])
     while not scheduler.idle:
         scheduler.step()
-    assert [generator.make_result(task).token_ids for task in tasks] == [list(own)[-1].token_ids for own in expected]
+    assert [generator.make_result(task).token_ids for task in tasks] == [
+        list(results)[-1].token_ids for results in expected
+    ]
     assert counted.whole > 15  # of the rows with rules
     assert counted.heads > 15
 
@@ -353,8 +355,8 @@ def test_captured_graphs_on_a_gpu_equal_the_cpu(files, name):
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
     expected, _ = steps(Engine(files[name], "cpu"), sources, prompts, 40)
     for _ in range(2):  # captured, then replayed
-        found, calls = steps(engine, sources, prompts, 40)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.ptp(expected))  # TF32 has 10 bits
+        actual, calls = steps(engine, sources, prompts, 40)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-3 * np.ptp(expected))  # TF32 has 10 bits
         assert all(isinstance(call, CudaGraphCall) for call in calls)
 
 

@@ -123,11 +123,11 @@ class Model:
         assert set(np.unique(scores)) <= {0, -np.inf}
         return np.flatnonzero(scores == 0).tolist()
 
-    def walk(self, guide: Guide, seed: int, most: int = 300) -> list[int]:
+    def walk(self, guide: Guide, seed: int, max_tokens: int = 300) -> list[int]:
         """Choose at random to the end. After some steps closing tokens are preferred, so that the text ends."""
         rng, closing = np.random.default_rng(seed), self.closing()
         ids: list[int] = []
-        for step in range(most):
+        for step in range(max_tokens):
             scores = rng.normal(size=self.size).astype(np.float32)
             scores += closing * (step > 20)
             guide.mask(scores)
@@ -422,16 +422,16 @@ def test_row_with_a_forbidden_token_allows_nothing():
 
 
 def test_threads_share_one_grammar():
-    m, grammar, found = model(byte_level), model(byte_level).grammar("json_schema", SCHEMA), []
+    m, grammar, actual = model(byte_level), model(byte_level).grammar("json_schema", SCHEMA), []
 
     def work(seed: int) -> None:
         for i in range(5):
-            found.append(json.loads(m.decode(m.walk(grammar.start(), seed * 100 + i))))
+            actual.append(json.loads(m.decode(m.walk(grammar.start(), seed * 100 + i))))
 
     m.closing()
     side_by_side(work, range(4))
-    assert len(found) == 20
-    for value in found:
+    assert len(actual) == 20
+    for value in actual:
         check(value)
 
 

@@ -26,7 +26,7 @@ ENCODED = ("marian", "t5")
 KINDS = pytest.mark.parametrize("kind", list(MODELS))
 
 
-def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
+def tasks_for(kind, rows, ends=(hf.END,), max_tokens=None, **options):
     """Return tasks for the rows of a model, and the input of generate() for each."""
     settings = Settings.of(GenerationOptions(**options), {})
     special = SpecialTokens((hf.START,), tuple(ends), hf.PAD)
@@ -36,7 +36,7 @@ def tasks_for(kind, rows, ends=(hf.END,), most=None, **options):
         given = SOURCES[row] if kind in ENCODED else PROMPTS[row]
         prompt = np.array([hf.START]) if kind in ENCODED else given
         sources = {"src": given} if kind in ENCODED else {}
-        limit = settings.max_new_tokens if most is None else most[i]
+        limit = settings.max_new_tokens if max_tokens is None else max_tokens[i]
         tasks.append(SequenceTask(i, prompt, limit, settings, tuple(ends), rules, sources=sources))
         inputs.append(given)
     return tasks, inputs
@@ -62,10 +62,10 @@ def decoded(model, tasks, rows=32):
 def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
     model = MODELS[kind](seed)
     tasks, inputs = tasks_for(kind, rows, ends, **ours)
-    found, _ = decoded(model, tasks)
+    actual, _ = decoded(model, tasks)
     beams = ours.get("num_beams", 1)
     lengths = set()
-    for given, hypotheses in zip(inputs, found, strict=True):
+    for given, hypotheses in zip(inputs, actual, strict=True):
         options = {"max_new_tokens": ours["max_new_tokens"], "num_beams": beams, **theirs}
         if beams > 1:
             options["num_return_sequences"] = ours.get("num_return_sequences", 1)
@@ -83,10 +83,15 @@ def same_as_generate(kind, rows, seed, theirs, ends=(hf.END,), **ours):
 
 
 @KINDS
-@pytest.mark.parametrize(("most", "least"), [(12, 0), (12, 5), (1, 0), (3, 3)])
-def test_greedy_tokens_equal_generate(kind, most, least):
+@pytest.mark.parametrize(("max_tokens", "min_tokens"), [(12, 0), (12, 5), (1, 0), (3, 3)])
+def test_greedy_tokens_equal_generate(kind, max_tokens, min_tokens):
     same_as_generate(
-        kind, [0, 1, 2, 3], 1, {"min_new_tokens": least or None}, max_new_tokens=most, min_new_tokens=least
+        kind,
+        [0, 1, 2, 3],
+        1,
+        {"min_new_tokens": min_tokens or None},
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
     )
 
 
@@ -116,7 +121,7 @@ def test_beam_hypotheses_of_other_models_equal_generate(kind, early):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ends", "least"),
+    ("theirs", "ends", "min_tokens"),
     [
         ({"eos_token_id": [hf.END, hf.OTHER_END]}, (hf.END, hf.OTHER_END), 0),
         ({"min_new_tokens": 6}, (hf.END,), 6),
@@ -124,9 +129,17 @@ def test_beam_hypotheses_of_other_models_equal_generate(kind, early):
     ],
 )
 @KINDS
-def test_beams_with_several_end_tokens_and_a_minimum_equal_generate(kind, theirs, ends, least):
+def test_beams_with_several_end_tokens_and_a_minimum_equal_generate(kind, theirs, ends, min_tokens):
     same_as_generate(
-        kind, [3, 0, 2], 3, theirs, ends, max_new_tokens=9, num_beams=3, num_return_sequences=3, min_new_tokens=least
+        kind,
+        [3, 0, 2],
+        3,
+        theirs,
+        ends,
+        max_new_tokens=9,
+        num_beams=3,
+        num_return_sequences=3,
+        min_new_tokens=min_tokens,
     )
 
 
@@ -178,10 +191,10 @@ def test_forced_first_token_equals_generate(kind, beams):
 @pytest.mark.parametrize("early", [False, True, "never"])
 def test_beam_search_is_independent_of_its_batch(early):
     options = {"num_beams": 3, "num_return_sequences": 3, "early_stopping": early, "max_new_tokens": 12}
-    most, model = [8, 3, 12, 5], hf.gpt2(4)
-    together, _ = decoded(model, tasks_for("gpt2", [0, 1, 2, 3], most=most, **options)[0])
+    max_tokens, model = [8, 3, 12, 5], hf.gpt2(4)
+    together, _ = decoded(model, tasks_for("gpt2", [0, 1, 2, 3], max_tokens=max_tokens, **options)[0])
     for row in range(4):
-        ((*alone,),), _ = decoded(model, tasks_for("gpt2", [row], most=[most[row]], **options)[0])
+        ((*alone,),), _ = decoded(model, tasks_for("gpt2", [row], max_tokens=[max_tokens[row]], **options)[0])
         assert [h.ids for h in alone] == [h.ids for h in together[row]]
 
 
@@ -197,12 +210,12 @@ def test_patience_waits_for_more_hypotheses():
     assert max(better) > 0
 
 
-def diverse(model, source, groups, beams, penalty, most):
+def diverse(model, source, groups, beams, penalty, max_tokens):
     """Diverse beam search (Vijayakumar et al. 2016, algorithm 1) of one prompt without end tokens: at each step
     the groups choose one after the other, tokens chosen by those before made less likely."""
     size = beams // groups
     state = [[([hf.START], 0.0)] for _ in range(groups)]
-    for _ in range(most):
+    for _ in range(max_tokens):
         taken = np.zeros(hf.VOCABULARY)
         for g in range(groups):
             options = []
@@ -220,19 +233,19 @@ def diverse(model, source, groups, beams, penalty, most):
 
 @pytest.mark.parametrize(("groups", "penalty"), [(2, 0.5), (4, 1.5), (2, 0.0)])
 def test_diverse_beam_search_equals_the_published_algorithm(groups, penalty):
-    model, most = hf.marian(3), 5
+    model, max_tokens = hf.marian(3), 5
     options = {
         "num_beams": 4,
         "num_return_sequences": 4,
         "num_beam_groups": groups,
-        "max_new_tokens": most,
+        "max_new_tokens": max_tokens,
         "length_penalty": 0.0,
     }
     tasks, inputs = tasks_for("marian", [0, 2], suppress_tokens=[hf.END], diversity_penalty=penalty, **options)
-    for task, source, found in zip(tasks, inputs, decoded(model, tasks)[0], strict=True):
-        expected = diverse(model, source, groups, 4, penalty, most)
-        np.testing.assert_allclose([h.score for h in found], [score for score, _ in expected], atol=1e-4)
-        assert sorted(h.ids for h in found) == sorted(tuple(ids) for _, ids in expected)
+    for task, source, actual in zip(tasks, inputs, decoded(model, tasks)[0], strict=True):
+        expected = diverse(model, source, groups, 4, penalty, max_tokens)
+        np.testing.assert_allclose([h.score for h in actual], [score for score, _ in expected], atol=1e-4)
+        assert sorted(h.ids for h in actual) == sorted(tuple(ids) for _, ids in expected)
         assert task.error is None
 
 
@@ -241,9 +254,9 @@ def test_scores_equal_the_sums_of_log_probabilities():
         "marian", [0, 2], max_new_tokens=8, num_beams=4, num_return_sequences=4, length_penalty=0.5, top_logprobs=3
     )
     tasks += tasks_for("marian", [0, 2], max_new_tokens=8, top_logprobs=3)[0]
-    for found in decoded(hf.marian(1), tasks)[0]:
-        for h in found:
-            penalty = 0.5 if len(found) > 1 else 1.0
+    for actual in decoded(hf.marian(1), tasks)[0]:
+        for h in actual:
+            penalty = 0.5 if len(actual) > 1 else 1.0
             assert h.finish == ("end" if h.ids[-1] == hf.END else "length")
             assert len(h.ids) == len(h.logprobs) == len(h.alternatives)
             assert h.score == pytest.approx(sum(h.logprobs) / len(h.ids) ** penalty, abs=1e-5)

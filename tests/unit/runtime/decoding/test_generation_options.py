@@ -194,8 +194,8 @@ def test_defaults_from_json_equal_python_values():
 
 def test_stored_defaults_are_read_back():
     options = GenerationOptions(**JSON)
-    assert GenerationOptions(**options.given()) == options
-    assert options.with_({"seed": 1}).with_({"seed": None}) == options
+    assert GenerationOptions(**options.to_dict()) == options
+    assert options.replace({"seed": 1}).replace({"seed": None}) == options
 
 
 def test_empty_prefix_means_no_prefix():
@@ -225,7 +225,7 @@ def test_options_are_frozen_and_comparable():
     options = GenerationOptions(stop_strings=["a", "b"])
     assert options == GenerationOptions(stop_strings=("a", "b"))
     assert GenerationOptions(stop_strings="a").stop_strings == ("a",)
-    assert options.with_({"num_beams": 2}).given() == {"stop_strings": ("a", "b"), "num_beams": 2}
+    assert options.replace({"num_beams": 2}).to_dict() == {"stop_strings": ("a", "b"), "num_beams": 2}
     assert dataclasses.replace(options, seed=3).seed == 3
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.seed = 1

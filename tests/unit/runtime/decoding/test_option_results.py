@@ -54,7 +54,7 @@ def written(toy, folder, **changes):
 
 
 @pytest.fixture(scope="module", params=list(TOYS))
-def made(request, tmp_path_factory):
+def toy_and_model(request, tmp_path_factory):
     toy = TOYS[request.param]
     return toy, Model.load(written(toy, tmp_path_factory.mktemp("results")), "cpu", threads=1)
 
@@ -103,9 +103,9 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", list(CONSTRAINTS))
-def test_constrained_text_satisfies_its_constraint(made, kind, way):
-    toy, model = made
-    definition, holds, beginning, most = CONSTRAINTS[kind]
+def test_constrained_text_satisfies_its_constraint(toy_and_model, kind, way):
+    toy, model = toy_and_model
+    definition, holds, beginning, max_tokens = CONSTRAINTS[kind]
     for more in (
         {},
         {"forced_prefix": beginning},
@@ -115,7 +115,7 @@ def test_constrained_text_satisfies_its_constraint(made, kind, way):
         {"forced_bos_token_id": FRENCH},
         {"forced_bos_token_id": FRENCH, "forced_prefix": beginning, "begin_suppress_tokens": [END_ID]},
     ):
-        options = {"max_new_tokens": most + 1, kind: definition, **WAYS[way], **more}
+        options = {"max_new_tokens": max_tokens + 1, kind: definition, **WAYS[way], **more}
         for word, result in zip(("hello", "b"), model.generate_batch(["hello", "b"], **options), strict=True):
             for r in every(result):
                 assert r.finish_reason == "end", (word, more, r.text)
@@ -137,9 +137,9 @@ def test_constrained_text_satisfies_its_constraint(made, kind, way):
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
 def test_constrained_text_of_a_file_without_end_tokens_is_complete(tmp_path, way):
     model = Model.load(written(Toy(seed=27, vocabulary=len(NAMES), tokenizer=False, end=()), tmp_path), "cpu")
-    for kind, (definition, holds, beginning, most) in CONSTRAINTS.items():
+    for kind, (definition, holds, beginning, max_tokens) in CONSTRAINTS.items():
         for more in ({}, {"forced_prefix": beginning}, {"forced_bos_token_id": FRENCH}):
-            result = model.generate("hello", max_new_tokens=most + 1, **{kind: definition}, **WAYS[way], **more)
+            result = model.generate("hello", max_new_tokens=max_tokens + 1, **{kind: definition}, **WAYS[way], **more)
             for r in every(result):
                 if r.finish_reason != "stop":  # the length ended it
                     assert kind in ("regex", "grammar")
@@ -148,8 +148,8 @@ def test_constrained_text_of_a_file_without_end_tokens_is_complete(tmp_path, way
             assert kind in ("regex", "grammar") or result.finish_reason == "stop"
 
 
-def test_length_and_stop_strings_end_a_constrained_text(made):
-    _, model = made
+def test_length_and_stop_strings_end_a_constrained_text(toy_and_model):
+    _, model = toy_and_model
     cut = model.generate("hello", regex="(ab){9}", max_new_tokens=5)
     assert (cut.text, cut.finish_reason) == ("ababa", "length")
     stopped = model.generate("hello", regex="(ab){9}", stop_strings="bab")
@@ -160,9 +160,9 @@ def test_length_and_stop_strings_end_a_constrained_text(made):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_first_token_without_text_is_outside_the_constraint(made, way):
+def test_first_token_without_text_is_outside_the_constraint(toy_and_model, way):
     """A constraint that allows every text changes nothing."""
-    _, model = made
+    _, model = toy_and_model
     options = {"max_new_tokens": 9, "forced_bos_token_id": FRENCH, "suppress_tokens": [0, 1], **WAYS[way]}
     plain = model.generate("hello", **options)
     free = model.generate("hello", regex='[a-z0-9{}\\[\\]":,. -]*', **options)
@@ -178,11 +178,11 @@ def test_first_token_without_text_is_outside_the_constraint(made, way):
 
 @pytest.mark.parametrize("kind", list(CONSTRAINTS))
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
-def test_prefix_that_violates_the_constraint_is_refused(made, kind, options):
+def test_prefix_that_violates_the_constraint_is_refused(toy_and_model, kind, options):
     definition, _, beginning, _ = CONSTRAINTS[kind]
     for wrong in ("q", beginning + "q"):
         with pytest.raises(OptionError, match=f"no text that the constraint allows begins with the prefix {wrong!r}"):
-            made[1].generate("hello", forced_prefix=wrong, **{kind: definition}, **options)
+            toy_and_model[1].generate("hello", forced_prefix=wrong, **{kind: definition}, **options)
 
 
 def test_constraint_without_a_tokenizer_is_refused(tmp_path):
@@ -197,8 +197,8 @@ def test_constraint_without_a_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("prefix", ["", "maybe"])
-def test_top_logprobs_equal_numpy(made, way, prefix):
-    toy, model = made
+def test_top_logprobs_equal_numpy(toy_and_model, way, prefix):
+    toy, model = toy_and_model
     options = {
         "max_new_tokens": 7,
         "top_logprobs": 4,
@@ -220,21 +220,21 @@ def test_top_logprobs_equal_numpy(made, way, prefix):
 
 @pytest.mark.parametrize("penalty", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_score_excludes_the_prefix(made, way, penalty):
-    _, model = made
+def test_score_excludes_the_prefix(toy_and_model, way, penalty):
+    _, model = toy_and_model
     options = {"max_new_tokens": 6, "length_penalty": penalty, **WAYS[way]}
     if way == "groups":
         options["diversity_penalty"] = 0.0
     for prefix in ("", "ab"):
         for r in every(model.generate("hello", forced_prefix=prefix, **options)):
-            own = r.token_logprobs[len(prefix) :]
-            assert 1 <= len(own) <= 6
-            assert r.score == pytest.approx(sum(own) / len(own) ** penalty, abs=1e-4)
+            scored = r.token_logprobs[len(prefix) :]
+            assert 1 <= len(scored) <= 6
+            assert r.score == pytest.approx(sum(scored) / len(scored) ** penalty, abs=1e-4)
             assert r.text.startswith(prefix)
 
 
-def test_prefix_equals_the_tokens_that_the_model_would_generate(made):
-    toy, model = made
+def test_prefix_equals_the_tokens_that_the_model_would_generate(toy_and_model):
+    toy, model = toy_and_model
     whole = model.generate("hello", max_new_tokens=12, min_new_tokens=12)
     for cut in range(1, 12):
         begun = model.generate(
@@ -249,8 +249,8 @@ def test_prefix_equals_the_tokens_that_the_model_would_generate(made):
     np.testing.assert_allclose(forced.token_logprobs[:3], logprobs(toy, "hello", forced.token_ids)[at], **CLOSE)
 
 
-def test_invalid_prefixes_are_refused(made, tmp_path):
-    toy, model = made
+def test_invalid_prefixes_are_refused(toy_and_model, tmp_path):
+    toy, model = toy_and_model
     for wrong, message in (("é", "'é' .* is not in the model's vocabulary"), ([99], "id 99 .* is not in the model's")):
         with pytest.raises(InputError, match=message):
             model.generate("hello", forced_prefix=wrong)
@@ -263,9 +263,9 @@ def test_invalid_prefixes_are_refused(made, tmp_path):
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-def test_timing_of_a_request_follows_the_clock(made, way, monkeypatch):
+def test_timing_of_a_request_follows_the_clock(toy_and_model, way, monkeypatch):
     """Only the model advances the clock: 7 seconds for prompts, 1 for each step."""
-    _, model = made
+    _, model = toy_and_model
     clock, step, task = [0.0], model.engine.step, model.generator.make_task
 
     def timed(state, *args, **kwargs):
@@ -280,15 +280,15 @@ def test_timing_of_a_request_follows_the_clock(made, way, monkeypatch):
     monkeypatch.setattr("tformer_runtime.decoding.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(model.engine, "step", timed)
     monkeypatch.setattr(model.generator, "make_task", begun)
-    for most, per_token in ((1, 0.0), (9, 1.0)):
-        options = {"max_new_tokens": most, "suppress_tokens": [END_ID], **WAYS[way]}
+    for max_tokens, per_token in ((1, 0.0), (9, 1.0)):
+        options = {"max_new_tokens": max_tokens, "suppress_tokens": [END_ID], **WAYS[way]}
         results = [model.generate("hello", **options), *model.generate_batch(["a", "hello"], **options)]
         assert {r.timing for result in results for r in every(result)} == {Timing(7.0, per_token)}
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling"])
-def test_logits_processor_changes_scores_last(made, way):
-    toy, model = made
+def test_logits_processor_changes_scores_last(toy_and_model, way):
+    toy, model = toy_and_model
     seen = []
 
     def only(ids, scores):
@@ -324,9 +324,9 @@ def test_logits_processor_changes_scores_last(made, way):
         (lambda s: s - np.inf, "the options leave no token that may come next"),
     ],
 )
-def test_invalid_results_of_a_logits_processor_fail_their_request(made, returned, message, options):
+def test_invalid_results_of_a_logits_processor_fail_their_request(toy_and_model, returned, message, options):
     with pytest.raises(OptionError, match=message):
-        made[1].generate("hello", logits_processor=lambda ids, scores: returned(scores), **options)
+        toy_and_model[1].generate("hello", logits_processor=lambda ids, scores: returned(scores), **options)
 
 
 # -- rows that come and go -------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def company(request, tmp_path_factory):
     way=ANY_WAY,
 )
 def test_result_is_the_same_alone_and_in_any_batch(company, words, batch_size, workers, way):
-    options = GenerationOptions(max_new_tokens=9).with_(way)
+    options = GenerationOptions(max_new_tokens=9).replace(way)
     results = company.generate_batch(words, options, batch_size=batch_size, workers=workers)
     alone = [next(company.generate_batch([word], options, batch_size=1)) for word in words]
     if "seed" in way:  # samples depend on the index
@@ -408,8 +408,8 @@ def test_result_is_the_same_alone_and_in_any_batch(company, words, batch_size, w
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_request_that_never_fits_is_refused_before_it_starts(made):
-    _, model = made
+def test_request_that_never_fits_is_refused_before_it_starts(toy_and_model):
+    _, model = toy_and_model
     limited = Model(model.engine, max_memory=10_000)
     calls = []
     with pytest.raises(
@@ -417,10 +417,10 @@ def test_request_that_never_fits_is_refused_before_it_starts(made):
     ):
         limited.generate("hello", num_beams=8, max_new_tokens=40, logits_processor=lambda i, s: calls.append(i) or s)
     assert not calls
-    assert limited.memory() == {"held": 0, "peak": 0, "limit": 10_000}
+    assert limited.memory() == {"used_bytes": 0, "peak_bytes": 0, "limit_bytes": 10_000}
     assert limited.generate("hello", max_new_tokens=5) == model.generate("hello", max_new_tokens=5)
-    assert 0 < limited.memory()["peak"] <= 10_000
-    assert limited.memory()["held"] == 0
+    assert 0 < limited.memory()["peak_bytes"] <= 10_000
+    assert limited.memory()["used_bytes"] == 0
 
 
 def test_memory_of_scores_and_alignments_is_counted(tmp_path):
@@ -428,50 +428,50 @@ def test_memory_of_scores_and_alignments_is_counted(tmp_path):
     engine = Model.load(toy.write(tmp_path / "toy.onnx"), "cpu", threads=1).engine
     free, limited, narrow = Model(engine), Model(engine, max_memory=20_000), Model(engine, max_memory=4_000)
     for call in ("score", "align", "hidden_states"):
-        expected, found = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
-        np.testing.assert_equal(found, expected)
+        expected, actual = (getattr(model, call)("hello", "a" * 30) for model in (free, limited))
+        np.testing.assert_equal(actual, expected)
         with pytest.raises(MemoryBudgetError, match=r"the request may need [\d,]+ bytes of cache"):
             getattr(narrow, call)("hello", "a" * 30)
-    assert 0 < limited.memory()["peak"] == free.memory()["peak"]
-    assert [model.memory()["held"] for model in (free, limited, narrow)] == [0, 0, 0]
-    assert narrow.memory()["peak"] == 0
+    assert 0 < limited.memory()["peak_bytes"] == free.memory()["peak_bytes"]
+    assert [model.memory()["used_bytes"] for model in (free, limited, narrow)] == [0, 0, 0]
+    assert narrow.memory()["peak_bytes"] == 0
 
 
-def test_request_waits_until_it_fits(made):
+def test_request_waits_until_it_fits(toy_and_model):
     """All rows together need several times the memory. An input that never fits fails with its number."""
-    toy, model = made
+    toy, model = toy_and_model
     words = [word * (1 + i % 3) for i, word in enumerate(WORDS * 2)]
     options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 20}
     expected = list(model.generate_batch(words, **options))
     limited = Model(model.engine, max_memory=60_000)
     results = list(limited.generate_batch(words, **options))
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert 30_000 < limited.memory()["peak"] <= 60_000 < model.memory()["peak"]
-    assert limited.memory()["held"] == 0
+    assert 30_000 < limited.memory()["peak_bytes"] <= 60_000 < model.memory()["peak_bytes"]
+    assert limited.memory()["used_bytes"] == 0
     if toy.encoder:
         narrow = Model(model.engine, max_memory=9_000)
-        found = narrow.generate_batch(["a", "b", "a" * 40, "c"], max_new_tokens=40)
-        assert [next(found).token_ids for _ in "ab"] == [
+        actual = narrow.generate_batch(["a", "b", "a" * 40, "c"], max_new_tokens=40)
+        assert [next(actual).token_ids for _ in "ab"] == [
             r.token_ids for r in model.generate_batch("ab", max_new_tokens=40)
         ]
         with pytest.raises(MemoryBudgetError, match=r"^input 3: the request may need [\d,]+ bytes of cache"):
-            next(found)
-        assert narrow.memory()["held"] == 0
+            next(actual)
+        assert narrow.memory()["used_bytes"] == 0
 
 
-def test_abandoned_results_release_their_memory(made):
-    _, model = made
+def test_abandoned_results_release_their_memory(toy_and_model):
+    _, model = toy_and_model
     results = model.generate_batch(WORDS * 2, batch_size=3, max_new_tokens=30, temperature=1.0, seed=1)
     while next(results):
-        if model.memory()["held"]:
+        if model.memory()["used_bytes"]:
             break
     results.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     stream = model.stream("hello", min_new_tokens=20)
     next(stream)
-    assert model.memory()["held"] > 0
+    assert model.memory()["used_bytes"] > 0
     stream.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     with pytest.raises(ZeroDivisionError):
         model.generate("hello", logits_processor=lambda ids, scores: 1 / 0)
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0

@@ -132,7 +132,7 @@ def test_row_without_a_possible_token_is_refused():
 def test_draws_follow_from_seed_index_and_sample():
     keys = [(5, 0, 0), (5, 1, 0), (5, 0, 1), (6, 0, 0)]
     draws = {key: [sampler(_logits(i)) for i in range(20)] for key, sampler in ((key, Sampler(*key)) for key in keys)}
-    assert len({tuple(own) for own in draws.values()}) == len(keys)
+    assert len({tuple(tokens) for tokens in draws.values()}) == len(keys)
     for key in keys:
         again = Sampler(*key)
         assert [again(_logits(i)) for i in range(20)] == draws[key]
@@ -154,17 +154,17 @@ def top_logits(logits: np.ndarray, count: int, temperature: float, off: float = 
 
 def assert_equal_or_undecided(logits: np.ndarray, head: TopLogits, *way: float) -> bool:
     """Return whether the top logits decide the distribution; if so, it equals that of the full row, bit for bit."""
-    found = warp_top_logits(head, *way)
-    if found is None:
+    actual = warp_top_logits(head, *way)
+    if actual is None:
         return False
     tokens, probabilities = warp(logits, *way)
-    np.testing.assert_array_equal(found[0], tokens)
-    np.testing.assert_array_equal(found[1], probabilities)
+    np.testing.assert_array_equal(actual[0], tokens)
+    np.testing.assert_array_equal(actual[1], probabilities)
     return True
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "decided_share"),
     [
         ((1.0, 1, 1.0, 0.0), 1.0),
         ((0.7, 40, 1.0, 0.0), 1.0),
@@ -178,14 +178,14 @@ def assert_equal_or_undecided(logits: np.ndarray, head: TopLogits, *way: float) 
         ((1.0, 0, 1.0, 0.0), 0.0),  # every token is possible
     ],
 )
-def test_sampling_from_top_k_matches_full_row(way, told):
+def test_sampling_from_top_k_matches_full_row(way, decided_share):
     """The top logits decide in the stated cases, for any allowed error of the normaliser."""
     count = 0
     for seed in range(60):
         logits = (np.random.default_rng(seed).standard_normal(2000) * 3).astype(np.float32)
         head = top_logits(logits, 64, way[0], DEVICE_SUM_TOLERANCE * (-1, 0, 1)[seed % 3] * 0.99)
         count += assert_equal_or_undecided(logits, head, *way)
-    assert count == 0 if told == 0 else count >= told * 60
+    assert count == 0 if decided_share == 0 else count >= decided_share * 60
 
 
 _near = st.sampled_from([0.0, -0.0, 1e-40, 1e-8, 1.0, 1.0 + 2**-23, 2.0, 3.0, 50.0, -50.0, -np.inf])

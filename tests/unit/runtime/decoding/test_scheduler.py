@@ -32,7 +32,7 @@ def task(way, row, index):
     return only
 
 
-def found(task):
+def outcome(task):
     return [h.ids for h in task.hypotheses]
 
 
@@ -58,7 +58,7 @@ def test_task_yields_the_same_in_any_batch(plan, rows):
     for (together, _), (way, row, _) in zip(tasks, plan, strict=True):
         alone = task(way, row, together.index)
         decoded(model, [alone])
-        assert found(together) == found(alone)
+        assert outcome(together) == outcome(alone)
 
 
 def test_free_rows_are_used():
@@ -66,7 +66,7 @@ def test_free_rows_are_used():
     starter = hf.HfStarter(hf.marian(1))
     scheduler = Scheduler(starter, rows=8)
     limits = [2, 20, 2, 20, 2, 20, 2, 20, 5, 5, 5, 5]
-    tasks, _ = tasks_for("marian", [0, 1, 2, 3] * 3, most=limits, suppress_tokens=[hf.END])
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3] * 3, max_tokens=limits, suppress_tokens=[hf.END])
     for t in tasks:
         scheduler.submit(t)
     steps = 0
@@ -81,7 +81,7 @@ def test_free_rows_are_used():
 
 def test_finished_rows_leave_at_once():
     limits = [3, 9, 5, 7]
-    tasks, _ = tasks_for("marian", [0, 1, 2, 3], most=limits, suppress_tokens=[hf.END])
+    tasks, _ = tasks_for("marian", [0, 1, 2, 3], max_tokens=limits, suppress_tokens=[hf.END])
     _, starter = decoded(hf.marian(1), tasks)
     assert starter.batches[0].calls == [sum(n > i + 1 for n in limits) for i in range(max(limits) - 1)]
 
@@ -101,7 +101,7 @@ def test_failing_task_fails_alone():
         for i in (0, 2):
             ((alone,), _) = tasks_for("gpt2", [i], **options)
             decoded(hf.gpt2(4), [alone])
-            assert found(tasks[i]) == found(alone)
+            assert outcome(tasks[i]) == outcome(alone)
 
 
 class Picky(hf.HfStarter):
@@ -138,7 +138,7 @@ def test_cancelled_or_late_tasks_free_their_rows(options):
         ((alone,), _) = tasks_for("gpt2", [i], max_new_tokens=12, suppress_tokens=[hf.END], **options)
         alone.index = tasks[i].index
         decoded(model, [alone])
-        assert found(tasks[i]) == found(alone)
+        assert outcome(tasks[i]) == outcome(alone)
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
@@ -156,7 +156,7 @@ def test_beams_keep_their_rows_after_others_finish(steps):
     for i in (1, 2):
         ((alone,), _) = tasks_for("gpt2", [i], **options)
         decoded(model, [alone])
-        assert found(tasks[i]) == found(alone)
+        assert outcome(tasks[i]) == outcome(alone)
 
 
 def test_long_prompt_begins_while_other_tasks_run():
@@ -215,7 +215,7 @@ def test_failing_step_ends_all_tasks_and_later_tasks_run():
 
 def test_long_prompts_are_read_in_chunks():
     starter = hf.HfStarter(hf.gpt2(4))
-    tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], most=[3] * 5, suppress_tokens=[hf.END])
+    tasks, _ = tasks_for("gpt2", [0, 0, 0, 1, 1], max_tokens=[3] * 5, suppress_tokens=[hf.END])
     run(Scheduler(starter, rows=32, positions=12), tasks)
     assert starter.begun[0] == 2  # prompts of five tokens
     assert sum(starter.begun) == 5
@@ -225,10 +225,10 @@ def test_long_prompts_are_read_in_chunks():
 
 @pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
 def test_token_is_reported_before_the_model_reads_it(way):
-    told = []
-    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[3, 6, 6], max_new_tokens=6, suppress_tokens=[hf.END], **way)
+    notified = []
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], max_tokens=[3, 6, 6], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     for t in tasks:
-        t.on_token = lambda token, index=t.index: told.append((index, token.copy, sum(map(len, calls()))))
+        t.on_token = lambda token, index=t.index: notified.append((index, token.copy, sum(map(len, calls()))))
     starter = hf.HfStarter(hf.gpt2(4))
     scheduler = Scheduler(starter)
 
@@ -243,7 +243,7 @@ def test_token_is_reported_before_the_model_reads_it(way):
         assert sum(map(len, calls())) == steps
     assert scheduler.idle
     copies = way.get("num_return_sequences", 1)
-    assert sorted(told) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.max_tokens)]
+    assert sorted(notified) == [(t.index, c, n) for t in tasks for c in range(copies) for n in range(t.max_tokens)]
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"temperature": 1.0, "num_return_sequences": 2, "seed": 3}])
@@ -265,7 +265,7 @@ def test_timing_follows_the_clock_of_the_model(way, monkeypatch):
             rows.step = timed
             return rows, logits
 
-    tasks, _ = tasks_for("gpt2", [0, 1, 2], most=[1, 5, 8], max_new_tokens=8, suppress_tokens=[hf.END], **way)
+    tasks, _ = tasks_for("gpt2", [0, 1, 2], max_tokens=[1, 5, 8], max_new_tokens=8, suppress_tokens=[hf.END], **way)
     for t in tasks:
         t.began = 0.0
     run(Scheduler(Timed(hf.gpt2(4))), tasks)
@@ -300,5 +300,5 @@ def test_tasks_join_and_leave_while_the_model_runs(way):
         scheduler.step()
     (alone,), _ = tasks_for("gpt2", [2], max_new_tokens=6, suppress_tokens=[hf.END], **way)
     decoded(model, [alone])
-    assert found(tasks[2]) == found(alone)
+    assert outcome(tasks[2]) == outcome(alone)
     assert [type(t.error) for t in tasks] == [KeyError, DeadlineError, type(None), KeyError]

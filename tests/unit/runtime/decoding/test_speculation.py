@@ -58,12 +58,12 @@ def cheap_draft(monkeypatch):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculation")
-    made = {}
+    paths = {}
     for name, toy in TOYS.items():
-        made[name] = toy.write(folder / f"{name}.onnx")
+        paths[name] = toy.write(folder / f"{name}.onnx")
         other = Toy(encoder=toy.encoder, seed=toy.seed + 1, end=toy.end)
-        made[name, "other"] = other.write(folder / f"{name}-other.onnx")
-    return made
+        paths[name, "other"] = other.write(folder / f"{name}-other.onnx")
+    return paths
 
 
 @pytest.fixture(scope="module", params=list(TOYS))
@@ -127,7 +127,7 @@ class Scripted:
     cost = 0.0
 
     def __init__(self, truth, script):
-        self.truth, self.script, self.at, self.made, self.right = truth, iter(script), 0, 0, 0
+        self.truth, self.script, self.at, self.guessed, self.right = truth, iter(script), 0, 0, 0
 
     def take(self, token):
         self.at += 1
@@ -138,7 +138,7 @@ class Scripted:
     def guess(self, count):
         bits = next(self.script, ())[:count]
         tokens = self.truth[self.at : self.at + len(bits)]
-        self.made += len(tokens)
+        self.guessed += len(tokens)
         self.right += sum(itertools.takewhile(bool, bits[: len(tokens)]))
         return [Guess(t if right else (t + 1) % len(LETTERS)) for t, right in zip(tokens, bits, strict=False)]
 
@@ -171,7 +171,7 @@ def test_any_pattern_of_right_and_wrong_guesses(models, script, way):
         patch.setattr(engine, "step", step)
         result = model.generate("hello", **options, prompt_lookup=True)
     assert_same(result, plain)
-    assert (result.speculation.guessed, result.speculation.accepted) == (guesser.made, guesser.right)
+    assert (result.speculation.guessed, result.speculation.accepted) == (guesser.guessed, guesser.right)
     # One step reads the prompt, and one step each rejected or missing guess.
     assert len(steps) <= len(result.token_ids) - guesser.right + 1
 
@@ -243,7 +243,7 @@ def test_cancelled_or_failed_task_releases_its_memory(models):
     stream = model.stream("hello", draft_model=models["twin"], max_new_tokens=20)
     next(stream)
     stream.close()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 @pytest.mark.parametrize("name", ["decoder-only", "encoder-decoder", "portable"])
@@ -265,10 +265,10 @@ def test_memory_of_model_and_draft_is_reserved(files, name, draft, monkeypatch):
     generator, chosen = free.generator, free.settings(None, options)
     task = generator.make_task(make_request(free.manifest, free.inputs, "abcabc", 0, chosen), chosen)
     need = generator.new_scheduler(chosen, 1).starter.bytes_needed((), [task])
-    assert free.memory()["peak"] <= need
+    assert free.memory()["peak_bytes"] <= need
     tight = Model.load(files[name], "cpu", threads=1, max_memory=need)
     assert tight.generate("abcabc", **options).token_ids == result.token_ids
-    assert tight.memory()["held"] == 0
+    assert tight.memory()["used_bytes"] == 0
     with pytest.raises(MemoryBudgetError, match=f"may need {need:,} bytes"):
         Model.load(files[name], "cpu", threads=1, max_memory=need - 1).generate("abcabc", **options)
 
@@ -325,7 +325,7 @@ def nucleus(logits, temperature, top_p):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=9))
 def test_prompt_lookup_continues_the_last_longest_match(ids, source):
     lookup, every = PromptLookup(source, ids), [*source, -1, *ids]
-    found = [guess.token for guess in lookup.guess(5)]
+    actual = [guess.token for guess in lookup.guess(5)]
     for size in (3, 2, 1):
         ends = (
             [end for end in range(size, len(every)) if every[end - size : end] == every[-size:]]
@@ -338,10 +338,10 @@ def test_prompt_lookup_continues_the_last_longest_match(ids, source):
             for at in range(ends[-1], ends[-1] + 5):
                 expected.append(expected[at])
             copied = expected[len(every) :]
-            assert found == (copied[: copied.index(-1)] if -1 in copied else copied)
+            assert actual == (copied[: copied.index(-1)] if -1 in copied else copied)
             return
     assert lookup.kind() is None
-    assert found == []
+    assert actual == []
 
 
 def test_prompt_lookup_reads_a_source_with_the_tokenizer_of_the_target(files, tmp_path):
@@ -362,31 +362,31 @@ def test_prompt_lookup_reads_a_source_with_the_tokenizer_of_the_target(files, tm
 
 
 @given(st.floats(0, 1), st.floats(0.01, 1.2), st.integers(1, 12))
-def test_number_of_guesses_maximises_tokens_per_cost(rate, cost, most):
+def test_number_of_guesses_maximises_tokens_per_cost(rate, cost, max_guesses):
     """Compare with the expected tokens per step: accepted guesses in a row, then a rejected one."""
 
     def tokens(k):
         return sum(n * rate ** (n - 1) * (1 - rate) for n in range(1, k + 1)) + (k + 1) * rate**k
 
-    gains = [tokens(k) / (1 + k * cost) for k in range(most + 1)]
-    assert gains[best_num_guesses(rate, cost, most)] == pytest.approx(max(gains))
+    gains = [tokens(k) / (1 + k * cost) for k in range(max_guesses + 1)]
+    assert gains[best_num_guesses(rate, cost, max_guesses)] == pytest.approx(max(gains))
 
 
 def test_rejected_guesses_stop_and_are_tried_again():
-    pace, made = DraftLengthController(0.3, 8), []
+    pace, counts = DraftLengthController(0.3, 8), []
     for _ in range(400):
-        made.append(pace.num_guesses(0))
-        if made[-1]:
-            pace.record(0, made[-1], 0)
-    assert made[0] > 0
-    assert sum(made) < 15
-    assert sum(made[200:]) >= 1
+        counts.append(pace.num_guesses(0))
+        if counts[-1]:
+            pace.record(0, counts[-1], 0)
+    assert counts[0] > 0
+    assert sum(counts) < 15
+    assert sum(counts[200:]) >= 1
     for _ in range(150):  # until the next trial and after it
         count = pace.num_guesses(0)
         if count:
             pace.record(0, count, count)
     assert pace.num_guesses(0) == 8
-    assert pace.num_guesses(1) == made[0]  # nothing is known of the other kind yet
+    assert pace.num_guesses(1) == counts[0]  # nothing is known of the other kind yet
 
 
 def test_draft_as_costly_as_the_model_is_not_used(files, monkeypatch):
@@ -396,7 +396,7 @@ def test_draft_as_costly_as_the_model_is_not_used(files, monkeypatch):
     result = model.generate("hello", max_new_tokens=40, draft_model=twin)
     assert_same(result, plain)
     assert result.speculation.guessed == 0
-    assert twin.memory()["peak"] == 0
+    assert twin.memory()["peak_bytes"] == 0
 
 
 def test_cost_of_a_draft_follows_its_weights(files, monkeypatch, tmp_path):

@@ -45,8 +45,8 @@ def test_workers_take_turns_under_a_memory_limit(path, free, requests):
     expected = list(free.generate_batch(WORDS * 4, **LONG))
     for result, alone in zip(model.generate_batch(WORDS * 4, batch_size=2, workers=3, **LONG), expected, strict=True):
         assert_alike(result, alone)
-    assert model.memory()["held"] == 0
-    assert model.memory()["peak"] <= model.memory()["limit"]
+    assert model.memory()["used_bytes"] == 0
+    assert model.memory()["peak_bytes"] <= model.memory()["limit_bytes"]
     assert not ours()
 
 
@@ -74,11 +74,11 @@ def test_waiting_workers_end_with_an_abandoned_iterator(path, free):
     results = model.generate_batch(itertools.cycle(WORDS), batch_size=2, workers=2, **LONG)
     next(results)
     held = model.budget.new_share()
-    assert held.reserve(model.memory()["limit"] // 2)  # and releases it only afterwards
+    assert held.reserve(model.memory()["limit_bytes"] // 2)  # and releases it only afterwards
     results.close()
     assert not ours()
     held.release_reservation()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     assert_alike(model.generate("hello", **LONG), free.generate("hello", **LONG))
 
 
@@ -90,7 +90,7 @@ def test_errors_of_a_worker_reach_the_caller(free, error):
     with pytest.raises(error, match="of the caller's"):
         list(free.generate_batch(WORDS, workers=2, logits_processor=fails))
     assert not ours()
-    assert free.memory()["held"] == 0
+    assert free.memory()["used_bytes"] == 0
 
 
 PROGRAM = """

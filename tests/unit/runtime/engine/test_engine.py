@@ -55,48 +55,48 @@ class Rows:
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda t: f"{t.encoder}-{t.attention}-{t.select}")
-def made(request, tmp_path_factory):
+def toy_and_engine(request, tmp_path_factory):
     path = request.param.write(tmp_path_factory.mktemp("engine") / "toy.onnx")
     return request.param, Engine(path, device="cpu", threads=1)
 
 
-def test_ragged_prompts_and_steps_equal_the_full_computation(made):
-    rows = Rows(*made, rows=3)
+def test_ragged_prompts_and_steps_equal_the_full_computation(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=3)
     rows.feed([4, 1, 7], "all")
     for _ in range(30):  # until the buffers have grown
         rows.feed([1, 1, 1], counted=False)
 
 
-def test_last_logits_of_ragged_prompts_equal_the_full_computation(made):
-    Rows(*made, rows=3).feed([2, 9, 5])
+def test_last_logits_of_ragged_prompts_equal_the_full_computation(toy_and_engine):
+    Rows(*toy_and_engine, rows=3).feed([2, 9, 5])
 
 
-def test_chunks_after_a_past_equal_the_full_computation(made):
-    rows = Rows(*made, rows=3)
+def test_chunks_after_a_past_equal_the_full_computation(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=3)
     rows.feed([3, 5, 1])
     rows.feed([4, 1, 6], "all")
     rows.feed([2, 2, 2], counted=False)
     rows.feed([1, 3, 5])
 
 
-def test_one_row_in_chunks_reaches_the_maximum_length(made):
-    rows = Rows(*made, rows=1)
+def test_one_row_in_chunks_reaches_the_maximum_length(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=1)
     for count in (20, 1, 30, 13):
         rows.feed([count], "all")
     with pytest.raises(InputError, match="65 tokens are more than the 64"):
         rows.engine.step(rows.state, np.array([[5]]))
 
 
-def test_short_row_reads_a_chunk_in_a_batch_with_a_full_row(made):
-    rows = Rows(*made, rows=2)
+def test_short_row_reads_a_chunk_in_a_batch_with_a_full_row(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=2)
     rows.feed([62, 3])
     rows.feed([2, 9], "all")
     with pytest.raises(InputError, match="more than the 64"):
         rows.engine.step(rows.state, np.full((2, 9), 5), np.array([1, 9]))
 
 
-def test_rewound_row_continues_in_calls_of_many_shapes(made):
-    rows, random = Rows(*made, rows=1), np.random.default_rng(3)
+def test_rewound_row_continues_in_calls_of_many_shapes(toy_and_engine):
+    rows, random = Rows(*toy_and_engine, rows=1), np.random.default_rng(3)
     rows.feed([9])
     shapes = set()
     for _ in range(60):
@@ -111,8 +111,8 @@ def test_rewound_row_continues_in_calls_of_many_shapes(made):
     assert {new for new, _ in rows.state.calls} <= shapes | {9}
 
 
-def test_reordered_rows_equal_the_full_computation(made):
-    rows = Rows(*made, rows=4)
+def test_reordered_rows_equal_the_full_computation(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=4)
     rows.feed([4, 2, 7, 3])
     rows.reorder([0, 3, 2])
     rows.feed([1, 1, 1])
@@ -125,8 +125,8 @@ def test_reordered_rows_equal_the_full_computation(made):
         rows.feed([1])
 
 
-def test_repeat_places_rows_of_a_request_next_to_each_other(made):
-    toy, engine = made
+def test_repeat_places_rows_of_a_request_next_to_each_other(toy_and_engine):
+    toy, engine = toy_and_engine
     rows = Rows(toy, engine, rows=2)
     sources = {"src": [np.array([5, 6]), np.array([7])]} if toy.encoder else None
     state = engine.start(sources, rows=2, repeat=2)
@@ -139,8 +139,8 @@ def test_repeat_places_rows_of_a_request_next_to_each_other(made):
     assert rows.state.rows == 2
 
 
-def test_memory_follows_the_number_of_rows_and_tokens(made):
-    rows = Rows(*made, rows=2)
+def test_memory_follows_the_number_of_rows_and_tokens(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=2)
     rows.feed([3, 1])
     small = rows.state.cache.nbytes
     for _ in range(32):
@@ -149,8 +149,8 @@ def test_memory_follows_the_number_of_rows_and_tokens(made):
     assert rows.state.nbytes >= rows.state.cache.nbytes
 
 
-def test_row_is_the_same_alone_and_in_a_batch(made):
-    toy, engine = made
+def test_row_is_the_same_alone_and_in_a_batch(toy_and_engine):
+    toy, engine = toy_and_engine
     together = Rows(toy, engine, rows=3)
     together.feed([3, 8, 5])
     for _ in range(5):
@@ -164,8 +164,8 @@ def test_row_is_the_same_alone_and_in_a_batch(made):
     np.testing.assert_allclose(engine.step(alone.state, np.array([[5]]))[0], logits[1], atol=TOLERANCE)
 
 
-def test_threads_share_an_engine(made):
-    toy, engine = made
+def test_threads_share_an_engine(toy_and_engine):
+    toy, engine = toy_and_engine
 
     def work(seed: int) -> None:
         rows = Rows(toy, engine, rows=2, seed=seed)
@@ -176,34 +176,34 @@ def test_threads_share_an_engine(made):
     side_by_side(work, range(6))
 
 
-def test_engine_is_freed_with_its_last_reference(made):
+def test_engine_is_freed_with_its_last_reference(toy_and_engine):
     """The session holds the weights. They must not wait for the garbage collector."""
-    toy, engine = made
+    toy, engine = toy_and_engine
     gc.collect()
     gc.disable()
     try:
-        own = Engine(engine.session)
-        rows = Rows(toy, own, rows=2)
+        engine_copy = Engine(engine.session)
+        rows = Rows(toy, engine_copy, rows=2)
         rows.feed([5, 3])
         rows.feed([1, 1])
-        assert own.memory_estimate.bytes_needed(8, {"source": 4 + own.join_padding}) > 0
-        gone = weakref.ref(own)
-        del own, rows
+        assert engine_copy.memory_estimate.bytes_needed(8, {"source": 4 + engine_copy.join_padding}) > 0
+        gone = weakref.ref(engine_copy)
+        del engine_copy, rows
         assert gone() is None
     finally:
         gc.enable()
 
 
-def test_logits_array_is_reused_from_step_to_step(made):
-    rows = Rows(*made, rows=1)
+def test_logits_array_is_reused_from_step_to_step(toy_and_engine):
+    rows = Rows(*toy_and_engine, rows=1)
     rows.feed([2])
     first = rows.engine.step(rows.state, np.array([[5]]))
     second = rows.engine.step(rows.state, np.array([[6]]))
     assert np.shares_memory(first, second)
 
 
-def test_wrong_numbers_of_rows_and_inputs_are_refused(made):
-    toy, engine = made
+def test_wrong_numbers_of_rows_and_inputs_are_refused(toy_and_engine):
+    toy, engine = toy_and_engine
     with pytest.raises(ValueError, match="2 rows of tokens for a state of 1"):
         engine.step(Rows(toy, engine, rows=1).state, np.zeros((2, 1), np.int64))
     if toy.encoder:
@@ -222,8 +222,8 @@ def test_wrong_numbers_of_rows_and_inputs_are_refused(made):
             engine.encode({}, 1)
 
 
-def test_ids_outside_the_embedding_are_an_input_error(made):
-    toy, engine = made
+def test_ids_outside_the_embedding_are_an_input_error(toy_and_engine):
+    toy, engine = toy_and_engine
     with pytest.raises(InputError, match="99 is beyond one of the model's tables, which ends at 28"):
         engine.step(Rows(toy, engine, rows=1).state, np.array([[99]]))
 
@@ -241,7 +241,7 @@ def test_single_pass_file_has_no_steps(tmp_path):
     outputs = engine.encode({"src": [np.array([5, 6, 7]), np.array([8])]}, 2)
     assert outputs["context.k"].numpy().shape == (2, 2, 3, 8)
     assert outputs["context.bias"].numpy()[1, 0, 0].tolist() == [0, np.float32(-1e9), np.float32(-1e9)]
-    with pytest.raises(UnsupportedCallError, match="run once"):
+    with pytest.raises(UnsupportedCallError, match="single-pass model"):
         engine.start({"src": [np.array([5])]}, 1)
 
 

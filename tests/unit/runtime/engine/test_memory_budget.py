@@ -91,7 +91,7 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
     generator, budget = model.generator, model.budget
     schedulers = [generator.new_scheduler(None, 16, waits=False) for _ in range(2)]
     rng = np.random.default_rng(3)
-    tasks, most = [], 0
+    tasks, peak_bytes = [], 0
     while len(tasks) < 60 or not all(s.idle for s in schedulers):
         if len(tasks) < 60 and rng.random() < 0.6:
             word, way = int(rng.integers(len(WORDS))), int(rng.choice(len(WAYS), p=[0.1, 0.1, 0.1, 0.35, 0.35]))
@@ -105,10 +105,10 @@ def test_started_tasks_never_run_out_of_memory(files, name, tightness, checked_r
                     scheduler.cancel(scheduler.running[0], KeyError("cancelled"))
                 scheduler.step()
                 assert budget.used_bytes <= limit
-                most = max(most, budget.reserved_bytes)
-                assert most <= limit
-    assert most > limit / 2
-    assert model.memory()["held"] == budget.reserved_bytes == 0
+                peak_bytes = max(peak_bytes, budget.reserved_bytes)
+                assert peak_bytes <= limit
+    assert peak_bytes > limit / 2
+    assert model.memory()["used_bytes"] == budget.reserved_bytes == 0
     for task, word, way in tasks:
         if isinstance(task.error, KeyError):
             continue
@@ -131,17 +131,17 @@ def test_threads_share_the_memory_of_one_request(files):
 
     with ThreadPoolExecutor(len(WORDS)) as threads:
         assert list(threads.map(run, WORDS)) == [[result] * 3 for result in expected]
-    assert model.memory()["held"] == 0
-    assert 0 < model.memory()["peak"] <= model.memory()["limit"]
+    assert model.memory()["used_bytes"] == 0
+    assert 0 < model.memory()["peak_bytes"] <= model.memory()["limit_bytes"]
 
 
 def test_batch_larger_than_the_limit_runs_in_parts(files, checked_reservations):
     free = loaded(files, "decoder-only")
     expected = list(free.generate_batch(WORDS * 3))
     model = loaded(files, "decoder-only", 3 * bytes_of_batch(free, ["onnx" * 8]))
-    for result, wanted in zip(model.generate_batch(WORDS * 3), expected, strict=True):
-        assert_alike(result, wanted)
-    assert model.memory()["held"] == 0
+    for result, reference in zip(model.generate_batch(WORDS * 3), expected, strict=True):
+        assert_alike(result, reference)
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_finished_rows_make_room_for_waiting_rows(files, checked_reservations):
@@ -207,13 +207,15 @@ def test_unreferenced_prefix_and_chat_release_their_memory(files):
     prefix = model.cache_prefix("hello")
     chat = model.chat()
     chat.send("hello", max_new_tokens=3)
-    assert model.memory()["held"] == 6 * 128 + 4096  # of a prefix, which has its final size, and a chat, which grows
+    assert (
+        model.memory()["used_bytes"] == 6 * 128 + 4096
+    )  # of a prefix, which has its final size, and a chat, which grows
     assert_alike(model.generate("a", prefix=prefix), model.generate("helloa"))
     del prefix
-    assert model.memory()["held"] == 4096
+    assert model.memory()["used_bytes"] == 4096
     del chat
     gc.collect()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_released_prefix_and_chat_are_refused(files):
@@ -225,7 +227,7 @@ def test_released_prefix_and_chat_are_refused(files):
     for call in (lambda: model.generate("a", prefix=prefix), lambda: chat.send("c")):
         with pytest.raises(UnsupportedCallError, match="has been released and cannot be continued"):
             call()
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
 
 
 @pytest.mark.parametrize("words", [["ab"], ["ab", "cd"]])
@@ -237,7 +239,7 @@ def test_request_that_fails_at_its_start_releases_its_memory(files, words, monke
     monkeypatch.setattr(model.engine, "step", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         list(model.generate_batch(words))
-    assert model.memory()["held"] == 0
+    assert model.memory()["used_bytes"] == 0
     assert caught.value.__traceback__ is not None
     monkeypatch.setattr(model.engine, "step", step)
     assert model.generate(words[-1]) == before
@@ -331,8 +333,8 @@ def test_model_without_a_limit_refuses_nothing(files):
     scheduler = model.generator.new_scheduler(None, 4)
     assert isinstance(scheduler, Scheduler)
     list(model.generate_batch(WORDS))
-    assert model.memory()["limit"] is None
-    assert model.memory()["held"] == 0 < model.memory()["peak"]
+    assert model.memory()["limit_bytes"] is None
+    assert model.memory()["used_bytes"] == 0 < model.memory()["peak_bytes"]
 
 
 @pytest.mark.parametrize("kind", [KVCache, EncoderContext, Candidates])

@@ -28,9 +28,9 @@ def test_ids_are_padded_with_the_pad_id_of_their_input():
 )
 def test_masks_follow_lengths(dtype, keep, expected):
     mask = RequestInput("mask", dtype, (BATCH_AXIS, "time"), "mask", of="src", keep=keep)
-    made = padded_request_arrays([mask, IDS], ROWS, 2)["mask"]
-    assert made.dtype == dtype
-    assert made.tolist() == expected
+    derived = padded_request_arrays([mask, IDS], ROWS, 2)["mask"]
+    assert derived.dtype == dtype
+    assert derived.tolist() == expected
 
 
 def test_mask_may_have_axes_of_size_one():
@@ -40,9 +40,9 @@ def test_mask_may_have_axes_of_size_one():
 
 def test_features_are_padded_along_free_axes():
     audio = RequestInput("audio", "float32", (BATCH_AXIS, "frames", 2), "data")
-    made = padded_request_arrays([audio], {"audio": [np.ones((3, 2)), np.ones((1, 2))]}, 2)["audio"]
-    assert made.shape == (2, 3, 2)
-    assert made.sum() == 8
+    derived = padded_request_arrays([audio], {"audio": [np.ones((3, 2)), np.ones((1, 2))]}, 2)["audio"]
+    assert derived.shape == (2, 3, 2)
+    assert derived.sum() == 8
     with pytest.raises(InputError, match="shape"):
         padded_request_arrays([audio], {"audio": [np.ones((3, 5))]}, 1)
     with pytest.raises(InputError, match="2 axes a row, not 1"):

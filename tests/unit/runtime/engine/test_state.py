@@ -33,7 +33,7 @@ CLOSE = dict(rtol=0, atol=5e-5)  # float32 sums in another order, of logits of a
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def made(request, tmp_path_factory):
+def toy_and_engine(request, tmp_path_factory):
     toy = KINDS[request.param]
     path = toy.write(tmp_path_factory.mktemp("states") / "toy.onnx")
     return toy, Engine(path, device="cpu", threads=1)
@@ -173,8 +173,8 @@ class Plan(RuleBasedStateMachine):
         except MemoryBudgetError:
             operation(*arguments)
 
-    def ids(self, data, least, most):
-        return data.draw(st.lists(st.integers(3, 28), min_size=least, max_size=most))
+    def ids(self, data, min_tokens, max_tokens):
+        return data.draw(st.lists(st.integers(3, 28), min_size=min_tokens, max_size=max_tokens))
 
     def group(self, data):
         return data.draw(st.sampled_from(self.world.groups))
@@ -245,14 +245,14 @@ class Plan(RuleBasedStateMachine):
         assert self.world.budget.used_bytes == 0
 
 
-def test_random_operations_keep_states_exact_and_counted(made):
+def test_random_operations_keep_states_exact_and_counted(toy_and_engine):
     once = (Phase.generate,)  # hypothesis takes minutes to shrink a plan
     plan = settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True, phases=once)
-    run_state_machine_as_test(lambda: Plan(*made), settings=plan)
+    run_state_machine_as_test(lambda: Plan(*toy_and_engine), settings=plan)
 
 
-def test_unreferenced_states_release_their_bytes(made):
-    world = World(*made)
+def test_unreferenced_states_release_their_bytes(toy_and_engine):
+    world = World(*toy_and_engine)
     group = world.start([[5, 6], [7]])
     world.feed(group, [[4], [5]])
     world.copy(group, [0])
@@ -267,8 +267,8 @@ def test_unreferenced_states_release_their_bytes(made):
         gc.enable()
 
 
-def test_states_of_different_lengths_join_and_split(made):
-    world = World(*made)
+def test_states_of_different_lengths_join_and_split(toy_and_engine):
+    world = World(*toy_and_engine)
     first = world.start([[5, 6, 7, 8], [9]])
     world.feed(first, [[4, 5, 6], [7]])
     second = world.start([list(range(3, 12))])
@@ -285,8 +285,8 @@ def test_states_of_different_lengths_join_and_split(made):
     world.count()
 
 
-def test_empty_state_joins_and_is_joined(made):
-    world = World(*made)
+def test_empty_state_joins_and_is_joined(toy_and_engine):
+    world = World(*toy_and_engine)
     one, two, three = (world.start([[5, 6], [7]][:n]) for n in (1, 2, 1))
     world.engine.join(one.state, two.state)
     world.groups.remove(two)
@@ -298,8 +298,8 @@ def test_empty_state_joins_and_is_joined(made):
     world.count()
 
 
-def test_copy_is_independent_of_its_source(made):
-    world = World(*made)
+def test_copy_is_independent_of_its_source(toy_and_engine):
+    world = World(*toy_and_engine)
     group = world.start([[5, 6, 7], [8]])
     world.feed(group, [[4, 5, 6], [7]])
     copy = world.copy(group, [1, 1, 0])
@@ -312,9 +312,9 @@ def test_copy_is_independent_of_its_source(made):
     world.count()
 
 
-def test_copy_of_a_short_row_reaches_the_maximum_length(made):
+def test_copy_of_a_short_row_reaches_the_maximum_length(toy_and_engine):
     """The length of a longer row in the same state does not limit the copy."""
-    world = World(*made)
+    world = World(*toy_and_engine)
     group = world.start([[5], [6]])
     world.feed(group, [[4] * 60, [7]])
     copy = world.copy(group, [1])
@@ -325,8 +325,8 @@ def test_copy_of_a_short_row_reaches_the_maximum_length(made):
         world.engine.step(copy.state, np.array([[5]]))
 
 
-def test_rewound_state_equals_a_fresh_one(made):
-    world = World(*made)
+def test_rewound_state_equals_a_fresh_one(toy_and_engine):
+    world = World(*toy_and_engine)
     group = world.start([[5, 6], [7, 8, 9]])
     world.feed(group, [list(range(3, 28)), [4, 5]])
     world.rewind(group, 3)
@@ -337,8 +337,8 @@ def test_rewound_state_equals_a_fresh_one(made):
     world.feed(group, [[25], [26]])
 
 
-def test_buffers_grow_and_shrink_with_rows_and_tokens(made):
-    world = World(*made)
+def test_buffers_grow_and_shrink_with_rows_and_tokens(toy_and_engine):
+    world = World(*toy_and_engine)
     group = world.start([[5, 6, 7]])
     world.feed(group, [[4] * 5])
     small = group.state.nbytes
@@ -358,8 +358,8 @@ def test_buffers_grow_and_shrink_with_rows_and_tokens(made):
 
 
 @pytest.mark.parametrize("used", ["step", "reorder", "join", "joined", "copy"])
-def test_released_state_is_refused(made, used):
-    world = World(*made)
+def test_released_state_is_refused(toy_and_engine, used):
+    world = World(*toy_and_engine)
     gone, there = world.start([[5]]), world.start([[6]])
     for group in (gone, there):
         world.feed(group, [[4, 5]])
@@ -379,10 +379,10 @@ def test_released_state_is_refused(made, used):
     assert world.budget.used_bytes == there.state.nbytes
 
 
-def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(made):
+def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(toy_and_engine):
     """The estimate is made before anything is computed."""
-    world = World(*made)
-    toy, engine = made
+    world = World(*toy_and_engine)
+    toy, engine = toy_and_engine
     for length, slots, rows in ((1, 1, 1), (7, 33, 2), (30, 64, 3)):
         group = world.start([[5] * length], max_tokens=[slots])
         world.feed(group, [[4]])
@@ -398,9 +398,9 @@ def test_estimated_bytes_are_an_upper_limit_of_allocated_bytes(made):
 
 
 def test_padding_of_a_context_axis_shorter_than_the_source(tmp_path):
-    for stride, least in ((1, 1), (2, 2), (5, 5)):
+    for stride, min_tokens in ((1, 1), (2, 2), (5, 5)):
         engine = Engine(Toy(stride=stride, source_max=200).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-        assert least <= engine.join_padding <= 4 * stride
+        assert min_tokens <= engine.join_padding <= 4 * stride
         for length in range(1, 12):
             request = {"src": [np.full(length, 5)]}
             state = engine.start(request, 1, joins=True)
@@ -409,7 +409,7 @@ def test_padding_of_a_context_axis_shorter_than_the_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "most", "at_first", "in_the_end"),
+    ("prompt", "max_tokens", "at_first", "in_the_end"),
     [
         (40, 44, 44, 44),  # with room for the known maximum
         (40, 160, 160, 160),
@@ -418,17 +418,17 @@ def test_padding_of_a_context_axis_shorter_than_the_source(tmp_path):
         (40, None, 64, 128),
     ],
 )
-def test_buffers_have_room_for_the_known_maximum_of_tokens(tmp_path, prompt, most, at_first, in_the_end):
+def test_buffers_have_room_for_the_known_maximum_of_tokens(tmp_path, prompt, max_tokens, at_first, in_the_end):
     engine = Engine(Toy(max_length=512).write(tmp_path / "toy.onnx"), device="cpu", threads=1)
-    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, max_tokens=most and [most, 1])
+    state = engine.start({"src": [np.full(3, 5)] * 2}, 2, max_tokens=max_tokens and [max_tokens, 1])
     engine.step(state, np.ones((2, prompt), np.int64))
     assert state.cache.slot_capacity == at_first
-    for _ in range((most or 100) - prompt):
+    for _ in range((max_tokens or 100) - prompt):
         engine.step(state, np.ones((2, 1), np.int64))
     assert state.cache.slot_capacity == in_the_end
     assert state.cache.nbytes == cache_bytes(engine.decode.caches, 2, in_the_end)
     engine.step(state, np.ones((2, 1), np.int64))  # beyond the stated maximum
-    assert state.cache.slot_capacity == buffer_slots(in_the_end + (most is not None), 512)
+    assert state.cache.slot_capacity == buffer_slots(in_the_end + (max_tokens is not None), 512)
 
 
 def test_buffers_fit_the_remaining_rows(tmp_path):

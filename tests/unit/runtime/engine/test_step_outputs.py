@@ -138,9 +138,9 @@ def test_histories_follow_rows_through_any_moves(data):
         rows = [f"{row}{step}{i}," for i, row in enumerate(rows)]
         trails = [StepHistory(t, {"row": np.array(row, dtype=object)}) for t, row in zip(trails, rows, strict=True)]
         for trail, row in zip(trails, rows, strict=True):
-            found = trail.stack_steps(step + 1, {}, {"row": ()})["row"].tolist()
+            actual = trail.stack_steps(step + 1, {}, {"row": ()})["row"].tolist()
             parts = row.split(",")[:-1]
-            assert found == [",".join(parts[: n + 1]) + "," for n in range(step + 1)]
+            assert actual == [",".join(parts[: n + 1]) + "," for n in range(step + 1)]
         for _ in range(data.draw(st.integers(0, 2))):
             order = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=4))
             trails, rows = [trails[i] for i in order], [rows[i] for i in order]

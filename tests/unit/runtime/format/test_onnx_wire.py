@@ -81,10 +81,10 @@ def test_text_fields_round_trip_through_protobuf(key, value):
 @pytest.mark.parametrize("proto", [TENSOR, ATTRIBUTE], ids=["tensor", "attribute"])
 def test_fields_equal_those_of_protobuf(proto):
     content = proto.SerializeToString()
-    found = list(iter_fields(content))
-    assert sorted({field.number for field in found}) == [described.number for described, _ in proto.ListFields()]
-    assert b"".join(field.encoded for field in found) == content
-    for field in found:  # one field alone is a whole message
+    fields = list(iter_fields(content))
+    assert sorted({field.number for field in fields}) == [described.number for described, _ in proto.ListFields()]
+    assert b"".join(field.encoded for field in fields) == content
+    for field in fields:  # one field alone is a whole message
         ((described, value),) = type(proto).FromString(field.encoded).ListFields()
         assert described.number == field.number
         if isinstance(value, (str, bytes)):

@@ -17,8 +17,16 @@ from tformer_runtime.base.errors import InputError, MissingExtraError, ModelFile
 from tformer_runtime.format.manifest import Preprocessing
 from tformer_runtime.preprocess.audio import LOG_MEL, AudioPreprocessor
 
-WAVE = AudioPreprocessor(rate=16000, shortest=50)
-MEL = AudioPreprocessor(rate=16000, features=LOG_MEL, mels=80, window=400, hop=160, highest=8000.0, samples=480000)
+WAVE = AudioPreprocessor(sampling_rate=16000, min_samples=50)
+MEL = AudioPreprocessor(
+    sampling_rate=16000,
+    features=LOG_MEL,
+    num_mel_bins=80,
+    n_fft=400,
+    hop_length=160,
+    max_frequency=8000.0,
+    n_samples=480000,
+)
 
 
 def speech(seconds, rate=16000, seed=0):
@@ -44,7 +52,7 @@ SOUNDS = {
 @pytest.mark.parametrize("mels", [80, 128])
 def test_spectrograms_match_whisper_feature_extractor(name, mels):
     expected = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
-    actual = replace(MEL, mels=mels).from_samples(SOUNDS[name])
+    actual = replace(MEL, num_mel_bins=mels).from_samples(SOUNDS[name])
     assert actual.shape == (mels, 3000)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, expected.input_features[0], atol=1e-4, rtol=0)
@@ -53,7 +61,7 @@ def test_spectrograms_match_whisper_feature_extractor(name, mels):
 @pytest.mark.parametrize("window", [400, 256])
 def test_spectrograms_of_other_sizes_and_long_sounds_match_feature_extractor(window):
     extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1, hop_length=100, n_fft=window)
-    audio = replace(MEL, mels=12, window=window, hop=100, samples=16000)
+    audio = replace(MEL, num_mel_bins=12, n_fft=window, hop_length=100, n_samples=16000)
     for sound in (speech(0.4), speech(1.0), speech(2.7137)):
         padding = "longest" if len(sound) > 16000 else "max_length"
         expected = extractor(sound, sampling_rate=16000, return_tensors="np", truncation=False, padding=padding)
@@ -234,6 +242,11 @@ def test_rate_may_be_a_float_with_an_integer_value():
 
 def test_manifest_entry_round_trip():
     assert AudioPreprocessor.of(MEL.manifest_entry) == MEL
-    for numbers in ({"rate": "fast"}, {"features": "smell"}, {"loud": 1}, {"features": LOG_MEL, "mels": 0}):
+    for numbers in (
+        {"sampling_rate": "fast"},
+        {"features": "smell"},
+        {"loud": 1},
+        {"features": LOG_MEL, "num_mel_bins": 0},
+    ):
         with pytest.raises(ModelFileError, match="damaged"):
             AudioPreprocessor.of(Preprocessing("audio", numbers))

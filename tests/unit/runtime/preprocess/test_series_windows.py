@@ -44,7 +44,7 @@ def test_window_is_normalized_and_denormalized(normalize):
 
 
 def test_truncated_window_has_the_last_rows():
-    preprocessor = series(longest=4, normalize="instance")
+    preprocessor = series(max_context_length=4, normalize="instance")
     last = preprocessor.window(HISTORY[-4:])
     np.testing.assert_array_equal(preprocessor.window(HISTORY, truncate=True).values, last.values)
     np.testing.assert_array_equal(
@@ -73,8 +73,12 @@ def nan_at(row, column, value=np.nan):
         (nan_at(3, 1), {"columns": ()}, "row 4 of column 2 is nan"),
         (nan_at(8, 0, np.inf), {}, "row 9 of column 'a' is inf"),
         (nan_at(0, 0, 1e300), {}, "the history holds numbers that are too large for float32"),
-        (HISTORY, {"longest": 4}, "the history has 9 rows and the model reads at most 4: give the last of them"),
-        (HISTORY[:2], {"shortest": 5}, "the history has 2 rows and the model reads 5 at least"),
+        (
+            HISTORY,
+            {"max_context_length": 4},
+            "the history has 9 rows and the model reads at most 4: give the last of them",
+        ),
+        (HISTORY[:2], {"min_context_length": 5}, "the history has 2 rows and the model reads 5 at least"),
         ([["1", "x", "2"]], {}, "a history is an array of numbers, (time, 3): could not convert string to float"),
         ([[1, 2, 3], [1, 2]], {}, "a history is an array of numbers, (time, 3): "),
     ],
@@ -87,8 +91,8 @@ def test_invalid_history_is_refused_with_its_place(history, options, message):
 
 def test_rows_of_errors_are_counted_before_truncation():
     with pytest.raises(InputError, match="row 8 of column 'c'"):
-        series(longest=4).window(nan_at(7, 2), truncate=True)
-    window = series(longest=4).window(nan_at(2, 2), truncate=True)  # rows before the window are not checked
+        series(max_context_length=4).window(nan_at(7, 2), truncate=True)
+    window = series(max_context_length=4).window(nan_at(2, 2), truncate=True)  # rows before the window are not checked
     np.testing.assert_array_equal(window.values, HISTORY[-4:].astype(np.float32))
 
 
@@ -110,7 +114,7 @@ def test_horizon_is_an_option_or_a_default_of_the_file():
 
 
 def test_manifest_entry_round_trip():
-    preprocessor = series(begin=((0.0, 1.0),), mean=MEAN, scale=SCALE, longest=8, horizon=3)
+    preprocessor = series(begin=((0.0, 1.0),), mean=MEAN, scale=SCALE, max_context_length=8, horizon=3)
     manifest = Toy().manifest()
     assert SeriesPreprocessor.of(manifest) is None
     manifest = Manifest.from_json(

@@ -1,4 +1,4 @@
-"""Python calls of models that are run once: results in any batch equal the same computation in numpy."""
+"""Python calls of single-pass models: results in any batch equal the same computation in numpy."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_invalid_input_is_reported_after_earlier_results(files):
          r"\(feature-extraction\) turns each input into numbers: it cannot classify; call embed\(\) or predict\(\)"),
         ("scores", lambda x: x.embed(["a"]), UnsupportedCallError, "classifies its inputs: it cannot embed; call cl"),
         ("states", lambda x: x.embed(["a"]), UnsupportedCallError, "gives numbers for each position .* --pooling mean"),
-        ("vector", lambda x: x.generate("a"), UnsupportedCallError, r"is run once .* cannot generate; call embed\(\)"),
+        ("vector", lambda x: x.generate("a"), UnsupportedCallError, r"single-pass model: it cannot .*; call embed\(\)"),
         ("vector", lambda x: x.embed("a text"), InputError, "give a list of inputs"),
         ("vector", lambda x: x.embed([("a", "b", "c")]), InputError, "takes text or a sequence of whole numbers"),
         ("vector", lambda x: x.embed([{"word": "a"}]), InputError, "the model reads ids, not word"),
