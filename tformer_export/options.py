@@ -12,7 +12,8 @@ To add an option:
    `common/option_table.py` and its case to `cli._click_option`.
 3. Check the value and its combinations in `__post_init__`, and what depends on the model in `for_model`.
 4. A field of `ExportOptions` is also an argument of `api.export`, which documents it and passes it on. A field of
-   `Task` is also a field of `SourceOverrides` in `sources/finish.py`, which `SourceOverrides.of` sets and `finish` applies.
+   `Task` is also a field of `SourceOverrides` in `sources/finish.py`, which `SourceOverrides.of` sets and `finish`
+   applies.
    Fields of `Quantization` and `ExtraOutputs` need neither.
 5. Read the option where it has its effect: `build.py` passes the options, or single ones, to the phases. Add a phase of
    its own to `phases`.

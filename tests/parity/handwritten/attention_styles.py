@@ -7,10 +7,10 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from catalogue import BLOCK, VOCABULARY, Case
 from einops import einsum as einops_einsum
 from einops import rearrange, repeat
 from einops.layers.torch import Rearrange
+from support.handwritten_case import BLOCK, VOCABULARY, Case
 
 D, H, HD = 24, 3, 8
 

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from catalogue import BLOCK, VOCABULARY, Case
+from support.handwritten_case import BLOCK, VOCABULARY, Case
 
 D, H, HD = 24, 3, 8
 

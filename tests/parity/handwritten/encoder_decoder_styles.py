@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from catalogue import BLOCK, PAD, VOCABULARY, Case
 from einops import rearrange
+from support.handwritten_case import BLOCK, PAD, VOCABULARY, Case
 
 from tformer_export import causal, padding
 

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from catalogue import BLOCK, VOCABULARY, Case
+from support.handwritten_case import BLOCK, VOCABULARY, Case
 
 n_embd, n_head, n_layer, block_size, dropout = 24, 3, 1, BLOCK, 0.2
 

@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from catalogue import BLOCK, VOCABULARY, Case
 from einops import rearrange, repeat
+from support.handwritten_case import BLOCK, VOCABULARY, Case
 
 D, H, HD = 24, 3, 8
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from catalogue import BLOCK, SPECIAL, Case
+from support.handwritten_case import BLOCK, SPECIAL, Case
 
 from tformer_export import compile
 from tformer_export.common import onnx_operators

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from catalogue import BLOCK, PAD, VOCABULARY, Case
 from loguru import logger
+from support.handwritten_case import BLOCK, PAD, VOCABULARY, Case
 from torch import nn
 from x_transformers import Decoder, Encoder, TransformerWrapper, XTransformer
 

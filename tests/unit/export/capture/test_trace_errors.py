@@ -224,8 +224,8 @@ class FormattedNumber(Mixer):
 
 def test_other_untraceable_code_is_refused(tmp_path):
     assert refusal(FormattedNumber, tmp_path) == (
-        f"forward runs, but torch.export cannot trace it, at {here(FormattedNumber.forward)}: TypeError: unsupported format "
-        "string passed to SymFloat.__format__. Write that line with torch's operations on tensors"
+        f"forward runs, but torch.export cannot trace it, at {here(FormattedNumber.forward)}: TypeError: unsupported "
+        "format string passed to SymFloat.__format__. Write that line with torch's operations on tensors"
     )
 
 

@@ -1,0 +1,95 @@
+"""Masks that follow from sizes, made in other ways than by torch's operations on the length."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from support.handwritten_case import Case
+from tiny import TinyDecoder
+
+
+class LoopOverRows(TinyDecoder):
+    def mask(self, idx):
+        time = idx.shape[1]
+        mask = torch.zeros(time, time, dtype=torch.bool)
+        for i in range(time):
+            mask[i, i + 1 :] = True
+        return mask
+
+
+class IndexAssignment(TinyDecoder):
+    def mask(self, idx):
+        time = idx.shape[1]
+        mask = torch.zeros(time, time, dtype=torch.bool)
+        rows, columns = torch.triu_indices(time, time, 1)
+        mask[rows, columns] = True
+        return mask
+
+
+class Numpy(TinyDecoder):
+    """The annotated Transformer's subsequent_mask, in the form of its first edition."""
+
+    def mask(self, idx):
+        shape = (1, idx.size(-1), idx.size(-1))
+        subsequent = np.triu(np.ones(shape), k=1).astype("uint8")
+        return torch.from_numpy(subsequent) == 1
+
+
+class GrownTable(TinyDecoder):
+    """A table in an attribute, made anew when a longer one is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = None
+
+    def mask(self, idx):
+        time = idx.shape[1]
+        if self.table is None or self.table.shape[0] < time:
+            self.table = torch.ones(time, time).triu(1).bool()
+        return self.table[:time, :time]
+
+
+class SameSizeAsBefore(TinyDecoder):
+    """PyTorch's word language model: the mask is made anew when the length changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.src_mask = None
+
+    def mask(self, idx):
+        src = idx.t()
+        if self.src_mask is None or self.src_mask.size(0) != len(src):
+            self.src_mask = torch.log(torch.tril(torch.ones(len(src), len(src))))
+        return self.src_mask < 0
+
+
+class ConditionOnMask(TinyDecoder):
+    def mask(self, idx):
+        mask = torch.ones(idx.shape[1], idx.shape[1]).triu(1).bool()
+        return mask if mask.any().item() else None
+
+
+class CausalBySize(TinyDecoder):
+    def mix(self, x, idx):
+        q, k, v = (part.transpose(1, 2) for part in self.attention.heads(x))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
+        return self.attention.out(attended.transpose(1, 2).flatten(2))
+
+
+class PositionsAsList(TinyDecoder):
+    def mix(self, x, idx):
+        distances = torch.tensor([1 / (1 + i) for i in range(int(x.shape[1]))])
+        return self.attention(x + distances[:, None], self.mask(idx))
+
+
+CASES = [
+    Case("mask-loop", LoopOverRows, exports_file=True),
+    Case("mask-indices", IndexAssignment),
+    Case("mask-numpy", Numpy),
+    Case("mask-grown", GrownTable, exports_file=True),
+    Case("mask-same-size", SameSizeAsBefore, exports_file=True),
+    Case("mask-condition", ConditionOnMask),
+    Case("causal-by-size", CausalBySize),
+    Case("positions-list", PositionsAsList),
+]

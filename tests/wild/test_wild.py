@@ -1,0 +1,35 @@
+"""Models in the styles in which people publish them export unchanged and equal PyTorch, or are refused with a reason."""
+
+from __future__ import annotations
+
+import experts
+import masks_from_sizes
+import numbers_from_data
+import own_caches
+import pytest
+from support.handwritten_case import Case
+from support.handwritten_checks import check_exported_file
+
+from tformer_export import export
+from tformer_runtime import UnsupportedModelError
+
+CASES = [case for module in (masks_from_sizes, own_caches, experts, numbers_from_data) for case in module.CASES]
+
+
+def parameters(cases: list[Case]) -> list:
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters([case for case in CASES if not case.refusal]))
+def test_exported_file_matches_pytorch(case: Case, tmp_path) -> None:
+    check_exported_file(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", parameters([case for case in CASES if case.refusal]))
+def test_model_that_is_not_proven_is_refused(case: Case, tmp_path) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        export(case.module, tmp_path / "model.onnx", **case.arguments)
+    assert case.refusal is not None
+    assert case.refusal in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
