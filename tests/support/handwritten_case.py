@@ -97,7 +97,7 @@ class Case:
         )
         while not isinstance(output, torch.Tensor):
             output = output["logits"] if isinstance(output, Mapping) else output[0]
-        return output.select(axis, 0).numpy()
+        return output.select(axis, 0).numpy() if output.dim() == 3 else output.numpy()  # or (batch · time, vocabulary)
 
     def greedy(self, row: np.ndarray, max_new_tokens: int) -> list[int]:
         """Return the greedy tokens after the prompt `row`, or for the source `row` of an encoder-decoder."""

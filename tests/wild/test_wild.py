@@ -1,10 +1,11 @@
-"""Models in the styles in which people publish them export unchanged and equal PyTorch, or are refused with a reason."""
+"""Models in the styles in which people publish them export unchanged and equal PyTorch, or are refused."""
 
 from __future__ import annotations
 
 import experts
 import masks_from_sizes
 import numbers_from_data
+import outputs_and_buffers
 import own_caches
 import pytest
 from support.handwritten_case import Case
@@ -13,7 +14,8 @@ from support.handwritten_checks import check_exported_file
 from tformer_export import export
 from tformer_runtime import UnsupportedModelError
 
-CASES = [case for module in (masks_from_sizes, own_caches, experts, numbers_from_data) for case in module.CASES]
+STYLES = (masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers)
+CASES = [case for style in STYLES for case in style.CASES]
 
 
 def parameters(cases: list[Case]) -> list:

@@ -33,6 +33,7 @@ _LIKE = {  # they read only the sizes of their other tensor
     aten.view_as.default: aten.reshape.default,
     aten.reshape_as.default: aten.reshape.default,
 }
+_SDPA = aten.scaled_dot_product_attention.default
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _IDENTITIES = {
     aten.clone.default,
@@ -65,6 +66,8 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
         elif node.target in _LIKE:
             node.args = (node.args[0], _sizes(graph, node, node.args[1]))
             node.target = _LIKE[node.target]
+        elif node.target is _SDPA and meta(node).dim() == 3:
+            _add_head_axis(graph, node)
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
         elif node.target in _ASSERTIONS:
@@ -104,6 +107,28 @@ def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
         else:
             sizes.append(int(size))
     return sizes
+
+
+def _add_head_axis(graph: Graph, node: Node) -> None:
+    """Give an attention of (batch, time, d) one head, (batch, 1, time, d), which is the form of all others."""
+    args = arguments(node)
+    attended = meta(node)
+
+    def with_heads(operand: Any) -> Any:
+        if not isinstance(operand, Node) or meta(operand).dim() < 3:
+            return operand
+        with graph.inserting_before(node):
+            result = graph.call_function(aten.unsqueeze.default, (operand, 1))
+        result.meta = {**node.meta, "val": meta(operand).unsqueeze(1)}
+        return result
+
+    node.args = tuple(map(with_heads, args))
+    node.kwargs = {name: with_heads(value) for name, value in node.kwargs.items()}
+    node.meta["val"] = attended.unsqueeze(1)
+    with graph.inserting_after(node):
+        result = graph.call_function(aten.squeeze.dim, (node, 1))
+    result.meta = {**node.meta, "val": attended}
+    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 def _product_alone(graph: Graph, node: Node) -> None:

@@ -26,6 +26,7 @@ class Adapter(nn.Module):
     layouts: name of an input → its batch and time axis in the module, where they are not 0 and 1.
     step: the input whose layout the logits have.
     output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
+    flat_logits: whether the module returns logits (batch · time, vocabulary).
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Adapter(nn.Module):
         layouts: Mapping[str, tuple[int, int]] | None = None,
         step: str | None = None,
         output: str | int | Sequence[str | int] | None = None,
+        flat_logits: bool = False,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.flat_logits = module, flat_logits
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
         self.positional = [n for n, p in parameters_of(module).items() if p.kind is _BY_POSITION]
@@ -50,6 +52,10 @@ class Adapter(nn.Module):
         if self.output is not None and not isinstance(self.output, (str, int)):
             return tuple(choose_output(returned, which) for which in self.output)
         output = choose_output(returned, self.output)
+        if self.flat_logits and self.step is not None:
+            batch, time = inputs[self.names.index(self.step)].shape[:2]
+            first = (time, batch) if self.layouts.get(self.step) == (1, 0) else (batch, time)
+            output = output.reshape(*first, output.shape[-1])
         return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
 
     def call_module(self, *inputs: torch.Tensor) -> Any:

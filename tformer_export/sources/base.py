@@ -113,6 +113,7 @@ class Source:
             if not isinstance(value, torch.Tensor):  # extra state of a module, by get_extra_state
                 continue
             total.update(name.encode())
+            value = value if value.layout is torch.strided else value.to_dense()
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
 

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask, padding
-from tformer_export.sources.adapter import Adapter, callable_module, parameters_of, required_parameters
+from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.sources.adapter import (
+    Adapter,
+    callable_module,
+    choose_output,
+    parameters_of,
+    required_parameters,
+)
 from tformer_export.sources.base import Source, as_float32, build_mask
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
@@ -51,7 +58,8 @@ def from_module(
     adapted = as_float32(callable_)
     if adapted is not callable_:
         inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
-    adapter = Adapter(adapted, list(inputs), fixed, described, keeps, layouts, step_input, output)
+    settings = adapted, list(inputs), fixed, described, keeps, layouts, step_input, output
+    adapter = Adapter(*settings, flat_logits=_has_flat_logits(Adapter(*settings), inputs))
     outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
     if outputs and step_input is not None:
         raise SourceError(
@@ -70,6 +78,19 @@ def from_module(
         series=series,
         outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
     )
+
+
+def _has_flat_logits(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether forward returns logits (batch · time, vocabulary), for the loss of training. Cost: one forward."""
+    if adapter.step is None or not (adapter.output is None or isinstance(adapter.output, (str, int))):
+        return False
+    batch, time = inputs[adapter.step].shape[:2]
+    try:
+        with torch.no_grad(), unchanged(adapter), WriteUndo(adapter, []), torch.random.fork_rng(devices=[]):
+            logits = choose_output(adapter.call_module(*inputs.values()), adapter.output)
+    except Exception:  # the analysis reports errors of forward
+        return False
+    return time > 1 and logits.dim() == 2 and logits.shape[0] == batch * time
 
 
 def _default_task(example: Mapping[str, torch.Tensor], step_input: str | None, series: Mapping[str, Any] | None) -> str:
