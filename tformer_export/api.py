@@ -14,7 +14,7 @@ import torch
 
 from tformer_export.build import build
 from tformer_export.common.atomic_output import check_writable
-from tformer_export.common.clock import PhaseClock, peak_memory
+from tformer_export.common.clock import PhaseClock, peak_memory, unexpected_errors
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
 from tformer_export.options import ExportOptions, ExtraOutputs, Quantization
@@ -128,7 +128,7 @@ def export(
     )
     source = finish(source, overrides)
     clock = PhaseClock(progress)
-    with source.eval_mode():
+    with source.eval_mode(), unexpected_errors(clock):
         result = build(source, out, options.for_model(source), clock)
     return ExportReport(
         path=str(out),

@@ -9,6 +9,7 @@ import importlib.util
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -380,7 +381,10 @@ def _refusal_reported(report: Path | None, source: str) -> Iterator[None]:
         if report is not None:
             from tformer_export.report import write_json
 
-            write_json(report, {"refused": str(error), "kind": type(error).__name__, "source": source})
+            refusal = {"refused": str(error), "kind": type(error).__name__, "source": source}
+            if error.__cause__ is not None:
+                refusal["traceback"] = "".join(traceback.format_exception(error.__cause__))
+            write_json(report, refusal)
         raise
 
 

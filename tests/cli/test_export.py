@@ -253,6 +253,21 @@ def test_refusal_is_written_to_the_report(folder, run):
     assert "factories.py:19: return self.out(x - x.mean(1, keepdim=True) if self.open else x)" in report["refused"]
 
 
+def test_unexpected_error_is_one_sentence_and_its_traceback_is_in_the_report(folder, run, monkeypatch):
+    def fail(*_arguments):
+        raise ZeroDivisionError("an error of a library")
+
+    monkeypatch.setattr("tformer_export.compile.analyse_model", fail)
+    status, err = run("factories:plain", "--step-input", "tgt", "-o", "out.onnx", "--report", "report.json")
+    assert status == 1
+    assert err.startswith("tformer-export: the export failed in its phase 'analysis', at ")
+    assert "ZeroDivisionError: an error of a library. This model was not foreseen" in err
+    assert len(err.splitlines()) == 1
+    report = json.loads(Path("report.json").read_text())
+    assert report["traceback"].startswith("Traceback (most recent call last):")
+    assert report["traceback"].endswith("ZeroDivisionError: an error of a library\n")
+
+
 def test_report_in_a_missing_folder_is_refused(checkpoint, folder, refused):
     assert "none/report.json cannot be written" in refused(checkpoint, "-o", "out.onnx", "--report", "none/report.json")
 

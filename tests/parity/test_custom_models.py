@@ -189,7 +189,7 @@ def test_chat_template_without_tokenizer_or_step_input_raises_option_error(tmp_p
     model, example, options = language_model()
     with pytest.raises(OptionError, match="a chat template needs a tokenizer: give one"):
         export(model, tmp_path / "n.onnx", example, **{**options, "tokenizer": None})
-    with pytest.raises(OptionError, match="goes on with a text alone, and this one is a single-pass model"):
+    with pytest.raises(OptionError, match="continues a text, but this model is a single-pass model"):
         export(model, tmp_path / "n.onnx", example, **{**options, "step_input": None})
     with pytest.raises(OptionError, match="chat_template of a checkpoint must be Jinja text, not dict"):
         save_checkpoint(model, tmp_path / "m.pt", factory="a:b", arguments={}, chat_template={})

@@ -1,4 +1,4 @@
-"""Wall time by phase of an export, and the process's memory."""
+"""Wall time by phase of an export, the process's memory, and errors that no phase expected."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from tformer_export.common.source_lines import error_summary, line_of_error
+from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
 
 def peak_memory() -> int:
@@ -22,16 +25,33 @@ class PhaseClock:
     """Seconds of each phase, in the order in which the phases ran. A phase that runs twice is summed.
 
     progress: called with the name of each phase as it begins.
+    latest: the phase that began last.
     """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self.seconds: dict[str, float] = {}
+        self.latest = ""
         self.progress = progress
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time of a `with` block to the phase `name`."""
+        self.latest = name
         self.progress(name)
         begin = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+@contextmanager
+def unexpected_errors(clock: PhaseClock) -> Iterator[None]:
+    """Raise UnsupportedModelError, as one sentence, for an error that no phase expected. Its cause is that error."""
+    try:
+        yield
+    except TformerError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the export failed in its phase {clock.latest!r}, at {line_of_error(error)}: {error_summary(error)}. This "
+            "model was not foreseen: report the traceback (--verbose, or the cause of this error)"
+        ) from error
