@@ -52,7 +52,7 @@ def test_general_course_is_taken_and_equals_pytorch_for_both_kinds_of_data(tmp_p
     with torch.no_grad():
         alone = torch.cat([model(torch.tensor([row])) for row in ROWS]).numpy()
         padded = model(nn.utils.rnn.pad_sequence([torch.tensor(row) for row in ROWS], batch_first=True)).numpy()
-    # float32 rounds sums of 24 products by at most 24 · 2⁻²⁴ of values below 10, in an order that depends on the kernel.
+    # float32 rounds sums of 24 products by at most 24 · 2⁻²⁴ of values below 10, in the order of the kernel.
     np.testing.assert_allclose(actual, padded, rtol=0, atol=2e-5)
     np.testing.assert_allclose(actual, alone, rtol=0, atol=2e-5)
 
