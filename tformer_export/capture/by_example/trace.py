@@ -23,13 +23,13 @@ from tformer_export.capture.by_example.rebuild import RebuiltModule, rebuild
 from tformer_export.capture.by_example.recording import Recording, record
 from tformer_export.capture.by_example.simplify import simplify
 from tformer_export.capture.by_example.size_fit import Sizes
-from tformer_export.capture.by_example.unify import DisagreementError, unify
+from tformer_export.capture.by_example.unify import DisagreementError, check_lengths, unify
 from tformer_export.common.fx_nodes import DENSE_SIZES
 
 logger = logging.getLogger(__name__)
 
 FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other recordings 2 more
-NUM_ROWS = 2, 32, 256  # of a recording: a mixture of experts takes all its experts if it has rows enough
+FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
 def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_length: int) -> RebuiltModule | None:
@@ -50,7 +50,6 @@ def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_
 class _Tracer:
     def __init__(self, module: nn.Module, draws: InputDraws, unit: int, max_length: int) -> None:
         self.module, self.draws, self.unit, self.max_length = module, draws, unit, max_length
-        self.reads_numbers = False
 
     def trace(self) -> RebuiltModule | None:
         try:
@@ -58,21 +57,23 @@ class _Tracer:
         except FORWARD_FAILURES:
             return None
         self.draws = with_facts(self.draws, first)
-        self.reads_numbers = bool(first.numbers)
-        for rows in NUM_ROWS:
-            for kind in self.draws.kinds if self.reads_numbers else self.draws.kinds[-1:]:
-                try:
-                    return self._course(kind, rows)
-                except (DisagreementError, *FORWARD_FAILURES) as error:
-                    logger.debug("no course of %s with %d rows: %s", kind, rows, error)
-            if not self.reads_numbers:
-                return None  # other data would not change the course
+        full = self.draws.kinds[-1]
+        # Other data change the course of a module that reads them, and of no other.
+        kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
+        for kind, rows in kinds or [(full, FEW_ROWS)]:
+            try:
+                return self._course(kind, rows)
+            except (DisagreementError, *FORWARD_FAILURES) as error:
+                logger.debug("no course of %s with %d rows: %s", kind, rows, error)
         return None
 
     def _course(self, kind: DataKind, rows: int) -> RebuiltModule:
         """Return the module of the course that data of one kind take, if it is right for all kinds of data."""
         samples = self._samples(rows)
-        recordings = [self._record(sizes, kind, seed) for seed, sizes in enumerate(samples)]
+        recordings: list[Recording] = []
+        for seed, sizes in enumerate(samples):
+            recordings.append(self._record(sizes, kind, seed))
+            check_lengths(simplify(recordings))
         program = unify(simplify(recordings), samples)
         longest = self._longest(self.max_length, lambda sizes: self._run(sizes, kind))
         if program.has_tables:

@@ -83,6 +83,12 @@ def unify(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> GeneralPro
     return _Unifier(recordings, sizes).run()
 
 
+def check_lengths(recordings: Sequence[Recording]) -> None:
+    """Raise DisagreementError if recordings have different numbers of operations."""
+    if len({len(recording.steps) for recording in recordings}) > 1:
+        raise DisagreementError("other operations run at other sizes", None)
+
+
 class _Unifier:
     def __init__(self, recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> None:
         self.recordings, self.sizes = recordings, sizes

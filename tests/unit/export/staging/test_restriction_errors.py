@@ -338,11 +338,6 @@ class Pooled(FirstOnly):
         return self.out(self.embed(tgt).mean(1, keepdim=True))  # HERE
 
 
-class Flattened(FirstOnly):
-    def forward(self, tgt):
-        return self.out(self.embed(tgt)).flatten(0, 1)  # HERE
-
-
 class OneMore(FirstOnly):
     def forward(self, tgt):
         return self.out(F.pad(self.embed(tgt), (0, 0, 1, 0)))  # HERE
@@ -367,7 +362,6 @@ OTHER_SHAPE = "which is not (batch, time, vocabulary)"
     [
         (FirstOnly, "(batch, 23)", NO_ROW),
         (Pooled, "(batch, 1, 23)", NO_ROW),
-        (Flattened, "(batch*time, 23)", OTHER_SHAPE),
         (OneMore, "(batch, time + 1, 23)", OTHER_SHAPE),
         (OneRow, "(1, time, 23)", OTHER_SHAPE),
         (Ids, "(batch, time)", OTHER_SHAPE),
