@@ -144,6 +144,7 @@ class Chat:
             )
         common = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._state.rewind(common)
+        common = int(self._state.lengths[0])
         self._cached_ids = ids[:common]
         prefill(self._engine, self._state, ids[common:-1])
         self._cached_ids = ids[:-1]

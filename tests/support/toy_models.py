@@ -23,6 +23,7 @@ from tformer_runtime.format import manifest as m
 
 HEADS, SIZE = 2, 8  # the head size of GroupQueryAttention is a multiple of 8
 WIDTH = HEADS * SIZE
+CARRIED = 0.1  # the weight of a carried sum
 PAD, START_ID, END_ID = 0, 1, 2
 LETTERS = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
 ONNX_TYPE = {"int64": T.INT64, "int32": T.INT32, "bool": T.BOOL, "float32": T.FLOAT, "bfloat16": T.BFLOAT16}
@@ -49,6 +50,7 @@ class Toy:
     stride: cross-attention reads every `stride`-th position of the source.
     shares: several neighbouring rows may share one row of the context.
     half: the caches and the context are bfloat16; the computation is float32, because CPUs have no bfloat16 kernels.
+    carries: the first layer reads a sum of the embeddings so far, which each row carries from token to token.
     extras: the file has extra outputs: the mean of the cross-attention weights, the hidden states that the projection
         to the vocabulary reads, and the embeddings of the source.
     """
@@ -67,6 +69,7 @@ class Toy:
     layers: int = 1
     stride: int = 1
     shares: bool = False
+    carries: bool = False
     extras: bool = False
     half: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +130,9 @@ class Toy:
             for i in range(self.layers)
             for n in "kv"
         )
+        if self.carries:
+            caches = (m.CacheSpec("past.sum", "present.sum", "float32", (b, 1, WIDTH), False), *caches)
+            controls += (m.NEW_COUNTS,)
         decode = m.DecodeStage(
             m.TensorSpec("tgt", "int64", (b, m.NEW_AXIS)),
             controls + ((m.SELECTED_TOKENS,) if self.select else ()),
@@ -164,6 +170,8 @@ class Toy:
         """Return the extra outputs of one row, computed for the whole sequence: cross_attentions, last and source."""
         w, alignments = self.weights(), []
         x = w["target"][target] + w["places"][: len(target)]
+        if self.carries:
+            x = x + CARRIED * x.cumsum(0)
         causal = np.where(np.tri(len(target), dtype=bool), 0, -np.inf)
         for i in range(self.layers):
             x = x + _attend(x @ w[f"q{i}"], x @ w[f"k{i}"], x @ w[f"v{i}"], causal)[0] @ w[f"o{i}"]
@@ -240,6 +248,13 @@ def _encode(g: Graph, prefix: str, extras: bool = False, stride: int = 1, half: 
 def _decode(g: Graph, toy: Toy, prefix: str) -> None:
     alignments = []
     x = g.op("Add", [g.op("Gather", ["target", "tgt"]), g.op("Gather", ["places", m.POSITIONS])])
+    if toy.carries:
+        # Row n of `sums` is the sum after n new tokens.
+        sums = g.op("CumSum", [g.op("Concat", ["past.sum", x], axis=1), g.constant(1)])
+        count = g.op("Unsqueeze", [m.NEW_COUNTS, g.constant([1, 2])])
+        g.op("GatherND", [sums, count], [f"{prefix}present.sum"], batch_dims=1)
+        latest = g.op("Slice", [sums, g.constant([1]), g.constant([2**31]), g.constant([1])])
+        x = g.op("Add", [x, g.op("Mul", [latest, g.constant(CARRIED, np.float32)])])
     for i in range(toy.layers):
         q, k, v = (g.op("MatMul", [x, f"{n}{i}"]) for n in "qkv")
         presents = [f"{prefix}present.{n}{i}" for n in "kv"]
@@ -324,6 +339,7 @@ def build(toy: Toy) -> onnx.ModelProto:
         m.TOTAL_SLOTS: [],
         m.START_SLOT: [m.BATCH_AXIS],
         m.SLOT_INDICES: ["total"],
+        m.NEW_COUNTS: [m.BATCH_AXIS],
     }
     inputs = [info(decode.step.name, "int64", decode.step.shape)]
     inputs += [

@@ -330,6 +330,7 @@ class Drafter:
         while self._ids_read[:common] != ids[:common]:
             common -= 1
         self._state.rewind(common)
+        common = int(self._state.lengths[0])
         self._ids_read = ids.copy()
         logits: F32 = np.empty((0, 0), np.float32)
         for first in range(common, len(ids), DRAFT_PREFILL_TOKENS):

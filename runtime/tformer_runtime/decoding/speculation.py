@@ -55,6 +55,7 @@ class SpeculativeRow:
         self._engine, self._task, self._guesser = engine, task, guesser
         self.batch = batch
         batch_limit, max_guesses = engine.decode.small_batch_limit, task.settings.num_draft_tokens
+        self._batch_limit = batch_limit
         self._draft_length = (
             DraftLengthController(TOKEN_COST + guesser.cost, max_guesses)
             if batch_limit is None
@@ -62,6 +63,8 @@ class SpeculativeRow:
         )
         self._kind = 0
         self._tokens_read = int(batch.state.lengths[0])  # without guesses
+        self._latest_tokens: list[int] = []  # that the latest step read
+        self._num_reread = 0  # of these, tokens that an earlier step had read
         self._logits: Array = np.empty(0)  # after the latest token, and after each guess
         self._guesses: list[Guess] = []
         self._accepted = 0  # guesses that came true
@@ -79,8 +82,8 @@ class SpeculativeRow:
         else:
             self._run_model(token)
         self._tokens_read += 1
-        self.batch.record_positions(0, [self._accepted])
-        logits: F32 = self._logits[self._accepted]
+        self.batch.record_positions(0, [self._num_reread + self._accepted])
+        logits: F32 = self._logits[self._num_reread + self._accepted]
         return logits
 
     def fit(self) -> bool:
@@ -95,11 +98,15 @@ class SpeculativeRow:
         if self._guesses:
             self._draft_length.record(self._kind, len(self._guesses), self._accepted)
         state, self._accepted = self.batch.state, 0
+        before = int(state.lengths[0]) - len(self._latest_tokens)
         state.rewind(self._tokens_read)
+        # Carries go back to the time before the latest step. Its accepted tokens are read again.
+        accepted = self._latest_tokens[int(state.lengths[0]) - before : self._tokens_read - before]
+        self._num_reread = len(accepted)
         self._guesses = self._make_guesses()
         self._task.guessed += len(self._guesses)
-        tokens = np.array([[token, *(guess.token for guess in self._guesses)]])
-        self._logits = self._engine.step(state, tokens, logit_positions="all")[0]
+        self._latest_tokens = [*accepted, token, *(guess.token for guess in self._guesses)]
+        self._logits = self._engine.step(state, np.array([self._latest_tokens]), logit_positions="all")[0]
 
     def _make_guesses(self) -> list[Guess]:
         """Return guesses; no more than are expected to pay."""
@@ -109,7 +116,9 @@ class SpeculativeRow:
             return []
         self._kind = kind
         count = min(self._draft_length.num_guesses(kind), tokens_left - 1)
-        return self._guesser.guess(count) if count else []
+        if self._batch_limit is not None:
+            count = min(count, self._batch_limit - 1 - self._num_reread)
+        return self._guesser.guess(count) if count > 0 else []
 
 
 class SpeculativeBatch:

@@ -16,6 +16,7 @@ from tformer_runtime.format.manifest import (
     GATHER_IDS,
     GATHERED_COLUMNS,
     LAST_POSITION,
+    NEW_COUNTS,
     POSITIONS,
     SELECTED_TOKENS,
     SLOT_INDICES,
@@ -59,6 +60,7 @@ class SessionCall:
         self.positions: Ints = state.lengths[:, None] if new_tokens == 1 else np.zeros((rows, new_tokens), np.int64)
         self.last_positions = np.zeros(rows, np.int32)
         self.total_slots = np.zeros((), np.int32)
+        self.new_counts: Ints = np.zeros(rows, np.int64)
         self.selected_tokens: Ints = (
             np.tile(self.token_offsets, (rows, 1)) if logit_positions == "all" else np.full((rows, 1), new_tokens - 1)
         )
@@ -75,6 +77,7 @@ class SessionCall:
             LAST_POSITION: self.last_positions,
             TOTAL_SLOTS: self.total_slots,
             START_SLOT: state.lengths,
+            NEW_COUNTS: self.new_counts,
             SELECTED_TOKENS: self.selected_tokens,
         }
         self.inputs = {n: a for n, a in inputs.items() if n in self.controls or n == decode.step.name}
@@ -121,6 +124,7 @@ class SessionCall:
             for name, array in self.inputs.items():
                 binding.bind_ortvalue_input(name, self.session.host_tensor(array))
         self.session.run(binding, "decode")
+        state.record_step()
         state.cache.side = (state.cache.side + 1) % state.cache.num_sides
         state.cache.record_writes(lengths, new_tokens)
         if counts is None or new_tokens == 1:
@@ -152,6 +156,7 @@ class SessionCall:
             # Attention gives padding a weight of 0, but 0 times NaN is NaN.
             self.tokens[self.token_offsets >= counts[:, None]] = 0
         self.total_slots[()] = total_slots
+        self.new_counts[:] = new_tokens if counts is None else counts
         if new_tokens == 1:
             self.last_positions[:] = lengths
         else:

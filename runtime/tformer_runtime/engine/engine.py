@@ -250,6 +250,7 @@ class Engine:
         if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
             return
         state.check()
+        state.lengths_before = None
         lengths = state.lengths[rows]
         if state.encoder_context.reorder(rows):
             state.call = None
@@ -283,6 +284,7 @@ class Engine:
             ours.join(theirs)
             state.candidates = ours
         other.release()
+        state.lengths_before = None
         state.lengths = np.concatenate([state.lengths, other.lengths])
         state.max_row_length = max(state.max_row_length, other.max_row_length)
         state.call = None
@@ -381,7 +383,11 @@ class Engine:
     def _step_one_by_one(
         self, state: State, tokens: Array, counts: Array | None, logit_positions: LogitPositions
     ) -> Array:
-        """Run `step` for one column of tokens after the other."""
+        """Run `step` for one column of tokens after the other.
+
+        Rows with fewer tokens begin later. Until then they feed their first token with a count of 0: its slot gets the
+        content that it will have, and carries stay as they are.
+        """
         rows, new_tokens = tokens.shape[:2]
         counts = np.full(rows, new_tokens) if counts is None else np.asarray(counts)
         total_slots = int((state.lengths + counts).max())
@@ -392,18 +398,23 @@ class Engine:
         all_logits, logits = [], np.empty(0, np.float32)
         extras: dict[str, list[Array]] = {name: [] for name in state.step_extras}
         for i in range(new_tokens):
-            # A row without a token in this column feeds its last token again: the same slot gets the same content.
-            finished = i >= counts
-            state.lengths -= finished
+            index = i + counts - new_tokens
+            waits = index < 0
+            column = tokens[np.arange(rows), np.maximum(index, 0)][:, None]
+            logits = self.step(state, column, (~waits).astype(np.int64))
+            state.lengths -= waits
             state.max_row_length = int(state.lengths.max())
-            logits = self.step(state, tokens[np.arange(rows), np.minimum(i, counts - 1)][:, None])
             if logit_positions == "all":
                 all_logits.append(logits.copy())
                 for name, arrays in extras.items():
                     arrays.append(state.extras[name].copy())
+        state.lengths_before = None  # not the same column for all rows
         if logit_positions == "all":
-            state.extras = {name: np.stack(arrays, 1) for name, arrays in extras.items()}
-            return np.stack(all_logits, 1)
+            columns = np.minimum(np.arange(new_tokens) + new_tokens - counts[:, None], new_tokens - 1)
+            place = np.arange(rows)[:, None], columns
+            state.extras = {name: np.stack(arrays, 1)[place] for name, arrays in extras.items()}
+            aligned: Array = np.stack(all_logits, 1)[place]
+            return aligned
         return logits
 
 

@@ -5,6 +5,10 @@ row's token *j*, so a row of length *n* uses slots 0 … n-1, and later slots ar
 numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing,
 joining and moving rows copies them through the host.
 
+A cache without slots is a *carry*: a value of fixed size after the row's last token. It is copied whole with its row.
+A step reads it from one side and writes it to the other. So the carries before the latest step are still there, and a
+row can go back to them (`swap_sides`).
+
 Rows that move are copied from their first difference on. Every slot has the id of the write that filled it, so that
 beams, which share most of their past, copy little.
 
@@ -70,10 +74,15 @@ class _TensorGroup:
     arrays: list[Array | None]
     values: list[list[Any]]
 
-    @property
-    def slot_axis(self) -> int:
-        """The axis of the slots in `arrays`."""
-        return self.spec.shape.index(SLOT_AXIS) + 1
+    def slots(self, begin: int, end: int) -> tuple[slice, ...]:
+        """Return the index of some slots in an array (rows, …); of everything for a carry."""
+        if self.spec.is_carry:
+            return ()
+        return (slice(None),) * self.spec.shape.index(SLOT_AXIS) + (slice(begin, end),)
+
+    def copied_slots(self, used: int) -> tuple[slice, ...] | None:
+        """Return the index of the first `used` slots in `arrays`; None if rows without tokens have nothing to copy."""
+        return (slice(None), *self.slots(0, used)) if used or self.spec.is_carry else None
 
 
 class KVCache:
@@ -115,6 +124,7 @@ class KVCache:
         self.slot_capacity = 0
         self.side = 0
         self.num_sides = 1 if all(spec.in_place for spec in specs) else 2
+        self.has_carries = any(spec.is_carry for spec in specs)
         self._write_ids: Ints = np.zeros((0, 0), np.int64)  # (rows, slots): slots with equal ids have equal contents
         self._last_write_id = 0
         groups: dict[Any, list[int]] = {}
@@ -172,7 +182,7 @@ class KVCache:
             self._reallocate(rows, buffer_size, used)
         else:
             moved = np.flatnonzero(rows != np.arange(len(rows)))
-            if moved.size:
+            if moved.size and self.slot_capacity:
                 self._move_in_place(moved, rows[moved], lengths)
             if len(rows) == rows_before:
                 self._max_slots = max_slots
@@ -184,16 +194,11 @@ class KVCache:
     def _move_in_place(self, targets: Ints, sources: Ints, lengths: Ints) -> None:
         """Copy rows `sources` to rows `targets`. lengths: the used slots of each row before the call."""
         ends = lengths[sources]
-        if not ends.any():
-            return
         old_ids, new_ids = (self._write_ids[rows, : ends.max()] for rows in (targets, sources))
         differs = old_ids != new_ids
-        begins = np.where(differs.any(1), differs.argmax(1), ends)
+        begins = np.where(differs.any(1), differs.argmax(1), ends) if ends.any() else ends
         for group in self._groups:
-            parts = [
-                (slice(None),) * (group.slot_axis - 1) + (slice(begin, end),)
-                for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
-            ]
+            parts = [group.slots(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
             move_rows(self._current_array(group).swapaxes(0, 1), targets, sources, parts)
         self._write_ids[targets, : ends.max()] = new_ids
 
@@ -212,10 +217,11 @@ class KVCache:
         other.nbytes = 0
         if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
             self._reallocate(np.arange(rows_before), buffer_size, used)
-        for group, other_group in zip(self._groups, other._groups, strict=True) if other_used else ():
-            part = _first_slots(group.slot_axis, other_used)
-            joined = self._current_array(group)[:, rows_before:rows]
-            joined[part] = other._current_array(other_group)[:, : other.rows][part]
+        for group, other_group in zip(self._groups, other._groups, strict=True):
+            part = group.copied_slots(other_used)
+            if part is not None and self.slot_capacity:
+                joined = self._current_array(group)[:, rows_before:rows]
+                joined[part] = other._current_array(other_group)[:, : other.rows][part] if other.slot_capacity else 0
         if other_used:
             other_ids = other._write_ids[: other.rows, :other_used] + self._last_write_id
             self._write_ids[rows_before:rows, :other_used] = other_ids
@@ -246,6 +252,16 @@ class KVCache:
             other._last_write_id = self._last_write_id
         other._bind()
         return other
+
+    def swap_sides(self) -> None:
+        """Go back to the side that the latest step read. No row may have moved or joined since."""
+        self.side = (self.side - 1) % self.num_sides
+
+    def clear(self) -> None:
+        """Set all caches to zeros, as for rows without tokens. `past` and `present` have to be bound again."""
+        if self.slot_capacity:
+            self._reallocate(np.arange(self.rows), (self.row_capacity, self.slot_capacity), 0)
+            self._bind()
 
     def release(self) -> None:
         """Free the buffers and their bytes in the budget."""
@@ -291,9 +307,12 @@ class KVCache:
             return maximum
         return buffer_slots(min(required + required // GROWTH_DIVISOR, maximum), maximum)
 
-    def _current_array(self, group: _TensorGroup) -> Array:
-        """Return the side that the next step reads: the array on the host, or a copy from the device."""
-        side = self.side % len(group.arrays)
+    def _current_array(self, group: _TensorGroup, offset: int = 0) -> Array:
+        """Return the side that the next step reads: the array on the host, or a copy from the device.
+
+        offset: 1 for the other side.
+        """
+        side = (self.side + offset) % len(group.arrays)
         array = group.arrays[side]
         if array is None:
             array = np.stack([value.numpy() for value in group.values[side]])
@@ -309,8 +328,10 @@ class KVCache:
         nbytes = cache_bytes(self._specs, *buffer_size)
         self._budget.acquire(nbytes - self.nbytes)
         self.nbytes = nbytes
+        earlier: list[Array | None] = [None] * len(self._groups)  # the carries before the latest step
         if sources is None and used:
             sources = [self._current_array(group) for group in self._groups]
+            earlier = [self._current_array(g, 1) if g.spec.is_carry else None for g in self._groups]
         write_ids = np.zeros(buffer_size, np.int64)
         if used and len(self._write_ids):
             write_ids[: len(rows), :used] = self._write_ids[rows, :used]
@@ -319,9 +340,11 @@ class KVCache:
             sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
             shape = (len(group.members), self.row_capacity, *sizes)
             group.arrays = [np.zeros(shape, storage_dtype(group.spec.dtype)) for _ in group.arrays]
-            if sources and used:
-                part = _first_slots(group.slot_axis, used)
+            part = group.copied_slots(used)
+            if sources and part is not None:
                 self._current_array(group)[:, : len(rows)][part] = sources[k][part][:, rows]
+            if (array := earlier[k]) is not None:
+                self._current_array(group, 1)[:, : len(rows)] = array[:, rows]
 
     def _bind(self) -> None:
         """Create the OrtValues of the rows. On another device they replace the arrays."""
@@ -373,8 +396,3 @@ def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tupl
         readers[source] -= 1
         if not readers[source] and source in source_of and source not in saved:
             ready.append(source)
-
-
-def _first_slots(slot_axis: int, used: int) -> tuple[slice, ...]:
-    """Return the index of the first `used` slots in an array (tensors, rows, …) with its slots on `slot_axis`."""
-    return (slice(None),) * slot_axis + (slice(0, used),)

@@ -49,6 +49,7 @@ class State:
     step_extras: names of the extra outputs of each step.
     extras: the extra outputs of the latest step, in the layout of its logits. The next step overwrites them.
     candidates: the candidate ids of each row; None if every row may have any id.
+    lengths_before: (rows,) `lengths` before the latest step, while the carries of that time still exist; else None.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class State:
     ) -> None:
         self.candidates = candidates
         self.lengths: Ints = np.zeros(rows, np.int64)
+        self.lengths_before: Ints | None = None
         self.max_row_length = 0
         self.cache = cache
         self.encoder_context = context
@@ -108,9 +110,29 @@ class State:
             raise UnsupportedCallError("the state has been released and cannot be continued: read its inputs again")
 
     def rewind(self, length: int) -> None:
-        """Drop the cached tokens of each row beyond the first `length`."""
-        np.minimum(self.lengths, length, out=self.lengths)
+        """Drop the cached tokens of each row beyond the first `length`.
+
+        With carries, rows may lose more: a carry exists for the time after the latest step and before it, and for no
+        other. So rows go back to the time before the step, or to no tokens at all. Read `lengths` for the tokens that
+        are left.
+        """
+        kept = np.minimum(self.lengths, length)
+        if self.cache.has_carries and (kept < self.lengths).any():
+            if self.lengths_before is not None and (self.lengths_before <= kept).all():
+                self.cache.swap_sides()
+                kept = self.lengths_before
+            else:
+                self.cache.clear()
+                self.call = None
+                kept = np.zeros_like(kept)
+            self.lengths_before = None
+        self.lengths[:] = kept
         self.max_row_length = int(self.lengths.max(initial=0))
+
+    def record_step(self) -> None:
+        """Note that a step has written. `lengths` are still those before it, as the carries of the past side are."""
+        if self.cache.has_carries:
+            self.lengths_before = self.lengths.copy()
 
     def release(self) -> None:
         """Free the memory; the state cannot be used any more. Garbage collection of the state frees it, too."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tformer_runtime.format.dtypes import storage_dtype
-from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, Manifest
+from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
 from tformer_runtime.format.model_file import read_manifest, read_metadata
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the facts as plain values, fit for JSON. cache_bytes_per_token: of one row."""
+    """Return the facts as plain values, fit for JSON.
+
+    cache_bytes_per_token: of one row. carry_bytes: of one row, at any length.
+    """
     m, weights = manifest, path.with_name(path.name + ".data")
     caches = m.decode.caches if m.decode else ()
-    slot_bytes = [storage_dtype(c.dtype).itemsize * np.prod([d for d in c.shape if isinstance(d, int)]) for c in caches]
+    slots, carries = ([c for c in caches if c.is_carry == is_carry] for is_carry in (False, True))
     inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
     return {
         "file": os.fspath(path),
@@ -31,7 +33,8 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "max_length": m.max_length or None,  # in tokens; images and audio have none
         "vocabulary": m.decode.logits.shape[-1] if m.decode and not m.decode.features else None,
         "caches": len(caches),
-        "cache_bytes_per_token": int(sum(slot_bytes)),
+        "cache_bytes_per_token": sum(map(_fixed_bytes, slots)),
+        "carry_bytes": sum(map(_fixed_bytes, carries)),
         "extra_outputs": [extra.name for extra in m.extras],
         "quantization": m.quantization,
         "optimized_for": m.optimized_for,
@@ -48,6 +51,11 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "source_digest": m.source_digest,
         "parity": dict(m.parity),
     }
+
+
+def _fixed_bytes(cache: CacheSpec) -> int:
+    """Return the bytes of a cache for one row and one slot."""
+    return storage_dtype(cache.dtype).itemsize * math.prod(d for d in cache.shape if isinstance(d, int))
 
 
 def _preprocessing_numbers(manifest: Manifest, kind: str) -> dict[str, Any] | None:

@@ -9,7 +9,9 @@ With both stages, the graph is one ``If`` over the boolean input ``STAGE_INPUT``
 must be bound for either stage, but the inputs that the stage does not read may be empty. With one stage the graph has
 neither the ``If`` nor ``STAGE_INPUT``.
 
-Caches are right-padded: slot *j* of a row's cache holds the row's token *j*. *Control inputs* give the decode stage the
+Caches are right-padded: slot *j* of a row's cache holds the row's token *j*. A cache without an axis of slots is a
+*carry*: a value of fixed size that each row carries from token to token, such as the last inputs of a convolution. It
+holds the value after the row's last valid token. *Control inputs* give the decode stage the
 positions of the new tokens. A file lists the control inputs that its graph reads (``DecodeStage.controls``). A call
 feeds ``N`` new token slots to each of ``B`` rows. The first ``count[b]`` of them are valid and follow ``past[b]``
 cached tokens:
@@ -21,6 +23,7 @@ LAST_POSITION   int32   (B,)           ``past[b] + count[b] - 1``: the index of 
 TOTAL_SLOTS     int32   ()             ``max(past) + N``: the number of slots of the longest row after the call
 START_SLOT      int64   (B,)           ``past[b]``: the slot of the row's first new token
 SLOT_INDICES    int64   (TOTAL_SLOTS,) ``0 … TOTAL_SLOTS - 1``: the slots that attention may read
+NEW_COUNTS      int64   (B,)           ``count[b]``; 0 for a row whose carries must not change
 SELECTED_TOKENS int64   (B, M)         indices of the new tokens, out of N, for which the stage computes logits
 =============== ======= ============== ===============================================================================
 
@@ -61,6 +64,7 @@ LAST_POSITION = "decode.last"
 TOTAL_SLOTS = "decode.total"
 START_SLOT = "decode.start"
 SLOT_INDICES = "decode.slots"
+NEW_COUNTS = "decode.counts"
 SELECTED_TOKENS = "decode.select"
 GATHER_IDS = "shortlist.gather"
 GATHERED_COLUMNS = "shortlist.gathered"
@@ -119,8 +123,8 @@ class RequestInput(TensorSpec):
 class CacheSpec:
     """One cached tensor: graph input `past`, graph output `present`.
 
-    shape: has the axes BATCH_AXIS (first) and SLOT_AXIS.
-    in_place: whether past and present are bound to one buffer.
+    shape: has the axes BATCH_AXIS (first) and SLOT_AXIS; a carry has BATCH_AXIS alone.
+    in_place: whether past and present are bound to one buffer. False for a carry.
     """
 
     past: str
@@ -128,6 +132,11 @@ class CacheSpec:
     dtype: str
     shape: tuple[int | str, ...]
     in_place: bool = True
+
+    @property
+    def is_carry(self) -> bool:
+        """Whether the cache has no slots: it holds a value after the last token, and none of earlier tokens."""
+        return SLOT_AXIS not in self.shape
 
 
 @dataclass(frozen=True)

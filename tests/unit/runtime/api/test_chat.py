@@ -16,7 +16,11 @@ from tokenizers import Tokenizer, decoders, models, processors
 
 from tformer_runtime import InputError, MemoryBudgetError, MissingExtraError, Model, OptionError, UnsupportedCallError
 
-KINDS = {"gqa": Toy(encoder=False, seed=5), "pair": Toy(encoder=False, seed=9, attention="scatter-pair", layers=2)}
+KINDS = {
+    "gqa": Toy(encoder=False, seed=5),
+    "pair": Toy(encoder=False, seed=9, attention="scatter-pair", layers=2),
+    "carries": Toy(encoder=False, seed=5, carries=True),
+}
 OPTION_SETS = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},

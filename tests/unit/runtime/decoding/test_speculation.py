@@ -26,6 +26,7 @@ TOYS = {
     "encoder-decoder": Toy(seed=27, extras=True),
     "portable": Toy(seed=9, attention="scatter-pair", layers=2, extras=True),
     "every-position": Toy(encoder=False, seed=3, select=False),
+    "carries": Toy(encoder=False, seed=6, carries=True, extras=True),
 }
 DRAFTS = ("prompt", "twin", "other")
 WAYS = {

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from support.concurrent_calls import side_by_side
-from support.toy_models import Toy, with_manifest, write_encoder
+from support.toy_models import WIDTH, Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
@@ -20,7 +20,7 @@ KINDS = [
     for encoder in (True, False)
     for attention in ("gqa", "scatter", "scatter-pair")
     for select in (True, False)
-]
+] + [Toy(attention=attention, carries=True) for attention in ("gqa", "scatter")]
 TOLERANCE = 3e-5
 
 
@@ -54,7 +54,7 @@ class Rows:
         self.rows = [self.rows[r] for r in rows]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda t: f"{t.encoder}-{t.attention}-{t.select}")
+@pytest.fixture(scope="module", params=KINDS, ids=lambda t: f"{t.encoder}-{t.attention}-{t.select}-{t.carries}")
 def toy_and_engine(request, tmp_path_factory):
     path = request.param.write(tmp_path_factory.mktemp("engine") / "toy.onnx")
     return request.param, Engine(path, device="cpu", threads=1)
@@ -96,6 +96,8 @@ def test_short_row_reads_a_chunk_in_a_batch_with_a_full_row(toy_and_engine):
 
 
 def test_rewound_row_continues_in_calls_of_many_shapes(toy_and_engine):
+    if toy_and_engine[0].carries:
+        pytest.skip("rows with carries lose more than asked: test_state.py")
     rows, random = Rows(*toy_and_engine, rows=1), np.random.default_rng(3)
     rows.feed([9])
     shapes = set()
@@ -142,10 +144,11 @@ def test_repeat_places_rows_of_a_request_next_to_each_other(toy_and_engine):
 def test_memory_follows_the_number_of_rows_and_tokens(toy_and_engine):
     rows = Rows(*toy_and_engine, rows=2)
     rows.feed([3, 1])
-    small = rows.state.cache.nbytes
+    carries = sum(2 * 2 * 4 * WIDTH for _ in range(toy_and_engine[0].carries))  # two rows on two sides, at any length
+    small = rows.state.cache.nbytes - carries
     for _ in range(32):
         rows.feed([1, 1])
-    assert rows.state.cache.nbytes == 2 * small
+    assert rows.state.cache.nbytes == 2 * small + carries
     assert rows.state.nbytes >= rows.state.cache.nbytes
 
 

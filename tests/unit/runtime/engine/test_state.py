@@ -28,6 +28,8 @@ KINDS = {
     "stride-unlimited": Toy(stride=4, source_max=None),
     "shared": Toy(shares=True, layers=2),
     "shared-scatter": Toy(shares=True, attention="scatter", stride=3),
+    "carries": Toy(carries=True, layers=2),
+    "carries-alone": Toy(carries=True, encoder=False, attention="scatter"),
 }
 CLOSE = dict(rtol=0, atol=5e-5)  # float32 sums in another order, of logits of about ten
 
@@ -109,10 +111,18 @@ class World:
         return self.groups[-1]
 
     def rewind(self, group, length):
+        before = group.state.lengths.copy()
         group.state.rewind(length)
-        for row in group.rows:
-            del row.tokens[length:]
+        left = group.state.lengths.tolist()
+        if not self.toy.carries or (before <= length).all():  # else rows may lose more, and read it again
+            assert left == np.minimum(before, length).tolist()
+        assert all(count <= length for count in left)
+        lost = [row.tokens[count:length] for row, count in zip(group.rows, left, strict=True)]
+        for row, count in zip(group.rows, left, strict=True):
+            del row.tokens[count:]
         self.check(group)
+        if all(lost):
+            self.feed(group, lost)
 
     def check(self, group):
         lengths = [len(row.tokens) for row in group.rows]
