@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import constant_keys
 import experts
+import looking_back
 import masks_from_sizes
 import numbers_from_data
 import outputs_and_buffers
@@ -14,7 +16,7 @@ from support.handwritten_checks import check_exported_file
 from tformer_export import export
 from tformer_runtime import UnsupportedModelError
 
-STYLES = (masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers)
+STYLES = (masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back)
 CASES = [case for style in STYLES for case in style.CASES]
 
 

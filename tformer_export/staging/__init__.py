@@ -2,7 +2,9 @@
 
 plan                the values that are needed at all positions, and so are cached
 restriction         the positions that an operation needs of its operands
+layouts             positions on axes that have other rows too, or are merged with other axes
 regions             operations that mix positions, and keep them apart as a whole
+lookback            operations that read earlier positions outside attention
 probe               random inputs on which operations are tested
 tables, rotary      values that depend on the position alone, gathered by position
 encode, decode      the programs of the two stages; emitter: the part that they share

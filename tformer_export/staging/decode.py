@@ -18,8 +18,10 @@ from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import arguments, aten, meta, source_line
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput
 from tformer_export.staging.emitter import CachedValue, ContextTensor, Emitter, Port, Program, context_shape
+from tformer_export.staging.layouts import Layout
+from tformer_export.staging.lookback import Lookback
 from tformer_export.staging.plan import CachedAttention, StagingPlan
-from tformer_export.staging.restriction import ALL, NEW, ONE, AxisChoice, RestrictionSolver, Roles
+from tformer_export.staging.restriction import ALL, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles
 from tformer_export.staging.rotary import Rotation
 from tformer_export.staging.tables import Table, is_causal_alone
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -30,6 +32,7 @@ CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
     manifest.LAST_POSITION: (torch.int32, (manifest.BATCH_AXIS,)),
     manifest.TOTAL_SLOTS: (torch.int32, ()),
     manifest.START_SLOT: (torch.int64, (manifest.BATCH_AXIS,)),
+    manifest.NEW_COUNTS: (torch.int64, (manifest.BATCH_AXIS,)),
     manifest.SLOT_INDICES: (torch.int64, ("total",)),
     manifest.SELECTED_TOKENS: (torch.int64, (manifest.BATCH_AXIS, manifest.SELECTED_AXIS)),
 }
@@ -130,18 +133,26 @@ class DecodeEmitter(Emitter):
             self.emitted[node, roles] = self._emit_fused(self.plan.fused[node])
         else:
             inside: dict[Any, Node] = {}  # values of the region
-            for part, choices in solver.solve(node, roles).parts:
+            solution = solver.solve(node, roles)
+            for part, choices in solution.parts:
                 leaves, spec = pytree.tree_flatten((part.args, part.kwargs))
                 operands = [
-                    inside.get(leaf) or self._operand(part, leaf, choice) if isinstance(leaf, Node) else leaf
+                    inside.get(leaf) or self._operand(part, leaf, choice, solution.lookback)
+                    if isinstance(leaf, Node)
+                    else leaf
                     for leaf, choice in zip(leaves, choices, strict=True)
                 ]
                 args, kwargs = pytree.tree_unflatten(operands, spec)
                 inside[part] = self.copy(part, args, kwargs)
-            self.emitted[node, roles] = inside[node]
+            result = inside[node]
+            if solution.lookback is not None:
+                result = self._new_rows(node, result, solution.lookback)
+            self.emitted[node, roles] = result
 
-    def _operand(self, user: Node, leaf: Node, choice: AxisChoice) -> Any:
+    def _operand(self, user: Node, leaf: Node, choice: AxisChoice, lookback: Lookback | None = None) -> Any:
         """Return an operand of an operation, in the form of the choice."""
+        if choice == SPAN and lookback is not None:
+            return self._operand_of_span(leaf, lookback)
         if isinstance(meta(leaf), torch.SymInt):
             role = choice[0][1] if isinstance(choice, tuple) else NEW
             return self.size(meta(leaf), self._time(role))
@@ -206,6 +217,86 @@ class DecodeEmitter(Emitter):
             "logits", node, (batch, time), (manifest.BATCH_AXIS, manifest.SELECTED_AXIS, int(meta(node).shape[-1]))
         )
 
+    # -- regions that look back -----------------------------------------------------------------------------------
+
+    def _span(self, lookback: Lookback) -> Node:
+        """Return the number of positions for which a region is computed."""
+        if lookback.rows is None:
+            return self._time(ALL)
+        key = "span", lookback.rows
+        if key not in self.emitted:
+            self.emitted[key] = self.call(operator.add, self._time(NEW), lookback.rows)
+        return self.emitted[key]
+
+    def _operand_of_span(self, leaf: Node, lookback: Lookback) -> Any:
+        if isinstance(meta(leaf), torch.SymInt):
+            return self.size(meta(leaf), self._span(lookback))
+        if self.level[leaf] == Level.CONSTANT:
+            return self.constant_value(leaf, self._span(lookback))
+        if self.level[leaf] == Level.REQUEST:
+            return self.context[leaf, False]
+        if lookback.rows is None:
+            return self.emitted[leaf, self.solver.roles(leaf, ALL)]
+        if lookback.rows == 0:
+            return self.emitted[leaf, self.solver.roles(leaf)]
+        key = "window", leaf, lookback.rows, lookback.initial
+        if key not in self.emitted:
+            self.emitted[key] = self._window(leaf, lookback.rows, lookback.initial)
+        return self.emitted[key]
+
+    def _window(self, node: Node, count: int, initial: Node | None) -> Node:
+        """Return the last `count` rows of a value before the new ones, and the new ones.
+
+        The rows before are a carry. After the step it holds the last rows before each row's next token.
+        """
+        solver = self.solver
+        rows, (axis,) = solver.rows(node), solver.time_axes(node)
+        assert rows is not None
+        new = rows.split(self.call, self.emitted[node, solver.roles(node)])
+        if rows.batch_axis != 0:
+            new = self.call(onnx_operators.move_axes, new, rows.batch_axis, 0)
+        carry = self._cache(node, rows, axis, count)
+        time = rows.axis_after_split(axis) + (rows.axis_after_split(axis) < rows.batch_axis)
+        window = self.call(torch.cat, [carry.input, new], time)
+        places = self.constant(f"carried_{count}", torch.arange(count)[None])
+        counts = self.call(torch.unsqueeze, self._control(manifest.NEW_COUNTS), 1)
+        kept = self.call(operator.add, counts, places)
+        self._add_present(carry, self.call(onnx_operators.take_positions, window, kept, 0, time))
+        if initial is not None:
+            window = self._with_initial_rows(window, time, len(carry.shape), count, self._initial_row(initial, rows))
+        if rows.batch_axis != 0:
+            window = self.call(onnx_operators.move_axes, window, 0, rows.batch_axis)
+        return rows.merge(self.call, window)
+
+    def _initial_row(self, initial: Node, rows: BatchAxis) -> Node:
+        value = self.constant_value(initial, self._time(NEW))
+        return self.call(onnx_operators.move_axes, value, rows.batch_axis, 0) if rows.batch_axis != 0 else value
+
+    def _with_initial_rows(self, window: Node, axis: int, rank: int, count: int, initial: Node) -> Node:
+        """Put a constant in the place of the rows before the first position.
+
+        window: (batch, …, count + new, …), with its positions on `axis`.
+        """
+        start = self.call(torch.unsqueeze, self._control(manifest.START_SLOT), 1)
+        offsets = self.call(torch.arange, self.call(operator.add, self._time(NEW), count))
+        positions = self.call(operator.add, start, self.call(operator.sub, offsets, count))  # (batch, count + new)
+        is_before = self.call(operator.lt, positions, 0)
+        for other in range(1, rank):
+            if other != axis:
+                is_before = self.call(torch.unsqueeze, is_before, other)
+        return self.call(torch.where, is_before, initial, window)
+
+    def _new_rows(self, node: Node, result: Node, lookback: Lookback) -> Node:
+        """Return the rows of a region's result that belong to the new positions."""
+        if lookback.rows == 0:
+            return result
+        if lookback.rows is not None:
+            return self.call(torch.narrow, result, lookback.axis, lookback.rows, self._time(NEW))
+        batch = self.solver.batch_axis(node)
+        assert batch is not None
+        positions = self._control(manifest.POSITIONS)
+        return self.call(onnx_operators.take_positions, result, positions, batch, lookback.axis)
+
     # -- tables ---------------------------------------------------------------------------------------------------
 
     def _gather_table(self, user: Node, leaf: Node, roles: Roles) -> Node:
@@ -221,7 +312,7 @@ class DecodeEmitter(Emitter):
         if not new:  # a slot has the same position in every row
             result = self.constant(leaf.name, table.values)
             for axis in every:
-                result = self.call(onnx_operators.slot_view, result, self._control(manifest.SLOT_INDICES), axis)
+                result = self._slots_of_table(table, result, axis, axis)
             return self._repeat_for_rows(result, table.batch_rows)
         place = self._batch_place(user, table)
         key = "table", leaf, roles, place, self.selected
@@ -249,16 +340,18 @@ class DecodeEmitter(Emitter):
 
         batch = rows.batch_axis if has_row_entries else rows.axis
         diagonals = table.diagonals(missing, rows.axis, has_row_entries) if every and new < every[0] else None
-        slots = self._control(manifest.SLOT_INDICES) if every else None
         if diagonals is not None:
             stored = self.constant(name + "_diagonals", diagonals)
             axes = batch, result_axis(new), result_axis(every[0])
+            slots = self._control(manifest.SLOT_INDICES)
             result = self.call(onnx_operators.table_diagonals, stored, self._positions(), slots, *axes)
         else:
             stored = self.constant(f"{name}_{new}_rows", table.rows(missing, rows.axis, new + missing, has_row_entries))
-            result = self.call(onnx_operators.table_rows, stored, self._positions(), batch, result_axis(new))
+            result = self.call(
+                onnx_operators.table_rows, stored, self._table_positions(table, new), batch, result_axis(new)
+            )
             for other in every:
-                result = self.call(onnx_operators.slot_view, result, slots, result_axis(other))
+                result = self._slots_of_table(table, result, other, result_axis(other))
         if has_row_entries:
             return rows.merge(self.call, result)
         if place.repeat == 1:
@@ -266,6 +359,35 @@ class DecodeEmitter(Emitter):
         if rows.outer:
             return self.call(torch.repeat_interleave, result, place.repeat, rows.axis)
         return self.call(torch.cat, [result] * place.repeat, rows.axis)
+
+    def _table_positions(self, table: Table, axis: int) -> Node:
+        """Return the rows of a table for the new positions, (batch, rows before them + new + rows after them)."""
+        layout, positions = table.layout(axis), self._positions()
+        if not layout.is_padded:
+            return positions
+        shifted = self.call(operator.add, positions, layout.front)
+        front, back = self._constant_rows(layout)
+        batch = self._size(next(iter(self.captured.batch)), self._time(NEW))
+        parts = [self.call(onnx_operators.repeat_rows, part, batch, 0) for part in (front, back)]
+        return self.call(torch.cat, [parts[0], shifted, parts[1]], 1)
+
+    def _slots_of_table(self, table: Table, value: Node, axis: int, result_axis: int) -> Node:
+        """Narrow a table, or rows of it, to the slots: rows before them, slots, rows after them."""
+        layout, slots = table.layout(axis), self._control(manifest.SLOT_INDICES)
+        if not layout.is_padded:
+            return self.call(onnx_operators.slot_view, value, slots, result_axis)
+        front, back = (self.call(torch.squeeze, part, 0) for part in self._constant_rows(layout))
+        index = self.call(torch.cat, [front, self.call(operator.add, slots, layout.front), back], 0)
+        return self.call(torch.index_select, value, result_axis, index)
+
+    def _constant_rows(self, layout: Layout) -> tuple[Node, Node]:
+        """Return the numbers (1, front) and (1, back) of the rows of a table besides those of the positions."""
+        assert self.max_length is not None
+        first = layout.front + self.max_length
+        return (
+            self.constant(f"front_{layout.front}", torch.arange(layout.front)[None]),
+            self.constant(f"back_{first}_{layout.back}", torch.arange(first, first + layout.back)[None]),
+        )
 
     def _batch_place(self, user: Node, table: Table) -> _TablePlace:
         """Return the place of a batch axis in a table.
@@ -303,17 +425,29 @@ class DecodeEmitter(Emitter):
         solver = self.solver
         rows, axis = solver.rows(node), solver.cuts[node]
         assert rows is not None
-        new = rows.split(self.call, self.emitted[node, solver.roles(node)])
+        front, new, back = self._parts(self.emitted[node, solver.roles(node)], axis, solver.layout(node, axis))
+        new = rows.split(self.call, new)
         if rows.batch_axis != 0:
             new = self.call(onnx_operators.move_axes, new, rows.batch_axis, 0)
-        cache = self._cache(node, rows, rows.axis_after_split(axis))
+        cache = self._cache(node, rows, axis)
         slot = cache.shape.index(manifest.SLOT_AXIS)
         present = self.call(onnx_operators.write_slots, cache.input, new, self._control(manifest.START_SLOT), slot)
         self._add_present(cache, present)
         view = self.call(onnx_operators.slot_view, present, self._control(manifest.SLOT_INDICES), slot)
         if rows.batch_axis != 0:
             view = self.call(onnx_operators.move_axes, view, 0, rows.batch_axis)
-        return rows.merge(self.call, view)
+        merged = rows.merge(self.call, view)
+        return self.call(torch.cat, [*front, merged, *back], axis) if front or back else merged
+
+    def _parts(self, value: Node, axis: int, layout: Layout) -> tuple[list[Node], Node, list[Node]]:
+        """Return the rows of a value before the new positions, of the new positions, and after them."""
+        if not layout.is_padded:
+            return [], value, []
+        count = self._time(NEW)
+        end = self.call(operator.add, count, layout.front)
+        front = [self.call(torch.narrow, value, axis, 0, layout.front)] if layout.front else []
+        back = [self.call(torch.narrow, value, axis, end, layout.back)] if layout.back else []
+        return front, self.call(torch.narrow, value, axis, layout.front, count), back
 
     def _emit_fused(self, attention: CachedAttention) -> Node:
         """Compute an attention by the operator that updates its own caches."""
@@ -349,17 +483,19 @@ class DecodeEmitter(Emitter):
             self._add_present(cache, self.call(operator.getitem, result, 1 + i))
         return self.call(operator.getitem, result, 0)
 
-    def _cache(self, node: Node, rows: BatchAxis, time: int) -> _CacheTensors:
+    def _cache(self, node: Node, rows: BatchAxis, time: int, num_carried: int | None = None) -> _CacheTensors:
         """Add a cache for a value: its batch axis first, the other axes in their order.
 
-        time: the time axis after the split.
+        time: the time axis of the value.
+        num_carried: the number of rows of a carry.
         """
         sizes = list(rows.shape(tuple(meta(node).shape), manifest.BATCH_AXIS))
-        sizes[time] = manifest.SLOT_AXIS
+        sizes[rows.axis_after_split(time)] = manifest.SLOT_AXIS if num_carried is None else num_carried
         sizes.insert(0, sizes.pop(rows.batch_axis))
         shape = tuple(size if isinstance(size, str) else int(size) for size in sizes)
         index = len(self.cached)
-        self.cached.append(CachedValue(f"past.{index}", f"present.{index}", node, rows))
+        layout = self.solver.layout(node, time)
+        self.cached.append(CachedValue(f"past.{index}", f"present.{index}", node, rows, time, layout, num_carried))
         return _CacheTensors(index, shape, self.input(f"past.{index}", meta(node).dtype, shape))
 
     def _add_present(self, cache: _CacheTensors, present: Node) -> None:

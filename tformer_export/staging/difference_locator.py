@@ -45,9 +45,21 @@ class DifferenceLocator:
             if context.rows and _differ(_first_row(values[context.node], context.rows), file_value):
                 return f"first in what is computed once a request: {_place(context.node)}"
         for cache, file_value in zip(self.caches, caches, strict=True):
-            if _differ(_first_row(values[cache.node], cache.rows), file_value):
+            if _differ(_cached_row(values[cache.node], cache), file_value):
                 return f"first in a cached value: {_place(cache.node)}"
         return "no context and no cached value differs, so it is in the last attention or after it"
+
+
+def _cached_row(value: torch.Tensor, cache: CachedValue) -> np.ndarray:
+    """Return the first row of a cache after all positions of a value."""
+    layout = cache.layout
+    count = value.shape[cache.time] - layout.rows(0) if layout.is_padded else value.shape[cache.time]
+    if layout.is_padded:
+        value = value.narrow(cache.time, layout.front, count)
+    if cache.num_carried is not None:
+        shape = [*value.shape[: cache.time], cache.num_carried, *value.shape[cache.time + 1 :]]
+        value = torch.cat([value.new_zeros(shape), value], cache.time).narrow(cache.time, count, cache.num_carried)
+    return _first_row(value, cache.rows)
 
 
 def _first_row(value: torch.Tensor, rows: BatchAxis) -> np.ndarray:

@@ -22,6 +22,7 @@ from tformer_export.analysis.binding_time import Level, is_fixed
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import aten, expression, meta
+from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
 
@@ -58,12 +59,17 @@ class CachedValue:
 
     past, present: the input and the output for the cache.
     rows: the axis of the batch, which is the first axis of the cache.
+    time: the time axis of the value, and `layout`, its layout.
+    num_carried: the number of rows of a carry, the last ones so far; None for a cache of all positions.
     """
 
     past: str
     present: str
     node: Node
     rows: BatchAxis
+    time: int
+    layout: Layout = PLAIN
+    num_carried: int | None = None
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.binding_time import Level, is_fixed
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import aten, meta
-from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, AxisChoice, RestrictionSolver, Roles
+from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class StagingPlan:
     tables: constants that are gathered by position.
     length_invariant: constants that depend on the length and must be the same at any length.
     fused: attentions that update their own caches.
+    looking_back: values that follow from earlier positions in another way than by attention.
     select: the value at which decode drops the positions whose logits the caller does not request, such as the hidden
         states after the last attention. All later operations run on the remaining positions. None if decode computes
         all positions and drops some of its outputs.
@@ -53,6 +54,7 @@ class StagingPlan:
     tables: dict[Node, None] = field(default_factory=dict)
     length_invariant: dict[Node, None] = field(default_factory=dict)
     fused: dict[Node, CachedAttention] = field(default_factory=dict)
+    looking_back: set[Node] = field(default_factory=set)
     select: Node | None = None
 
 
@@ -66,11 +68,13 @@ def make_plan(
         """Note that an operand is needed, in the form of the choice."""
         if isinstance(meta(node), torch.SymInt):
             return
+        if choice == SPAN and level[node] != Level.STEP:
+            choice = FRESH if level[node] == Level.CONSTANT else None
         has_time = bool(solver.time_axes(node))
         if level[node] == Level.CONSTANT:
             if has_time and choice != FRESH:
                 plan.tables[node] = None
-            elif not has_time and isinstance(meta(node), torch.Tensor) and not is_fixed(node):
+            elif choice != FRESH and not has_time and isinstance(meta(node), torch.Tensor) and not is_fixed(node):
                 plan.length_invariant[node] = None
         elif level[node] == Level.REQUEST and not (has_time and isinstance(choice, tuple)):
             plan.contexts[node, choice == ONE] = None
@@ -102,7 +106,12 @@ def make_plan(
                 if cached.bias is not None:
                     demand(cached.bias, solution.choices[0][3])
                 continue
+            if solution.lookback is not None:
+                plan.looking_back.add(node)
             for operand, choice in solution.operands():
+                if choice == SPAN and level[operand] == Level.STEP:
+                    assert solution.lookback is not None
+                    choice = solver.roles(operand, ALL if solution.lookback.rows is None else NEW)
                 demand(operand, choice)
     plan.select = _select(captured, plan, solver)
     return plan
@@ -121,6 +130,8 @@ def _cached_attention(
     if level[key] != Level.STEP or level[value] != Level.STEP:
         return None
     if choices[1] != ((2, ALL),) or choices[2] != ((2, ALL),):
+        return None
+    if any(not solver.is_exact(n, 2) for n in (node, key, value)):  # the operator writes a slot for each new row
         return None
     unique = [_unrepeated(solver, n) for n in (key, value)]
     if meta(unique[0]).shape[1] != meta(unique[1]).shape[1]:
@@ -151,7 +162,9 @@ def _select(captured: CapturedGraph, plan: StagingPlan, solver: RestrictionSolve
     past_needed = [
         n
         for n in computed
-        if n.target is ATTENTION or any(role == ALL for roles in plan.demands[n] for _, role in roles)
+        if n.target is ATTENTION
+        or n in plan.looking_back
+        or any(role == ALL for roles in plan.demands[n] for _, role in roles)
     ]
     first = max((order[n] for n in past_needed), default=-1)
     last_use = {n: max((order[u] for u in n.users if u in plan.demands), default=-1) for n in computed}

@@ -37,7 +37,10 @@ def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict
 
 
 def run_other_row(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict[Node, Any]:
-    """Run the graph on the probe with another second row: a value that changes belongs to that row."""
+    """Run the graph on the probe with another second row: a value that changes belongs to that row.
+
+    Its ids are not those with which the model compares its ids, such as the end of a document.
+    """
     return run(captured, _with_other_row(captured, inputs))
 
 
@@ -46,20 +49,28 @@ def compared_ids(captured: CapturedGraph, name: str) -> list[int]:
     return sorted({t.padding for t in padding_tests(captured, name) if t.padding is not None})
 
 
-def _draw(captured: CapturedGraph, inputs: Mapping[str, InputFacts], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Draw two rows of each input. Ids are random, so that positions differ."""
+def _draw(
+    captured: CapturedGraph, inputs: Mapping[str, InputFacts], seed: int = 0, with_compared: bool = True
+) -> dict[str, torch.Tensor]:
+    """Draw two rows of each input. Ids are random, so that positions differ.
+
+    with_compared: half of the ids are among the compared ones; otherwise none is, if there are others.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for name, value in captured.example.items():
         value, ids = value[:2], inputs[name].ids
         if ids is not None:
             shape = (2, PROBE_LENGTH, *value.shape[2:]) if name == captured.step_name else value.shape
-            # Half of the ids are among the compared ones, so that values that follow from the comparison vary.
+            # Values that follow from the comparison vary.
             compared = compared_ids(captured, name)
             pad = inputs[name].pad
             allowed = [i for i in range(ids) if i != pad or (name == captured.step_name and i in compared)] or [0]
             compared = [i for i in compared if i in allowed]
-            pool = torch.tensor(allowed + compared * (len(allowed) // max(1, len(compared))))
+            others = [i for i in allowed if i not in compared] or allowed
+            pool = torch.tensor(
+                allowed + compared * (len(allowed) // max(1, len(compared))) if with_compared else others
+            )
             value = pool[torch.randint(len(pool), shape, generator=generator)].to(value.dtype)
         elif name == captured.step_name:
             value = torch.randn((2, PROBE_LENGTH, *value.shape[2:]), generator=generator).to(value.dtype)
@@ -68,7 +79,7 @@ def _draw(captured: CapturedGraph, inputs: Mapping[str, InputFacts], seed: int =
 
 
 def _with_other_row(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict[str, torch.Tensor]:
-    first, second = (_draw(captured, inputs, seed) for seed in (0, 1))
+    first, second = _draw(captured, inputs), _draw(captured, inputs, 1, with_compared=False)
     for name, value in second.items():
         facts, is_step = inputs[name], name == captured.step_name
         if facts.masked and facts.ids is not None and not is_step:

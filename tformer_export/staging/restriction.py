@@ -36,6 +36,8 @@ from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import Constants, call
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, is_read_from_data, meta, source_line, symbols
+from tformer_export.staging.layouts import PLAIN, Layout, possible_layouts
+from tformer_export.staging.lookback import Lookback, find_lookback
 from tformer_export.staging.regions import find_regions
 from tformer_export.staging.restriction_errors import explain_refusal
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -44,12 +46,14 @@ NEW, ALL = "new", "all"
 # Forms of an operand other than its rows at the new positions (NEW) or at all positions so far (ALL):
 ONE = "one"  # of a request value that is equal at every position, such as a broadcast mask: one position is kept
 FRESH = "fresh"  # of a constant that numbers positions from 0, such as arange(time): computed for the new positions
+SPAN = "span"  # of an operand of a region that looks back: its rows at the positions that the region is computed for
 Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of the axes
 AxisChoice = Roles | str | None
 
 PROBE_LENGTH = 6
 PROBE_WINDOWS = ((2, 2), (1, 3), (3, 1), (0, 4), (3, 3), (0, 1), (0, 2))  # (first position, how many) at that length
 MAX_RELATIVE_ROUNDING = 1e-4  # kernels of different shapes differ by about 1e-6; a missing position by whole digits
+MAX_DRAWN_MAGNITUDE = 1e3  # greater numbers hide positions, and stay
 MAX_SEARCHED_OPERANDS = 12  # roles of further operands are not searched
 MAX_REGION_COMBINATIONS = 64  # a region with more combinations of roles is tried with new rows alone
 
@@ -60,10 +64,12 @@ class Solution:
 
     choices: for each operation one choice for each leaf of (args, kwargs), in pytree order; None for a leaf that is
         computed in the region.
+    lookback: how the region looks back, if it does.
     """
 
     nodes: tuple[Node, ...]
     choices: tuple[tuple[AxisChoice, ...], ...]
+    lookback: Lookback | None = None
 
     @property
     def parts(self) -> Iterator[tuple[Node, tuple[AxisChoice, ...]]]:
@@ -95,10 +101,10 @@ class RestrictionSolver:
         """
         assert captured.time is not None
         self.captured, self.level, self.values, self.constants = captured, level, dict(values), constants
-        self.others = others
+        self.others = dict(others)
         self.time: sympy.Symbol = captured.time
         self.order = {node: i for i, node in enumerate(captured.nodes)}
-        self.strides: dict[Node, dict[int, int]] = {}
+        self.layouts: dict[Node, dict[int, Layout]] = {}  # of the axes that do not simply hold the positions
         self.unknown_layouts: set[Node] = set()  # values whose time axes have no known layout
         self.solutions: dict[tuple[Node, Roles], Solution] = {}
         self.cuts: dict[Node, int] = {}  # cut node → its time axis
@@ -131,29 +137,72 @@ class RestrictionSolver:
     def is_exact(self, node: Node, axis: int) -> bool:
         return bool(expression(_first(meta(node)).shape[axis]) == self.time)
 
-    def _find_layouts(self) -> None:
-        """Find the strides of time in axes of size k · time, such as batch and time flattened.
+    def layout(self, node: Node, axis: int) -> Layout:
+        """Return the layout of a time axis, if it is known."""
+        return self.layouts.get(node, {}).get(axis, PLAIN)
 
-        The stride of an operation's result is the one at which the operation commutes with restriction.
+    def has_layout(self, node: Node, axis: int) -> bool:
+        """Return whether the layout of a constant's time axis is known."""
+        return self.is_exact(node, axis) or axis in self.layouts.get(node, {})
+
+    def _find_layouts(self) -> None:
+        """Find the layouts of time in axes of another size, such as batch and time flattened.
+
+        The layout of an operation's result is the one at which the operation commutes with restriction.
         """
+        self._find_constant_layouts()
         for node in self.captured.nodes:
             if self.level[node] == Level.CONSTANT or node.op != "call_function":
                 continue
-            for axis in self.time_axes(node):
-                if not self.is_exact(node, axis):
-                    size = _first(self.values[node]).shape[axis] // PROBE_LENGTH
-                    strides = [k for k in range(1, size + 1) if size % k == 0]
-                    if not self._find_stride(node, axis, strides):
-                        self.unknown_layouts.add(node)
+            if not all(self.is_exact(node, axis) for axis in self.time_axes(node)) and not self._find_layout(node):
+                self.layouts.pop(node, None)
+                self.unknown_layouts.add(node)
 
-    def _find_stride(self, node: Node, axis: int, strides: list[int]) -> bool:
-        if _first(self.values[node]).shape[axis] % PROBE_LENGTH:
-            return False
-        for stride in strides:
-            self.strides.setdefault(node, {})[axis] = stride
+    def _find_layout(self, node: Node) -> bool:
+        axes = self.time_axes(node)
+        others = [axis for axis in axes if not self.is_exact(node, axis)]
+        for layouts in itertools.product(*(list(self._possible_layouts(node, axis)) for axis in others)):
+            self.layouts[node] = dict(zip(others, layouts, strict=True))
             if self._search((node,), self.roles(node), (NEW,)) is not None:
                 return True
+            # Attention over padded keys has a padded result, or padded scores.
+            is_padded = any(layout.is_padded for layout in layouts)
+            for roles in itertools.product((NEW, ALL), repeat=len(axes)) if is_padded else ():
+                if NEW in roles and self._search((node,), tuple(zip(axes, roles, strict=True)), (NEW, ALL)) is not None:
+                    return True
         return False
+
+    def _possible_layouts(self, node: Node, axis: int) -> Iterable[Layout]:
+        size = expression(_first(meta(node)).shape[axis])
+        return possible_layouts(size, self.time, _first(self.values[node]).shape[axis], PROBE_LENGTH)
+
+    def _find_constant_layouts(self) -> None:
+        """Find the layouts of constants with rows besides those of the positions, such as a mask with a further column.
+
+        At another number of positions, a constant has the same rows where both have them.
+        """
+        padded = [
+            node
+            for node in self.captured.nodes
+            if self.level[node] == Level.CONSTANT
+            and isinstance(meta(node), torch.Tensor)
+            and any(not self.is_exact(node, axis) for axis in self.time_axes(node))
+        ]
+        for node in padded:
+            axes = self.time_axes(node)
+            try:
+                longer = self.fresh(node, PROBE_LENGTH + 1)
+            except RuntimeError:  # it cannot be computed at this size
+                continue
+            for layouts in itertools.product(*(list(self._possible_layouts(node, axis)) for axis in axes)):
+                if any(longer.shape[a] != y.rows(PROBE_LENGTH + 1) for a, y in zip(axes, layouts, strict=True)):
+                    continue
+                corner = longer
+                for axis, layout in zip(axes, layouts, strict=True):
+                    corner = layout.restrict(corner, axis, PROBE_LENGTH + 1, 0, PROBE_LENGTH)
+                if _is_close(corner, self.values[node]):
+                    self.layouts[node] = dict(zip(axes, layouts, strict=True))
+                    break
 
     def restrict(self, node: Node, roles: Roles, window: tuple[int, int]) -> Any:
         """Return the node's value, narrowed on its time axes."""
@@ -165,10 +214,8 @@ class RestrictionSolver:
             for axis, role in roles:
                 if axis >= tensor.dim():  # an additional result, such as statistics
                     continue
-                stride = self.strides.get(node, {}).get(axis, 1)
                 start, size = (first, count) if role == NEW else (0, first + count)
-                split = tensor.unflatten(axis, (-1, PROBE_LENGTH, stride)).narrow(axis + 1, start, size)
-                tensor = split.flatten(axis, axis + 2)
+                tensor = self.layout(node, axis).restrict(tensor, axis, PROBE_LENGTH, start, size)
             restricted.append(tensor.contiguous())
         return restricted if isinstance(value, (list, tuple)) else restricted[0]
 
@@ -190,11 +237,28 @@ class RestrictionSolver:
                 solution = self._search(region, roles, (NEW, ALL))
                 if solution is not None:
                     break
+            if solution is None and all(role == NEW for _, role in roles):
+                solution = self._look_back(node)
             if solution is None:
                 looks_ahead = all(role == NEW for _, role in roles) and self._looks_ahead(node, roles)
                 raise UnsupportedModelError(explain_refusal(self, node, looks_ahead))
             self.solutions[key] = solution
         return self.solutions[key]
+
+    def _look_back(self, node: Node) -> Solution | None:
+        """Return the solution by a region that looks back."""
+        lookback = find_lookback(self, node)
+        if lookback is None or (lookback.rows is None and self.batch_axis(node) is None):
+            return None
+        inside = set(lookback.nodes)
+        leaves = [pytree.tree_leaves((part.args, part.kwargs)) for part in lookback.nodes]
+        for leaf in itertools.chain.from_iterable(leaves):
+            if isinstance(leaf, Node) and leaf not in inside and self.level[leaf] == Level.STEP:
+                rows = self.rows(leaf)
+                if rows is None or (lookback.initial is not None and rows.times > 1):
+                    return None  # its carry would have no axis for the rows of a batch
+        choices = [[SPAN if isinstance(x, Node) and x not in inside else None for x in part] for part in leaves]
+        return Solution(lookback.nodes, tuple(map(tuple, choices)), lookback)
 
     def _needs_whole_result(self, node: Node, roles: Roles) -> bool:
         """Return whether a node selects a result of an operation with several results that cannot all be decoded.
@@ -213,7 +277,7 @@ class RestrictionSolver:
     def _has_known_layout(self, node: Node) -> bool:
         """Return whether the positions of a value have axes of their own, or a known layout."""
         if self.level[node] == Level.CONSTANT:
-            return all(self.is_exact(node, axis) for axis in self.time_axes(node))
+            return all(self.has_layout(node, axis) for axis in self.time_axes(node))
         return bool(self.time_axes(node)) and node not in self.unknown_layouts
 
     def _search(
@@ -257,9 +321,48 @@ class RestrictionSolver:
                 for p, i in where:
                     choices[p][i] = choice
             solution = Solution(nodes, tuple(map(tuple, choices)))
-            if all(self._commutes(solution, roles, window) for window in windows):
+            if all(self._commutes(solution, roles, window) for window in windows) and (
+                nodes[0] in self._evened or self._commutes_elsewhere(solution, roles, windows)
+            ):
                 return solution
         return None
+
+    def _commutes_elsewhere(self, solution: Solution, roles: Roles, windows: tuple[tuple[int, int], ...]) -> bool:
+        """Return whether a choice is right for other values too: those of the other rows, and drawn ones.
+
+        An attention that sees the present document alone needs no earlier keys where each document has one position.
+        One whose weights are all on one position needs no others.
+        """
+        for values in (self.others, self._drawn_values(solution)):
+            if values is None:
+                continue
+            before, self.values = self.values, values
+            try:
+                if not all(self._commutes(solution, roles, window) for window in windows):
+                    return False
+            finally:
+                self.values = before
+        return True
+
+    def _drawn_values(self, solution: Solution) -> dict[Node, Any] | None:
+        """Return the values with other magnitudes of the numbers that a region reads; None if it does not run on them.
+
+        Signs, zeros and numbers that hide a position stay, because operations may rely on them.
+        """
+        generator = torch.Generator().manual_seed(0)
+        values = dict(self.values)
+        for leaf, _ in solution.operands():
+            value = values[leaf]
+            if self.level[leaf] == Level.STEP and isinstance(value, torch.Tensor) and value.is_floating_point():
+                drawn = torch.randn(value.shape, generator=generator).abs().to(value.dtype) * value.sign()
+                values[leaf] = torch.where(value.abs() < MAX_DRAWN_MAGNITUDE, drawn, value)
+        try:
+            with torch.no_grad():
+                for node in solution.nodes:
+                    values[node] = call(node, values.__getitem__)
+        except (RuntimeError, IndexError, ValueError):
+            return None
+        return values
 
     @contextmanager
     def _with_even_scores(self, node: Node) -> Iterator[None]:
@@ -297,7 +400,7 @@ class RestrictionSolver:
             tuple(zip(axes, roles, strict=True)) for roles in itertools.product(allowed, repeat=len(axes))
         ]
         if self.level[leaf] == Level.CONSTANT:
-            return [*per_axis, FRESH] if all(self.is_exact(leaf, a) for a in axes) else [FRESH]
+            return [*per_axis, FRESH] if all(self.has_layout(leaf, a) for a in axes) else [FRESH]
         return [ONE, *per_axis] if self.level[leaf] == Level.REQUEST else per_axis
 
     def _commutes(self, solution: Solution, roles: Roles, window: tuple[int, int]) -> bool:
@@ -384,7 +487,9 @@ class RestrictionSolver:
 
     def _can_be_cached(self, node: Node) -> bool:
         axes = self.time_axes(node)
-        return len(axes) == 1 and self.is_exact(node, axes[0]) and self.rows(node) is not None
+        if len(axes) != 1 or node in self.unknown_layouts or self.rows(node) is None:
+            return False
+        return self.is_exact(node, axes[0]) or self.layout(node, axes[0]).is_padded
 
     def rows(self, node: Node) -> BatchAxis | None:
         """Return the axis of a value that holds the rows of the batch, if it is unambiguous."""

@@ -20,6 +20,7 @@ from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import call
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import describe_node, is_read_from_data, meta, operation_name, source_line
+from tformer_export.staging.layouts import Layout
 
 SINGLE_PASS_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
 MAX_PATH_OPERATIONS = 12  # between a value whose rows are no positions and a value whose rows are
@@ -33,12 +34,13 @@ class ValueLayouts(Protocol):
     values: dict[Node, Any]
     sizes: dict[Any, int]
     time: sympy.Symbol
-    strides: dict[Node, dict[int, int]]
     unknown_layouts: set[Node]
 
     def time_axes(self, node: Node) -> list[int]: ...
 
     def is_exact(self, node: Node, axis: int) -> bool: ...
+
+    def layout(self, node: Node, axis: int) -> Layout: ...
 
 
 def explain_refusal(layouts: ValueLayouts, node: Node, looks_ahead: bool) -> str:
@@ -196,10 +198,11 @@ def _by_position(layouts: ValueLayouts, node: Node, axis: int, value: torch.Tens
     It shares memory with the value if that is contiguous.
     """
     length = layouts.sizes[layouts.time]
-    stride = layouts.strides.get(node, {}).get(axis, 1)
-    size = value.shape[axis] // (length * stride)
+    layout = layouts.layout(node, axis)
+    size = value.shape[axis] // (layout.rows(length) * layout.stride)
     before, after = value.shape[:axis], value.shape[axis + 1 :]
-    return value.reshape(*before, size, length, stride, *after).movedim(axis + 1, 0)
+    rows = value.reshape(*before, size, layout.rows(length), layout.stride, *after).movedim(axis + 1, 0)
+    return rows[layout.front : layout.front + length]
 
 
 def _disturb(layouts: ValueLayouts, node: Node, position: int) -> torch.Tensor:

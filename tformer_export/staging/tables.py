@@ -16,6 +16,7 @@ from torch.fx import Node
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.common.fx_nodes import expression, meta, source_line
+from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.restriction import PROBE_LENGTH, RestrictionSolver
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -28,6 +29,7 @@ MAX_VISIBLE_BIAS = 1e4  # a bias of this magnitude hides a key
 class Table:
     """A constant at the maximum length.
 
+    layouts: of the time axes.
     values: without a batch. If the constant has one, the axis of `batch_rows` has the entries of one row, which are
         equal for all rows.
 
@@ -38,6 +40,11 @@ class Table:
     values: torch.Tensor
     time_axes: tuple[int, ...]
     batch_rows: BatchAxis | None
+    layouts: tuple[Layout, ...] = ()
+
+    def layout(self, axis: int) -> Layout:
+        """Return the layout of a time axis."""
+        return self.layouts[self.time_axes.index(axis)] if self.layouts else PLAIN
 
     def rows(self, missing: int, batch: int, axis: int, merged: bool = False) -> torch.Tensor:
         """Return the table by its time axis `axis`: (length, the other axes without the batch axis)."""
@@ -50,6 +57,8 @@ class Table:
         Return None otherwise. The shape is (2 · length − 1, the other axes without the batch axis). Reading it costs as
         much as the entries read, where a row costs the maximum length.
         """
+        if any(layout.is_padded for layout in self.layouts):
+            return None
         values = self.values[(None,) * missing]
         first, second = (axis + missing for axis in self.time_axes)
         if not merged:
@@ -64,7 +73,7 @@ class Table:
     @property
     def causal_only(self) -> bool:
         """Return whether the table, as a bias, only hides later positions."""
-        if len(self.time_axes) != 2:
+        if len(self.time_axes) != 2 or any(layout.is_padded for layout in self.layouts):
             return False
         values = self.values.movedim(self.time_axes, (-2, -1))
         past = torch.ones(values.shape[-2:], dtype=torch.bool).tril()
@@ -132,7 +141,8 @@ class _Constants:
 
     def __post_init__(self) -> None:
         short, long = self.at(PROBE_LENGTH), self.at(PROBE_LENGTH + 1)
-        self.relative = {n for n in self.nodes if _is_bias(n) and not self._is_corner(n, short[n], long[n])}
+        length = PROBE_LENGTH + 1
+        self.relative = {n for n in self.nodes if _is_bias(n) and not self._is_corner(n, short[n], long[n], length)}
 
     def at(self, length: int, nodes: list[Node] | None = None) -> dict[Node, torch.Tensor]:
         """Return their values for a batch of two."""
@@ -147,7 +157,11 @@ class _Constants:
             values = self.at(length)
         except (RuntimeError, IndexError):
             return False
-        return all(values[n].shape[axis] == length for n in self.nodes for axis in self.solver.time_axes(n))
+        return all(
+            values[n].shape[axis] == self.solver.layout(n, axis).rows(length)
+            for n in self.nodes
+            for axis in self.solver.time_axes(n)
+        )
 
     def check(self, length: int) -> None:
         captured = self.solver.captured
@@ -180,13 +194,15 @@ class _Constants:
         for shorter, nodes in ((1, self.invariant), (PROBE_LENGTH, None), (length // 2 + 1, None)):
             short = self.at(min(shorter, length), nodes)
             for node in short:
-                if not self._is_corner(node, short[node], long[node]):
+                if not self._is_corner(node, short[node], long[node], length):
                     return node, shorter
         return None
 
-    def _is_corner(self, node: Node, short: torch.Tensor, long: torch.Tensor) -> bool:
+    def _is_corner(self, node: Node, short: torch.Tensor, long: torch.Tensor, length: int) -> bool:
+        """Return whether a constant is the corner of its value `long` at `length`."""
         for axis in self.solver.time_axes(node):
-            long = long.narrow(axis, 0, short.shape[axis])
+            layout = self.solver.layout(node, axis)
+            long = layout.restrict(long, axis, length, 0, short.shape[axis] - layout.rows(0))
         if not short.is_floating_point():
             return torch.equal(short, long)
         return torch.allclose(short, long, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -201,7 +217,7 @@ class _Constants:
             if n in ancestors and solver.time_axes(n) and all(solver.is_exact(n, a) for a in solver.time_axes(n))
         ]
         short, long = (self.at(size, tabled) for size in (length - 1, length))
-        return next((n for n in tabled if not self._is_corner(n, short[n], long[n])), node)
+        return next((n for n in tabled if not self._is_corner(n, short[n], long[n], length)), node)
 
 
 def _is_bias(node: Node) -> bool:
@@ -233,11 +249,14 @@ def _table(solver: RestrictionSolver, node: Node, values: torch.Tensor) -> Table
             f"`{node.target}` at {source_line(node)} makes a table over positions whose other axes are sized by the "
             "input, which cannot be kept in the file"
         )
+    layouts = tuple(solver.layout(node, axis) for axis in axes)
     if not sized:
-        return Table(values.contiguous(), axes, None)
+        return Table(values.contiguous(), axes, None, layouts)
     axis, times = sized[0], repeats[0] or 1
     if times > 1 and torch.equal(values.narrow(axis, 0, 1).expand_as(values), values):
-        return Table(values.narrow(axis, 0, 1).contiguous(), axes, None)  # its reader knows the order of its rows
+        return Table(
+            values.narrow(axis, 0, 1).contiguous(), axes, None, layouts
+        )  # its reader knows the order of its rows
     for outer in (True, False):
         unmerged = (
             BatchAxis(axis, times, outer).split(lambda function, *args: function(*args), values)
@@ -246,7 +265,7 @@ def _table(solver: RestrictionSolver, node: Node, values: torch.Tensor) -> Table
         )
         first, second = unmerged.unbind(BatchAxis(axis, times, outer).batch_axis)
         if torch.equal(first, second):
-            return Table(first.unsqueeze(axis) if times == 1 else first, axes, BatchAxis(axis, times, outer))
+            return Table(first.unsqueeze(axis) if times == 1 else first, axes, BatchAxis(axis, times, outer), layouts)
     raise UnsupportedModelError(
         f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
     )

@@ -75,8 +75,8 @@ CASES = [
     x("t5", rel_pos_bias=True, known_failure=EINX),
     x("dynamic-pos-bias", dynamic_pos_bias=True, known_failure=EINX),
     x("mem-kv", attn_num_mem_kv=2, known_failure="keys and values put in front of the step's own"),
-    x("memory-tokens", {"num_memory_tokens": 2}, refusal="put attention in its place"),
-    x("shift-tokens", shift_tokens=1, refusal="put attention in its place"),
+    x("memory-tokens", {"num_memory_tokens": 2}),
+    x("shift-tokens", shift_tokens=1),
     # Positions are counted from the middle of the sequence.
     x("xpos", rotary_xpos=True, refusal="makes a table whose values change with the length"),
     Case("x-XTransformer", Pair, ("src", "tgt"), known_failure=EINX),

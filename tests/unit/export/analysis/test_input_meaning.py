@@ -35,7 +35,9 @@ class Documents(Mixer):
 
 @pytest.mark.parametrize("special", [None, {"eos_token_id": [0]}, {"eos_token_id": [0], "pad_token_id": 0}])
 def test_undeclared_padding_id_is_data(special, tmp_path):
-    assert "`aten.cumsum.default`" in refusal(Small(Documents), tmp_path, special_tokens=special)
+    model = Small(Documents).eval()
+    export(model, tmp_path / "model.onnx", EXAMPLE, "tgt", special_tokens=special)
+    assert max_score_difference(model, tmp_path / "model.onnx") < 1e-5
 
 
 class ZeroIsNothing(Small):

@@ -1,0 +1,281 @@
+"""Operations that read earlier positions outside attention: a convolution over time, a shifted sequence, a running sum.
+
+A region of operations is *causal* if no result depends on a later position of its operands. It *looks back k positions*
+if no result depends on a position more than k before it. Both are found by changing one position of random operands.
+
+A region that looks back k positions is computed for k + n positions in a step of n new ones. The last k rows of its
+operands are carried from step to step; before the first token they are zeros, or a constant of the region. A region
+that looks back without limit is computed for all positions in each step, from operands that are cached like keys. Its
+cost in a step grows with the length of the sequence.
+
+Cost of the search: some dozens of runs of a region, at lengths of a few times k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from tformer_export.analysis.binding_time import Level
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import is_read_from_data, meta
+from tformer_export.staging.regions import find_regions
+
+LENGTHS = 16, 64, 256, 1024  # at which a limit of looking back is sought; one beyond half of the last is none
+NUM_CHANGED = 12  # positions that are changed, of each length
+MAX_ROUNDING = 1e-4  # of the range of the values; a missing position changes whole digits
+PREFIX_LENGTHS = 1, 2, 3, 7, 20, 65  # at which a region without a limit is compared with itself at a greater length
+
+
+_Kind = Literal["random", "quiet", "loud"]
+_SCALES: dict[_Kind, float] = {"random": 1.0, "quiet": 0.01, "loud": 100.0}
+_CHANGES: tuple[tuple[_Kind, _Kind], ...] = (
+    ("random", "random"),
+    ("random", "loud"),
+    ("quiet", "loud"),
+    ("loud", "quiet"),
+)
+
+
+class Graph(Protocol):
+    """The part of `restriction.RestrictionSolver` that the search needs."""
+
+    captured: CapturedGraph
+    level: Mapping[Node, Level]
+    values: dict[Node, Any]
+    order: dict[Node, int]
+    time: sympy.Symbol
+
+    def time_axes(self, node: Node) -> list[int]: ...
+
+    def is_exact(self, node: Node, axis: int) -> bool: ...
+
+    def is_timed_size(self, leaf: Any) -> bool: ...
+
+    def size(self, node: Node, time: int) -> int: ...
+
+    def fresh(self, node: Node, time: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Lookback:
+    """How a region that looks back is computed.
+
+    nodes: its operations, in their order.
+    axis: the time axis of its result.
+    rows: the number of positions that it looks back; None without a limit.
+    initial: the constant that stands for the rows before the first position; None for zeros.
+    """
+
+    nodes: tuple[Node, ...]
+    axis: int
+    rows: int | None
+    initial: Node | None = None
+
+
+def find_lookback(graph: Graph, exit: Node) -> Lookback | None:
+    """Return the smallest region that ends at `exit` and looks back; one with a limit, if there is one."""
+    axes = graph.time_axes(exit)
+    if len(axes) != 1 or not isinstance(meta(exit), torch.Tensor) or not graph.is_exact(exit, axes[0]):
+        return None
+    unlimited = None
+    for nodes in _regions(graph, exit):
+        region = _Region(graph, nodes, axes[0])
+        if not region.sequences or any(map(is_read_from_data, nodes)):
+            continue
+        try:
+            rows = region.num_rows()
+            if rows is not None and (found := region.with_limit(rows)) is not None:
+                return found
+            if unlimited is None and region.is_consistent():
+                unlimited = Lookback(nodes, axes[0], None)
+        except _NotCausalError:
+            continue
+        except (RuntimeError, IndexError, ValueError, TypeError):  # it does not run at other sizes
+            continue
+    return unlimited
+
+
+def _regions(graph: Graph, exit: Node) -> Iterator[tuple[Node, ...]]:
+    def keeps_positions(node: Node) -> bool:
+        if graph.level[node] == Level.CONSTANT:
+            return True
+        axes = graph.time_axes(node)
+        return len(axes) == 1 and isinstance(meta(node), torch.Tensor) and graph.is_exact(node, axes[0])
+
+    if all(map(keeps_positions, (n for n in exit.all_input_nodes if graph.level[n] == Level.STEP))):
+        yield (exit,)
+    yield from find_regions(exit, graph.level, graph.order, keeps_positions)
+
+
+class _NotCausalError(Exception):
+    """A result depends on a later position, or on a number that Python reads from the data."""
+
+
+class _Region:
+    """A region and the operands that follow from the tokens, each with one time axis."""
+
+    def __init__(self, graph: Graph, nodes: tuple[Node, ...], axis: int) -> None:
+        self.graph, self.nodes, self.axis = graph, nodes, axis
+        inside = set(nodes)
+        leaves = [leaf for node in nodes for leaf in pytree.tree_leaves((node.args, node.kwargs))]
+        self.outside = [leaf for leaf in dict.fromkeys(leaves) if isinstance(leaf, Node) and leaf not in inside]
+        self.sequences = [
+            n for n in self.outside if graph.level[n] == Level.STEP and not isinstance(meta(n), torch.SymInt)
+        ]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def run(self, length: int, sequences: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        """Return the result for operands of `length` positions, with the time axis first."""
+        results: dict[Node, Any] = dict(sequences)
+        for leaf in self.outside:
+            if leaf in results:
+                continue
+            if is_read_from_data(leaf):
+                raise _NotCausalError
+            if self.graph.is_timed_size(leaf):
+                results[leaf] = self.graph.size(leaf, length)
+            elif self.graph.level[leaf] == Level.CONSTANT and not isinstance(meta(leaf), torch.SymInt):
+                results[leaf] = self.graph.fresh(leaf, length)
+            else:
+                results[leaf] = self.graph.values[leaf]
+        with torch.no_grad():
+            for node in self.nodes:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), results.__getitem__)
+                results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        result: torch.Tensor = results[self.nodes[-1]].movedim(self.axis, 0)
+        if result.shape[0] != length:
+            raise _NotCausalError
+        return result
+
+    def draw(self, length: int, kind: _Kind = "random") -> dict[Node, torch.Tensor]:
+        """Draw operands of `length` positions: random numbers, or entries of the traced values."""
+        return {node: self._draw(node, length, kind) for node in self.sequences}
+
+    def _draw(self, node: Node, length: int, kind: _Kind) -> torch.Tensor:
+        value: torch.Tensor = self.graph.values[node]
+        shape = list(value.shape)
+        shape[self._axis(node)] = length
+        if value.is_floating_point():
+            return (_SCALES[kind] * torch.randn(shape, generator=self.generator)).to(value.dtype)
+        entries = torch.unique(value)
+        if kind == "random":
+            drawn: torch.Tensor = entries[torch.randint(len(entries), shape, generator=self.generator)]
+            return drawn
+        constant: torch.Tensor = entries[0 if kind == "quiet" else -1].expand(shape)
+        return constant
+
+    def _axis(self, node: Node) -> int:
+        return self.graph.time_axes(node)[0]
+
+    def _rows(self, sequences: Mapping[Node, torch.Tensor], first: int, count: int) -> dict[Node, torch.Tensor]:
+        return {node: value.narrow(self._axis(node), first, count) for node, value in sequences.items()}
+
+    def num_rows(self) -> int | None:
+        """Return how many positions the region looks back; None without a limit.
+
+        Raises _NotCausalError if it looks ahead.
+        """
+        limit = self.graph.captured.time_limit
+        for length in (n for n in LENGTHS if limit is None or n <= limit):
+            lags = [lag for position in self._positions(length) for lag in self._lags(length, position)]
+            if not lags or max(lags) <= length // 2:
+                return max(lags, default=0)
+        return None
+
+    def _positions(self, length: int) -> list[int]:
+        """Return positions of the first half, some next to each other."""
+        return sorted({*range(4), *(i * length // (2 * NUM_CHANGED) for i in range(NUM_CHANGED)), length - 1})
+
+    def _lags(self, length: int, position: int) -> list[int]:
+        """Return how far behind a changed position results change.
+
+        A maximum changes only if it was at that position, or comes there. So loud numbers are put among quiet ones too.
+        """
+        changed: set[int] = set()
+        for kind, other_kind in _CHANGES:
+            before, other = self.draw(length, kind), self.draw(length, other_kind)
+            after = {node: value.clone() for node, value in before.items()}
+            for node, value in after.items():
+                value.narrow(self._axis(node), position, 1).copy_(other[node].narrow(self._axis(node), position, 1))
+            changed.update(_changed_rows(self.run(length, before), self.run(length, after)))
+        if any(row < position for row in changed):
+            raise _NotCausalError
+        return [row - position for row in changed]
+
+    def with_limit(self, rows: int) -> Lookback | None:
+        """Return the region with a carry of `rows` rows, if windows of it are right."""
+        constants = [
+            leaf
+            for leaf in self.outside
+            if self.graph.level[leaf] == Level.CONSTANT
+            and isinstance(meta(leaf), torch.Tensor)
+            and not self.graph.time_axes(leaf)
+        ]
+        for initial in (None, *constants) if rows else (None,):
+            if self._is_right(rows, initial):
+                return Lookback(self.nodes, self.axis, rows, initial)
+        return None
+
+    def _is_right(self, rows: int, initial: Node | None) -> bool:
+        windows = {
+            (0, 1),
+            (0, 2),
+            (0, rows + 3),
+            (1, 1),
+            (2, 3),
+            (rows, 1),
+            (rows, 4),
+            (rows + 1, 2),
+            (3 * rows + 5, 3),
+        }
+        for first, count in sorted(windows):
+            sequences = self.draw(first + count)
+            try:
+                window = {
+                    node: torch.cat([self._before(node, value, rows, initial), value], self._axis(node))
+                    for node, value in sequences.items()
+                }
+            except RuntimeError:  # the constant is not a row of this operand
+                return False
+            expected = self.run(first + count, sequences)[first:]
+            got = self.run(rows + count, self._rows(window, first, rows + count))[rows:]
+            if _changed_rows(expected, got):
+                return False
+        return True
+
+    def _before(self, node: Node, value: torch.Tensor, rows: int, initial: Node | None) -> torch.Tensor:
+        """Return the rows of an operand before its first position."""
+        axis = self._axis(node)
+        shape = [*value.shape[:axis], rows, *value.shape[axis + 1 :]]
+        if initial is None:
+            return value.new_zeros(shape)
+        constant: torch.Tensor = self.graph.fresh(initial, 1)
+        if constant.dtype != value.dtype or constant.dim() != value.dim():
+            raise RuntimeError
+        return constant.expand(shape)
+
+    def is_consistent(self) -> bool:
+        """Return whether results do not depend on the number of later positions."""
+        limit = self.graph.captured.time_limit
+        lengths = [n for n in PREFIX_LENGTHS if limit is None or n <= limit]
+        sequences = self.draw(lengths[-1])
+        whole = self.run(lengths[-1], sequences)
+        for position in self._positions(lengths[-1]):
+            self._lags(lengths[-1], position)
+        return all(not _changed_rows(whole[:n], self.run(n, self._rows(sequences, 0, n))) for n in lengths[:-1])
+
+
+def _changed_rows(one: torch.Tensor, other: torch.Tensor) -> list[int]:
+    """Return the rows in which two tensors differ beyond rounding."""
+    if not one.is_floating_point():
+        return (one != other).reshape(len(one), -1).any(1).nonzero().flatten().tolist()
+    scale = float(torch.where(one.isfinite(), one, 0).abs().max()) if one.numel() else 0.0
+    close = torch.isclose(one, other, rtol=MAX_ROUNDING, atol=MAX_ROUNDING * scale, equal_nan=True)
+    return (~close).reshape(len(one), -1).any(1).nonzero().flatten().tolist()
