@@ -47,6 +47,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("dff", "dim_ff", "ffn_hidden_size", "mlp_hidden_size", "d_inner"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_dim"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    "zero_expert_num": 2,
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(

@@ -73,7 +73,7 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
         elif node.target in _ASSERTIONS:
             if assertions:
                 graph.erase_node(node)
-        elif node.target in _IDENTITIES or _is_whole_slice(node) or _is_same_cast(node) or _is_no_dropout(node):
+        elif node.target in _IDENTITIES or any(keeps(node) for keeps in _KEEPING):
             node.replace_all_uses_with(arguments(node)[0])
             graph.erase_node(node)
         elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
@@ -107,6 +107,11 @@ def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
         else:
             sizes.append(int(size))
     return sizes
+
+
+def _squeezes_nothing(node: Node) -> bool:
+    """Return whether a squeeze names an axis of another size than 1. PyTorch keeps the axis, ONNX has an error."""
+    return node.target is aten.squeeze.dim and meta(node).dim() == meta(node.args[0]).dim()
 
 
 def _add_head_axis(graph: Graph, node: Node) -> None:
@@ -159,3 +164,6 @@ def _is_same_cast(node: Node) -> bool:
 
 def _is_no_dropout(node: Node) -> bool:
     return node.target in (aten.dropout.default, aten.native_dropout.default) and node.args[-1] in (False, None)
+
+
+_KEEPING = _is_whole_slice, _is_same_cast, _is_no_dropout, _squeezes_nothing  # tests of operations that change nothing

@@ -119,6 +119,7 @@ def _one_sentence_errors() -> Iterator[None]:
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)  # type: ignore[arg-type]
         lines = [line for e in causes for line in re.sub(r"\x1b\[[0-9;]*m", "", str(e)).splitlines() if line.strip()]
+        lines = [line for line in lines if "tlparse" not in line]  # an advice to developers of PyTorch
         missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", "\n".join(lines))
         reason = f"it has no form of {missing[1]}" if missing else (lines or [type(error).__name__])[-1].strip()
         where = _users_line(causes)
