@@ -71,7 +71,7 @@ def attributes(batch):
         (Frozen(OTHERS, IDS), attributes, ["src", "tgt"]),
         (Slots(OTHERS, IDS), attributes, ["src", "tgt"]),
         (SimpleNamespace(src=OTHERS, tgt=IDS), attributes, ["src", "tgt"]),
-        ({"a": {"ids": OTHERS}, "b": {"ids": IDS}}, lambda b: (b["a"]["ids"], b["b"]["ids"]), ["batch.a.ids", "batch.b.ids"]),
+        ({"a": {"x": OTHERS}, "b": {"x": IDS}}, lambda b: (b["a"]["x"], b["b"]["x"]), ["batch.a.x", "batch.b.x"]),
         ({"weight": OTHERS, "tgt": IDS}, lambda b: (b["weight"], b["tgt"]), ["batch.weight", "tgt"]),
     ],
 )  # fmt: skip
