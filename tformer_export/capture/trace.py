@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.fx.proxy import TracerBase
 
+from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
@@ -209,7 +210,9 @@ def _trace_or_refuse(
                 return _TracedProgram(_trace(module, example, shapes), watch, refusal)
         except TformerError:
             raise
-        except Exception:
+        except Exception as later:  # the cause, if the first branch depends on weights or sizes alone
+            if isinstance(later, GuardOnDataDependentSymNode) or not _reads_numbers(module, example):
+                refusal = explain_trace(later, module, example, step_input, watch)
             raise UnsupportedModelError(refusal) from error
     except TformerError:
         raise
@@ -218,6 +221,14 @@ def _trace_or_refuse(
     if any(node.target is aten.item.default for node in traced.program.graph.nodes):
         return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
     return traced
+
+
+def _reads_numbers(module: torch.nn.Module, example: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether Python reads numbers that follow from the data of the inputs. Cost: three runs of forward."""
+    try:
+        return any(read.number is not None for read in record(module, [*example.values()]).numbers)
+    except Exception:  # the user's code may raise anything
+        return True
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
