@@ -216,7 +216,7 @@ class Emitter:
 def _has_equal_parts(split: Node) -> bool:
     """Return whether all parts of a split have one size."""
     _, size, *axis = split.args
-    whole = meta(split.all_input_nodes[0]).shape[axis[0] if axis else 0]  # type: ignore[index]
+    whole = meta(split.all_input_nodes[0]).shape[axis[0] if axis else 0]
     return bool(expression(whole) == len(meta(split)) * expression(meta(size) if isinstance(size, Node) else size))
 
 
