@@ -35,13 +35,14 @@ Tokenizers = str | Mapping[str, str] | Callable[..., Any]
 def export(
     model: Model,
     path: str | os.PathLike[str],
-    example: Mapping[str, torch.Tensor] | None = None,
+    example: Mapping[str, Any] | None = None,
     step_input: str | None = None,
     *,
     masks: Mapping[str, Mask] | None = None,
-    axes: Mapping[str, Sequence[int]] | None = None,
+    axes: Mapping[str, Sequence[int | None]] | None = None,
     fixed_arguments: Mapping[str, Any] | None = None,
     output: str | int | Sequence[str | int] | None = None,
+    head: str | Sequence[str] | None = None,
     tokenizer: Tokenizers | None = None,
     preprocessor: Any = None,
     chat_template: str | None = None,
@@ -67,14 +68,20 @@ def export(
     model: any module, a transformers model or a SentenceTransformer (which need no example), a program of torch.export,
         or a Source. A module without forward is called as decode(memory, …) after encode(…), by parameter names.
     path: the file to write. Weights of more than 2 GB stand next to it, in `path` + ".data".
-    example: name of a parameter of forward → tensor (batch, time, …). Sizes do not matter; dtypes do.
+    example: name of a parameter of forward → tensor (batch, time, …), or a dict, list, tuple, dataclass or object that
+        holds tensors. These become inputs by the names of their keys, or by their paths, such as `batch.0`. Sizes of
+        batch and time do not matter; dtypes do. ids without a batch axis say that forward takes one row.
     step_input: the autoregressive input, which the file steps over with a cache; None for a single-pass model.
     masks: arguments that follow from the lengths of an input: `padding(…)`, `causal(…)`, `lengths(…)` or
         `positions(…)`. They are not in the example.
     axes: the batch and the time axis of an input, if they are not (0, 1). Logits have the layout of the step input.
+        (0,) is for an input of one size, such as a picture; (None, 0) for an input without a batch axis. Axes of an
+        input of numbers are found by a few runs at other sizes, if forward does not run with other sizes of axis 1.
     fixed_arguments: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
         list, for a single-pass model, names all outputs of the file.
+    head: name of a submodule or method that is applied to the first output of forward, such as "generator", if forward
+        leaves it out; or several names, in their order.
 
     Its text, data and purpose:
 
@@ -114,7 +121,7 @@ def export(
     )
     out = Path(path)
     check_writable(out, force)
-    call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output}
+    call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series)
     overrides = SourceOverrides.of(
         task,
@@ -157,7 +164,7 @@ def export(
 
 def _source(
     model: Model,
-    example: Mapping[str, torch.Tensor] | None,
+    example: Mapping[str, Any] | None,
     step_input: str | None,
     call: Mapping[str, Any],
     tokenizer: Tokenizers | None,

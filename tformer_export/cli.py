@@ -142,6 +142,14 @@ class _Command(click.Command):
     help="Name the input that grows by a token at each step of decoding.  [default: that of SOURCE]",
 )
 @click.option(
+    "--head",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="NAME",
+    multiple=True,
+    help="Apply this submodule, such as generator, to the output of forward, if forward leaves it out; repeatable.",
+)
+@click.option(
     "--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="Use this tokenizer.json for all inputs of ids."
 )
 @click.option(
@@ -271,6 +279,7 @@ def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, st
     loaded = load_source(
         source,
         step_input=flags["step_input"],
+        head=flags["head"] or None,
         factory=flags["factory"],
         config=flags["config"],
         trust_pickle=flags["trust_pickle"],

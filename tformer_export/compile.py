@@ -51,8 +51,8 @@ from tformer_export.capture.trace import (
     capture,
     lines_of_helpers_recorded,
     merge_equal_nodes,
-    size_groups,
 )
+from tformer_export.common.example_sizes import size_groups
 from tformer_export.common.fx_nodes import meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.module_state import unchanged

@@ -54,6 +54,13 @@ class Scorer(Plain):
         return self.scores(self.embed(ids).mean(1))
 
 
+class Hidden(Plain):
+    """A language model whose projection the caller applies."""
+
+    def forward(self, ids):
+        return self.embed(ids) * self.scale
+
+
 def averaged(width):
     options = {"step_input": "tgt", "masks": {"mask": padding("src", dtype=torch.float32)},
         "special_tokens": {"bos_token_id": 1, "eos_token_id": 2}}
@@ -116,6 +123,21 @@ def test_state_dict_with_a_class_and_config_decodes_as_its_module(user_folder, r
         for _ in range(5):
             ids.append(int(forward(torch.tensor([ids]), -3.0)[0, -1].argmax()))
     assert list(Model.load("out.onnx", "cpu").generate([3, 4, 5], max_new_tokens=5).token_ids) == ids[3:]
+
+
+def test_head_of_the_command_line_is_applied_to_the_output_of_forward(user_folder, run, refused):
+    state, forward = plain(width=11)
+    torch.save(state, "weights.pt")
+    Path("config.json").write_text('{"width": 11}')
+    command = ("weights.pt", "--factory", "mine:Hidden", "--config", "config.json", "--step-input", "ids")
+    status, err = run(*command, "--head", "out", "-o", "out.onnx")
+    assert status == 0, err
+    with torch.no_grad():
+        expected = int(forward(torch.tensor([[3]]), 1.0)[0, -1].argmax())
+    assert list(Model.load("out.onnx", "cpu").generate([3], max_new_tokens=1).token_ids) == [expected]
+    assert "no submodule or method 'generator'" in refused(*command, "--head", "generator")
+    Path("folder").mkdir()
+    assert "--head names a part of a module" in refused("folder", "--head", "out")
 
 
 def test_masks_of_a_factory_become_inputs(user_folder, run):

@@ -6,6 +6,7 @@ import constant_keys
 import experts
 import looking_back
 import masks_from_sizes
+import merged_heads
 import numbers_from_data
 import outputs_and_buffers
 import own_caches
@@ -16,7 +17,10 @@ from support.handwritten_checks import check_exported_file
 from tformer_export import export
 from tformer_runtime import UnsupportedModelError
 
-STYLES = (masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back)
+STYLES = (
+    masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back,
+    merged_heads,
+)  # fmt: skip
 CASES = [case for style in STYLES for case in style.CASES]
 
 

@@ -19,7 +19,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.interpreter import call, run
-from tformer_export.capture.trace import CapturedGraph, distinct_sizes
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
 from tformer_export.common.module_state import WriteUndo, is_same, unchanged
 from tformer_export.common.source_lines import error_summary, line_of_error, users_name

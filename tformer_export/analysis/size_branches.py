@@ -13,7 +13,8 @@ from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta
+from tformer_export.capture.trace_errors import explain_branch
+from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
 from tformer_runtime.base.errors import UnsupportedModelError
 
 
@@ -31,7 +32,10 @@ def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
     conditions = [n.args[0] for n in captured.nodes if n.target is aten._assert_scalar.default]
     open_conditions = [n for n in conditions if isinstance(n, Node) and str(meta(n)) != "True"]
     level = binding_times(captured)
-    if captured.time is None or any(level[n] != Level.CONSTANT for n in open_conditions):
+    on_data = [n for n in open_conditions if level[n] != Level.CONSTANT]
+    if on_data and on_data[0] is not open_conditions[0]:  # the first branch depends on sizes or weights alone
+        raise UnsupportedModelError(explain_branch(source_line(on_data[0])))
+    if on_data or captured.time is None:
         raise UnsupportedModelError(captured.branch_refusal)
     constants = Constants(captured, level)
     symbols = {

@@ -13,7 +13,8 @@ from tformer_export.capture.trace import CapturedGraph, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.common.module_state import unchanged
 from tformer_export.sources import Source
-from tformer_export.sources.adapter import Adapter, all_outputs
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.outputs import all_outputs
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError
 
 PROBABILITY_SUM_ERROR = 1e-3  # by which a sum of probabilities may differ from 1
@@ -105,7 +106,7 @@ def _wide_output(captured: CapturedGraph, source: Source, ids: int) -> str | int
     Return its name or index; None if there is none, or if the user chose an output.
     """
     module = source.module
-    if not isinstance(module, Adapter) or module.output is not None:
+    if not isinstance(module, Adapter) or module.output is not None or module.heads:
         return None
     assert captured.step_name is not None
     with torch.no_grad(), unchanged(module):

@@ -26,9 +26,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 from torch.fx.proxy import TracerBase
 
+from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
+from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import quiet
 from tformer_export.common.source_lines import is_users_file, users_name
@@ -57,8 +59,6 @@ ID_MOVES = {  # operations that move ids and do not change them
     aten.transpose.int,
     aten.permute.default,
 }
-DRAWN_LENGTH_FACTOR = 7  # times the positions that a model needs, so that axes computed from an input are long
-BATCH_SIZE, FIRST_LENGTH = 3, 5  # example sizes, chosen distinct and above 1 so that no two dimensions look equal
 
 
 @dataclass
@@ -210,7 +210,9 @@ def _trace_or_refuse(
                 return _TracedProgram(_trace(module, example, shapes), watch, refusal)
         except TformerError:
             raise
-        except Exception:
+        except Exception as later:  # the cause, if the first branch depends on weights or sizes alone
+            if isinstance(later, GuardOnDataDependentSymNode) or not _reads_numbers(module, example):
+                refusal = explain_trace(later, module, example, step_input, watch)
             raise UnsupportedModelError(refusal) from error
     except TformerError:
         raise
@@ -219,6 +221,14 @@ def _trace_or_refuse(
     if any(node.target is aten.item.default for node in traced.program.graph.nodes):
         return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
     return traced
+
+
+def _reads_numbers(module: torch.nn.Module, example: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether Python reads numbers that follow from the data of the inputs. Cost: three runs of forward."""
+    try:
+        return any(read.number is not None for read in record(module, [*example.values()]).numbers)
+    except Exception:  # the user's code may raise anything
+        return True
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
@@ -366,44 +376,6 @@ def lines_of_helpers_recorded() -> Iterator[None]:
         yield
     finally:
         TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
-
-
-def distinct_sizes(
-    example: Mapping[str, torch.Tensor],
-    axes: Mapping[str, tuple[int, ...]],
-    step_input: str | None,
-    min_length: int = 0,
-) -> dict[str, torch.Tensor]:
-    """Repeat or cut the example to sizes that differ between its axes: batch 3, and 5, 7, 9 … for each other length.
-
-    The lengths are greater by DRAWN_LENGTH_FACTOR · min_length, where min_length is the number of positions that the
-    model needs. Axes of request inputs that have equal sizes in the example get equal sizes.
-    """
-    sizes = {}
-    for number, group in enumerate(size_groups(example, axes, step_input)):
-        length = FIRST_LENGTH + 2 * (number - 1) + DRAWN_LENGTH_FACTOR * min_length
-        sizes.update(dict.fromkeys(group, length if number else BATCH_SIZE))
-    sized = {}
-    for name, value in example.items():
-        for axis in axes[name]:
-            value = value.index_select(axis, torch.arange(sizes[name, axis]) % value.shape[axis])
-        sized[name] = value.contiguous()
-    return sized
-
-
-def size_groups(
-    example: Mapping[str, torch.Tensor], axes: Mapping[str, tuple[int, ...]], step_input: str | None
-) -> list[list[tuple[str, int]]]:
-    """Return the free axes, as pairs of an input and an axis, that have one size: the batch first, then each length.
-
-    Axes of request inputs that have equal sizes in the example have one size.
-    """
-    groups: dict[Any, list[tuple[str, int]]] = {"batch": []}
-    for name, value in example.items():
-        for axis in axes[name]:
-            key = (value.shape[axis], name == step_input) if axis else "batch"
-            groups.setdefault(key, []).append((name, axis))
-    return list(groups.values())
 
 
 def vocabulary_size(captured: CapturedGraph, name: str) -> int | None:

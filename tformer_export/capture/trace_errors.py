@@ -7,6 +7,8 @@ it does.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 import traceback
@@ -21,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from tformer_export.common.log_silence import quiet
 from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
@@ -113,6 +116,14 @@ def is_branch(error: GuardOnDataDependentSymNode) -> bool:
     return "Could not guard" in str(error)
 
 
+def explain_branch(line: str) -> str:
+    """Explain the refusal of a branch that depends on data."""
+    return (
+        f"forward lets the values of its data decide which code runs, at {line}. A file takes the same course for all "
+        "inputs: choose with torch.where or a mask, or remove the check"
+    )
+
+
 def explain_trace(
     error: Exception, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
@@ -120,10 +131,7 @@ def explain_trace(
     text = str(error)
     if isinstance(error, GuardOnDataDependentSymNode):
         if is_branch(error):
-            return (
-                f"forward lets the values of its data decide which code runs, at {line_of_error(error)}. A file takes "
-                "the same course for all inputs: choose with torch.where or a mask, or remove the check"
-            )
+            return explain_branch(line_of_error(error))
         return (
             f"forward reads a number out of its data into Python, at {line_of_error(error)}. A file has no Python: "
             "keep the number a tensor, and let no size depend on it"
@@ -188,7 +196,13 @@ def _growth(
         value = example[step]
         sized = {**example, step: value.index_select(1, torch.arange(length) % value.shape[1])}
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with (
+                torch.no_grad(),
+                warnings.catch_warnings(),
+                quiet("torch.fx.experimental.symbolic_shapes"),
+                contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
+                torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True),
+            ):
                 warnings.simplefilter("ignore")
                 program = torch.export.export(module, tuple(sized.values()), strict=False).run_decompositions()
         except Exception:  # the message is then less specific

@@ -204,6 +204,13 @@ def split_axis(value: torch.Tensor, axis: int, outer: int, inner: int) -> torch.
     return view_as_shape(value, *value.shape[:axis], outer, inner, *value.shape[axis + 1 :])
 
 
+def equal_parts(value: torch.Tensor, count: int, axis: int = 0) -> tuple[torch.Tensor, ...]:
+    """Split a tensor into `count` parts of equal size."""
+    axis %= value.dim()
+    parts = split_axis(value, axis, count, -1)
+    return tuple(parts.select(axis, i) for i in range(count))
+
+
 def move_axes(value: torch.Tensor, source: Axes, destination: Axes) -> torch.Tensor:
     """Compute torch.movedim as a permutation, the only one of the two that torch.onnx supports."""
     count = value.dim()

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from tformer_export.capture.trace import DRAWN_LENGTH_FACTOR
+from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import quiet
 from tformer_export.staging.emitter import Port, Program

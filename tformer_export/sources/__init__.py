@@ -1,6 +1,6 @@
 """All forms of models that can be exported, read into one form: a `Source`.
 
-base                 `Source` itself; adapter: inputs that forward() takes in another way
+base                 `Source` itself; call/: how forward is called
 load                 SOURCE of the command line → one of these
 torch_module         any nn.Module with an example of its inputs
 checkpoint_source    a `model.pt` of save_checkpoint

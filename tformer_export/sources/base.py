@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
-from tformer_export.sources.adapter import Adapter, EncodeDecode
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.containers import WithContainers
+from tformer_export.sources.call.encode_decode import EncodeDecode
+from tformer_export.sources.call.one_row import OverRows
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import OutputMeaning, Preprocessing, SpecialTokens
@@ -92,10 +95,7 @@ class Source:
     @property
     def users_module(self) -> nn.Module:
         """The user's own module, without the modules that wrap it."""
-        module = self.module
-        while isinstance(module, (Adapter, EncodeDecode, PooledModule)):
-            module = module.module
-        return module
+        return users_module(self.module)
 
     @property
     def min_drawn_length(self) -> int:
@@ -116,6 +116,13 @@ class Source:
             value = value if value.layout is torch.strided else value.to_dense()
             total.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
+
+
+def users_module(module: nn.Module) -> nn.Module:
+    """Return the user's own module in the modules that wrap it."""
+    while isinstance(module, (Adapter, EncodeDecode, OverRows, PooledModule, WithContainers)):
+        module = module.module
+    return module
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tformer_export.common.checkpoint import EVERY_INPUT, load_checkpoint
@@ -13,7 +14,9 @@ from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import OutputMeaning
 
 
-def from_checkpoint(path: str | os.PathLike[str], step_input: str | None = None) -> Source:
+def from_checkpoint(
+    path: str | os.PathLike[str], step_input: str | None = None, head: Sequence[str] | None = None
+) -> Source:
     """Load a checkpoint.
 
     The required parameters of forward are token ids, (batch, time), or numbers (batch, time, features) of a forecaster.
@@ -40,6 +43,7 @@ def from_checkpoint(path: str | os.PathLike[str], step_input: str | None = None)
         special_tokens=parse_special_tokens(checkpoint.special_tokens),
         max_length=checkpoint.max_length,
         series=checkpoint.series,
+        head=head,
         axes=dict.fromkeys(example, (0,)) if step_input is None and has_fixed_length(checkpoint.series or {}) else None,
     )
     source = replace(

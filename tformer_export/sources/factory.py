@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,22 @@ from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 
 # Arguments of `export` that a factory may return with its module and example: how the module is called, and the others.
-CALL_OPTIONS = {"step_input", "masks", "axes", "fixed_arguments", "output"}
+CALL_OPTIONS = {"step_input", "masks", "axes", "fixed_arguments", "output", "head"}
 OPTIONS = CALL_OPTIONS | {
     "task", "special_tokens", "tokenizer", "generation_defaults", "max_length", "series", "chat_template",
     "preprocessor",
 }  # fmt: skip
+Head = Sequence[str] | None
 
 
-def from_factory(spec: str, config: Path | None = None, step_input: str | None = None) -> Source:
+def from_factory(spec: str, config: Path | None = None, step_input: str | None = None, head: Head = None) -> Source:
     """Call a factory and read its module, which keeps the weights that the factory gave it."""
-    return _source(_call(spec, _arguments(config)), spec, step_input)
+    return _source(_call(spec, _arguments(config)), spec, step_input, head)
 
 
-def from_state(path: Path, factory: str, config: Path | None = None, step_input: str | None = None) -> Source:
+def from_state(
+    path: Path, factory: str, config: Path | None = None, step_input: str | None = None, head: Head = None
+) -> Source:
     """Load a plain state dict into the module that a factory makes."""
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
@@ -57,10 +60,10 @@ def from_state(path: Path, factory: str, config: Path | None = None, step_input:
         )
     if isinstance(module, nn.Module):
         load_weights(module, state, path.name, factory)
-    return replace(_source(result, factory, step_input), name=path.name)
+    return replace(_source(result, factory, step_input, head), name=path.name)
 
 
-def from_pickle(path: Path, step_input: str | None = None) -> Source:
+def from_pickle(path: Path, step_input: str | None = None, head: Head = None) -> Source:
     """Load a module that was pickled as a whole. This runs the code that the file names."""
     _see_current_folder()
     try:
@@ -71,7 +74,7 @@ def from_pickle(path: Path, step_input: str | None = None) -> Source:
         ) from error
     if not isinstance(result, nn.Module):
         raise SourceError(f"{path} holds a {type(result).__name__}, not a module: save it with save_checkpoint")
-    return replace(_source(result, str(path), step_input), name=path.name)
+    return replace(_source(result, str(path), step_input, head), name=path.name)
 
 
 def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
@@ -90,12 +93,12 @@ def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
         raise SourceError(f"the factory {spec} failed: {type(error).__name__}: {error}") from error
 
 
-def _source(result: Any, spec: str, step_input: str | None) -> Source:
+def _source(result: Any, spec: str, step_input: str | None, head: Head) -> Source:
     """Read the result of a factory. spec: the factory or file, for messages."""
     parts = result if isinstance(result, tuple) else (result,)
     module, example, options = (*parts, None, None)[:3]
     if is_transformers_model(module) and example is None:
-        if options:
+        if options or head:
             raise SourceError(
                 f"{spec} returned a transformers model and options: pass the options to the export itself"
             )
@@ -112,6 +115,7 @@ def _source(result: Any, spec: str, step_input: str | None) -> Source:
     call = {name: options.pop(name) for name in CALL_OPTIONS if name in options}
     step_input = step_input or call.pop("step_input", None)
     call.pop("step_input", None)
+    call |= {"head": head} if head else {}
     example = example_ids(module) if example is None else example
     limits = {name: options.get(name) for name in ("series", "max_length")}
     return finish(from_module(module, example, step_input, **call, **limits), SourceOverrides.of(**options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tformer_export.common.checkpoint import load_checkpoint
@@ -23,6 +24,7 @@ def load_source(
     trust_pickle: bool = False,
     tokenizer: bool = True,
     task: str | None = None,
+    head: Sequence[str] | None = None,
 ) -> Source:
     """Load a model.
 
@@ -31,6 +33,7 @@ def load_source(
     config: a JSON file with the factory's keyword arguments.
     trust_pickle: load pickled objects, which runs the code that they name.
     tokenizer: whether to read the tokenizer of a folder.
+    head: submodules that are applied to the first output of forward.
     task: the task for which to load a folder; by default that of its class.
 
     Raises SourceError for a model that cannot be loaded, OptionError for arguments that do not fit it.
@@ -42,8 +45,10 @@ def load_source(
         raise OptionError("--config holds the arguments of a factory: name one with --factory package.module:function")
     if factory is not None and (is_factory or path.is_dir() or is_program(path)):
         raise OptionError(f"--factory makes the module for a state dict, which {text} is not")
+    if head and (path.is_dir() or is_program(path)):
+        raise OptionError(f"--head names a part of a module, and {text} is a folder or a program: leave it out")
     if is_factory:
-        return from_factory(text, settings, step_input)
+        return from_factory(text, settings, step_input, head)
     if not path.exists():
         raise SourceError(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
@@ -53,10 +58,10 @@ def load_source(
     if is_program(path):
         return from_file(path, step_input, trust_pickle)
     if factory is not None:
-        return from_state(path, factory, settings, step_input)
+        return from_state(path, factory, settings, step_input, head)
     if trust_pickle:
         try:
             load_checkpoint(path)
         except SourceError:
-            return from_pickle(path, step_input)
-    return from_checkpoint(path, step_input)
+            return from_pickle(path, step_input, head)
+    return from_checkpoint(path, step_input, head)

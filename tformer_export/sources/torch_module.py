@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import Mask, padding
 from tformer_export.common.module_state import WriteUndo, unchanged
-from tformer_export.sources.adapter import (
-    Adapter,
-    callable_module,
-    choose_output,
-    parameters_of,
-    required_parameters,
-)
-from tformer_export.sources.base import Source, as_float32, build_mask
+from tformer_export.sources.base import Source, as_float32, build_mask, eval_mode, users_module
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.containers import open_containers
+from tformer_export.sources.call.encode_decode import callable_module
+from tformer_export.sources.call.free_axes import Axes, AxisProbe
+from tformer_export.sources.call.heads import find_heads
+from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
+from tformer_export.sources.call.signature import parameters_of, required_parameters
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
 from tformer_runtime.preprocess.series import TASK
@@ -26,13 +27,14 @@ from tformer_runtime.preprocess.series import TASK
 
 def from_module(
     module: nn.Module,
-    example: Mapping[str, torch.Tensor],
+    example: Mapping[str, Any],
     step_input: str | None,
     *,
     masks: Mapping[str, Mask] | None = None,
-    axes: Mapping[str, Sequence[int]] | None = None,
+    axes: Mapping[str, Sequence[int | None]] | None = None,
     fixed_arguments: Mapping[str, Any] | None = None,
     output: str | int | Sequence[str | int] | None = None,
+    head: str | Sequence[str] | None = None,
     task: str | None = None,
     special_tokens: SpecialTokens | None = None,
     max_length: int | None = None,
@@ -44,40 +46,94 @@ def from_module(
     """
     described, fixed = dict(masks or {}), dict(fixed_arguments or {})
     callable_ = callable_module(module, {*example, *described, *fixed})
-    _check_arguments(callable_, example, described, fixed)
-    inputs, layouts, free_axes = _batch_first(example, axes or {})
+    callable_, tensors = open_containers(callable_, example, {*described, *fixed})
+    one_row = takes_one_row(tensors, step_input, axes or {})
+    _check_arguments(callable_, tensors, described, fixed, one_row)
+    if one_row:
+        callable_ = OverRows(callable_, batch_axes_of(tensors, described))
+        axes = {name: batched_axes(value, (axes or {}).get(name)) for name, value in tensors.items()}
+        tensors = {name: value.unsqueeze(0) for name, value in tensors.items()}
     for name, mask in described.items():
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
-            if of not in inputs:
+            if of not in tensors:
                 raise SourceError(f"the mask {name!r} describes the input {of!r}, which is not in the example")
-    # The runtime makes one keep-mask for each request input whose padding changes an argument.
-    padded = [mask.of for mask in described.values() if mask.of != step_input and mask.depends_on_padding]
-    keeps = {of: f"{of}.keep" for of in padded}
-    keep_masks = {keep: padding(of) for of, keep in keeps.items()}
-    inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in keep_masks.items()}
     adapted = as_float32(callable_)
     if adapted is not callable_:
-        inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
-    settings = adapted, list(inputs), fixed, described, keeps, layouts, step_input, output
-    adapter = Adapter(*settings, flat_logits=_has_flat_logits(Adapter(*settings), inputs))
+        tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
-    if outputs and step_input is not None:
-        raise SourceError(
-            f"a model that is stepped over {step_input!r} gives logits: name one output, not {len(outputs)}"
-        )
+    if outputs and (step_input is not None or head):
+        reason = f"that is stepped over {step_input!r} gives logits" if step_input is not None else "with a head"
+        raise SourceError(f"a model {reason}: name one output, not {len(outputs)}")
+    call = _Call(adapted, fixed, described, step_input, output, find_heads(users_module(adapted), head))
+    free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
+    adapter, inputs = call.adapt(tensors, free.axes)
+    adapter = call.adapt(tensors, free.axes, flat_logits=_has_flat_logits(adapter, inputs))[0]
     return Source(
         module=adapter,
         example=inputs,
         step_input=step_input,
         name=type(module).__name__,
-        task=task or _default_task(example, step_input, series),
-        masks=keep_masks,
-        axes=free_axes,
+        task=task or _default_task(tensors, step_input, series),
+        masks=call.keep_masks,
+        axes={name: (0, 1)[: len(own)] for name, own in free.axes.items()},
+        min_lengths=free.min_lengths,
         special_tokens=special_tokens or SpecialTokens(),
         max_length=max_length,
         series=series,
         outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
     )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A module with the arguments of its call that do not depend on the axes of its inputs."""
+
+    module: nn.Module
+    fixed: Mapping[str, Any]
+    described: Mapping[str, Mask]
+    step_input: str | None
+    output: str | int | Sequence[str | int] | None
+    heads: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+
+    @property
+    def keeps(self) -> dict[str, str]:
+        """The name of the keep-mask of each request input whose padding changes an argument."""
+        padded = [mask.of for mask in self.described.values() if mask.of != self.step_input and mask.depends_on_padding]
+        return {of: f"{of}.keep" for of in padded}
+
+    @property
+    def keep_masks(self) -> dict[str, Mask]:
+        return {keep: padding(of) for of, keep in self.keeps.items()}
+
+    def adapt(
+        self, example: Mapping[str, torch.Tensor], axes: Axes, flat_logits: bool = False
+    ) -> tuple[Adapter, dict[str, torch.Tensor]]:
+        """Return the adapter and its inputs, with batch and time in front and with the keep-masks."""
+        layouts = {name: (own[0], own[1]) for name, own in axes.items() if len(own) == 2 and tuple(own) != (0, 1)}
+        inputs = {
+            name: value.movedim(layouts[name], (0, 1)) if name in layouts else value for name, value in example.items()
+        }
+        inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in self.keep_masks.items()}
+        adapter = Adapter(
+            self.module,
+            list(inputs),
+            self.fixed,
+            self.described,
+            self.keeps,
+            layouts,
+            self.step_input,
+            self.output,
+            flat_logits,
+            self.heads,
+        )
+        return adapter, inputs
+
+    def run(self, example: Mapping[str, torch.Tensor], axes: Axes) -> None:
+        """Run forward on inputs with these axes. The state of the module is restored."""
+        adapter, inputs = self.adapt(example, axes)
+        undo = WriteUndo(adapter, [])
+        with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
+            adapter(*(value.clone() for value in inputs.values()))
 
 
 def _has_flat_logits(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> bool:
@@ -87,7 +143,7 @@ def _has_flat_logits(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> bo
     batch, time = inputs[adapter.step].shape[:2]
     try:
         with torch.no_grad(), unchanged(adapter), WriteUndo(adapter, []), torch.random.fork_rng(devices=[]):
-            logits = choose_output(adapter.call_module(*inputs.values()), adapter.output)
+            logits = adapter.logits(adapter.call_module(*inputs.values()))
     except Exception:  # the analysis reports errors of forward
         return False
     return time > 1 and logits.dim() == 2 and logits.shape[0] == batch * time
@@ -130,7 +186,11 @@ def example_numbers(module: nn.Module, series: Mapping[str, Any], step_input: st
 
 
 def _check_arguments(
-    module: nn.Module, example: Mapping[str, Any], masks: Mapping[str, Any], fixed_arguments: Mapping[str, Any]
+    module: nn.Module,
+    example: Mapping[str, Any],
+    masks: Mapping[str, Any],
+    fixed_arguments: Mapping[str, Any],
+    one_row: bool = False,
 ) -> None:
     parameters = parameters_of(module)
     free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -143,7 +203,7 @@ def _check_arguments(
                 raise SourceError(f"{name!r} is in {places[name]} and in {place}: leave it in one of them")
             places[name] = place
     for name, value in example.items():
-        check_example(name, value)
+        check_example(name, value, one_row)
     missing = [name for name in required_parameters(module) if name not in places]
     if missing:
         raise SourceError(
@@ -152,15 +212,18 @@ def _check_arguments(
         )
 
 
-def check_example(name: str, value: Any) -> None:
-    """Raise SourceError unless the value is an input: a mask, lengths or positions follow from another input."""
+def check_example(name: str, value: Any, one_row: bool = False) -> None:
+    """Raise SourceError unless the value is an input: a mask, lengths or positions follow from another input.
+
+    one_row: whether it has no batch axis.
+    """
     if not isinstance(value, torch.Tensor):
         raise SourceError(
             f"the example of {name!r} must be a tensor, (batch, time, …), not {type(value).__name__}: what is always "
             f"the same goes into fixed_arguments={{{name!r}: …}}"
         )
     instead = None
-    if value.dim() == 1:
+    if value.dim() == 1 and not one_row:
         instead = "positions" if "pos" in name else "lengths"
     elif value.dtype == torch.bool or ("mask" in name and value.dim() > 1 and _is_two_valued(value)):
         square = value.dim() > 1 and value.shape[-1] == value.shape[-2] > 1
@@ -180,25 +243,23 @@ def _is_two_valued(value: torch.Tensor) -> bool:
     return bool(((value == 0) | (value == 1) | (value < -1e3)).all())
 
 
-def _batch_first(
-    example: Mapping[str, torch.Tensor], axes_of: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]], dict[str, tuple[int, ...]]]:
-    """Move batch and time to the front.
-
-    Return the inputs, the axes of batch and time in the module where they differ, and the free axes in front.
-    """
-    inputs, layouts, free_axes = dict(example), {}, {}
+def _checked_axes(example: Mapping[str, torch.Tensor], axes_of: Mapping[str, Sequence[int | None]]) -> Axes:
+    """Return the caller's axes. Raises SourceError for axes that no input has."""
+    checked: dict[str, tuple[int, ...]] = {}
     for name, axes in axes_of.items():
-        if name not in inputs or len(axes) not in (1, 2) or not all(0 <= a < inputs[name].dim() for a in axes):
+        own = tuple(axis for axis in axes if axis is not None)
+        if name not in example or len(axes) not in (1, 2) or not all(0 <= a < example[name].dim() for a in own):
             raise SourceError(
                 f"axes={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
             )
-        free_axes[name] = (0, 1)[: len(axes)]
-        if len(axes) == 2 and tuple(axes) != (0, 1):
-            layouts[name] = (axes[0], axes[1])
-            inputs[name] = inputs[name].movedim(layouts[name], (0, 1))
-        elif len(axes) == 1 and axes[0] != 0:
+        if len(own) < len(axes):
+            raise SourceError(
+                f"axes={{{name!r}: {tuple(axes)}}} is for a forward without a batch axis, and another input has one: "
+                "give all inputs with a batch axis, or all without"
+            )
+        if len(own) == 1 and own[0] != 0:
             raise SourceError(
                 f"axes={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
             )
-    return inputs, layouts, free_axes
+        checked[name] = own
+    return checked

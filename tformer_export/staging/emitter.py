@@ -112,6 +112,9 @@ class Emitter:
         """Add the operation of a node with other operands; it keeps its line in the user's code."""
         if node.target is aten.reshape.default:
             copy = self.graph.call_function(onnx_operators.view_as_shape, (args[0], *args[1]))
+        elif node.target is aten.split.Tensor and not isinstance(args[1], int) and _has_equal_parts(node):
+            # torch.onnx fails if the size of the parts is not a number, as in x.split(batch, 0).
+            copy = self.call(onnx_operators.equal_parts, args[0], len(meta(node)), *args[2:])
         else:
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copy.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
@@ -208,6 +211,13 @@ class Emitter:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
         self.emitted[key] = self.copy(node, args, kwargs)
         return self.emitted[key]
+
+
+def _has_equal_parts(split: Node) -> bool:
+    """Return whether all parts of a split have one size."""
+    _, size, *axis = split.args
+    whole = meta(split.all_input_nodes[0]).shape[axis[0] if axis else 0]
+    return bool(expression(whole) == len(meta(split)) * expression(meta(size) if isinstance(size, Node) else size))
 
 
 def axis_names(captured: CapturedGraph, value: torch.Tensor) -> tuple[int | str, ...]:

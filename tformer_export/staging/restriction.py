@@ -496,8 +496,37 @@ class RestrictionSolver:
         if node not in self._rows:
             value = self.values[node]
             axis = isinstance(value, torch.Tensor) and find_rows(self.captured, node, value, self.others[node])
-            self._rows[node] = axis or None
+            self._rows[node] = axis or self._rows_of_drawn_operands(node)
         return self._rows[node]
+
+    def _rows_of_drawn_operands(self, node: Node) -> BatchAxis | None:
+        """Return the axis of the rows of an operation's result for small random operands.
+
+        The result for real inputs may be the same for all rows, such as a mask of padding of rows without padding.
+        Cost: two runs of the operation.
+        """
+        operands = [
+            a for a in node.all_input_nodes
+            if isinstance(self.values[a], torch.Tensor) and self.level[a] != Level.CONSTANT
+        ]  # fmt: skip
+        rows = [self.rows(a) for a in operands]
+        if node.op != "call_function" or not operands or not isinstance(meta(node), torch.Tensor) or None in rows:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        drawn, changed = dict(self.values), dict(self.values)
+        for operand, axis in zip(operands, rows, strict=True):
+            assert axis is not None
+            value = self.values[operand]
+            lowest = -1 if value.is_floating_point() else 0
+            first, second = (torch.randint(lowest, 2, value.shape, generator=generator).to(value.dtype) for _ in "12")
+            second_row = torch.zeros(value.shape, dtype=torch.bool)
+            axis.split(lambda function, *args: function(*args), second_row).select(axis.batch_axis, 1).fill_(True)
+            drawn[operand], changed[operand] = first, torch.where(second_row, second, first)
+        try:
+            results = call(node, drawn.__getitem__), call(node, changed.__getitem__)
+        except (RuntimeError, IndexError):
+            return None
+        return find_rows(self.captured, node, *results)
 
     def batch_axis(self, node: Node) -> int | None:
         """Return the axis whose size is the batch size, if there is exactly one."""

@@ -533,7 +533,6 @@ CASES = [
         attention(HeadsInFront),
         exports_file=True,
         seed=2,
-        known_failure="a table whose rows are equal, over heads and batch merged, heads first",
     ),
     Case("merged-baddbmm", attention(MergedBaddbmm, positions=False)),
     Case("fairseq", FairseqDecoder, inputs=("prev_output_tokens",)),

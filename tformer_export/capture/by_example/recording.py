@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.sources.call.one_row import OverRows
 
 READS_SHAPE_ALONE = {
     aten.zeros_like.default,
@@ -163,10 +164,11 @@ def record(
         with mode:
             return call(*values)
 
+    maps_rows = any(isinstance(part, OverRows) for part in module.modules())  # torch.vmap is no operation itself
     with torch.no_grad():
         with unchanged(module), WriteUndo(module, []):
             tracer = make_fx(
-                call_watched, pre_dispatch=True, record_stack_traces=True, _error_on_data_dependent_ops=False
+                call_watched, pre_dispatch=not maps_rows, record_stack_traces=True, _error_on_data_dependent_ops=False
             )
             traced = tracer(*inputs)
         return _Reader(traced, inputs, mode).read()

@@ -25,6 +25,7 @@ from tformer_export.capture.by_example.recording import (
 )
 from tformer_export.capture.by_example.size_fit import SizeExpression, Sizes, fit
 from tformer_export.common.fx_nodes import aten
+from tformer_export.common.module_state import is_same
 
 BATCH = ((1, (0,)),)  # the terms of the size of the batch, which is the first size
 
@@ -241,7 +242,7 @@ class _Unifier:
         for value in values:
             if any(size > limit for size, limit in zip(value.shape, table.shape, strict=True)):
                 return None
-            if not _equal(table[tuple(slice(size) for size in value.shape)], value):
+            if not is_same(table[tuple(slice(size) for size in value.shape)], value):  # products round by their sizes
                 return None
         one_row = tuple(SizeExpression((), 1) if size.terms == BATCH else size for size in shape)
         self.has_tables = True

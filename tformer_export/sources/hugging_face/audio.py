@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from tformer_export.common.derived_inputs import padding
-from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32, eval_mode
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.hugging_face.single_pass import MASK
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import RECOGNIZES

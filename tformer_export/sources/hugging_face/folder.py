@@ -16,8 +16,9 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import padding
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
-from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tformer_export.sources.adapter import Adapter
 from tformer_export.sources.base import Source, as_float32
+from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.hugging_face.single_pass import output_meaning_of
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import CLASSIFIES_IMAGES, FEATURES, IMAGE_FEATURES

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
-from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32, eval_mode
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_pipeline
 from tformer_export.sources.task_names import ANSWERS, CLASSES, FILLS, LABELS_TOKENS

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tformer_export.common.log_silence import quiet
-from tformer_export.sources.adapter import Adapter
 from tformer_export.sources.base import Source, as_float32
+from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.hugging_face.audio import read_extractor
 from tformer_export.sources.task_names import RECOGNIZES
 from tformer_export.sources.tokenizer import read_writing_tokenizer

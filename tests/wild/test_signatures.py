@@ -1,0 +1,186 @@
+"""Models whose forward takes a batch in one argument, one row, channels first or one size, or has no projection."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from support.handwritten_case import BLOCK, END, SPECIAL, START
+from tiny import HEADS, WIDTH, Attention, TinyDecoder
+
+from tformer_export import export, lengths, padding
+from tformer_runtime import Model
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+NUM_TOKENS = 8
+# float32 rounds sums of at most 80 products of values below 10, in the order of the kernel.
+TOLERANCE = 1e-4
+
+
+def seeded(module: nn.Module) -> nn.Module:
+    """Return the module with random weights, whose greedy tokens vary."""
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4 if parameter.dim() > 1 else 1.0)
+    return module.eval()
+
+
+@torch.no_grad()
+def greedy(logits, start: list[int]) -> list[int]:
+    """Return the greedy ids after `start`. logits: ids → (time, vocabulary)."""
+    ids = list(start)
+    while len(ids) < len(start) + NUM_TOKENS and END not in ids[len(start) :]:
+        ids.append(int(logits(ids)[-1].argmax()))
+    return ids[len(start) :]
+
+
+class Translator(TinyDecoder):
+    """A step of training takes a batch of a data loader: a dict with labels, which only the loss reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.cross = Attention(), Attention()
+
+    def forward(self, batch):
+        hidden = ~batch["src_mask"].bool()[:, None, None]
+        memory = self.tokens(batch["src"])
+        memory = self.norm(memory + self.encoder(memory, hidden))
+        x = self.tokens(batch["tgt"]) + self.positions(torch.arange(batch["tgt"].shape[1]))
+        x = x + self.mix(self.norm(x), batch["tgt"])
+        q, _, _ = self.cross.heads(self.norm(x))
+        _, k, v = self.cross.heads(memory)
+        return {"logits": self.head(self.final_norm(x + self.cross.attend(q, k, v, hidden)))}
+
+
+def test_batch_in_a_dict_decodes_as_its_module(tmp_path: Path) -> None:
+    model = seeded(Translator())
+    batch = {"src": IDS, "src_mask": torch.ones_like(IDS), "tgt": IDS, "name": "a batch"}
+    masks = {"src_mask": padding("src", dtype=torch.int64)}
+    path = tmp_path / "model.onnx"
+    export(model, path, {"batch": batch}, "tgt", masks=masks, special_tokens=SPECIAL, max_length=BLOCK)
+
+    def logits(source: list[int], ids: list[int]) -> torch.Tensor:
+        src = torch.tensor([source])
+        return model({"src": src, "src_mask": torch.ones_like(src), "tgt": torch.tensor([ids])})["logits"][0]
+
+    sources = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in sources]
+    results = Model.load(path, "cpu", threads=1).generate_batch(sources, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class OneRow(TinyDecoder):
+    """ids (time,) → logits (time, vocabulary), as in code for learning."""
+
+    def forward(self, ids):
+        T = len(ids)
+        x = self.tokens(ids) + self.positions(torch.arange(T))
+        q, k, v = (p.view(T, HEADS, -1).transpose(0, 1) for p in self.attention.qkv(self.norm(x)).split(WIDTH, -1))
+        scores = (q @ k.transpose(1, 2) / math.sqrt(WIDTH // HEADS)).masked_fill(self.mask(ids[None]), float("-inf"))
+        x = x + self.attention.out((scores.softmax(-1) @ v).transpose(0, 1).reshape(T, -1))
+        return self.head(self.final_norm(x))
+
+
+def test_model_of_one_row_decodes_batches_as_it_decodes_each_row(tmp_path: Path) -> None:
+    model, path = seeded(OneRow()), tmp_path / "model.onnx"
+    export(model, path, {"ids": IDS[0]}, "ids", special_tokens=SPECIAL, max_length=BLOCK)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    expected = [greedy(lambda ids: model(torch.tensor(ids)), prompt) for prompt in prompts]
+    results = Model.load(path, "cpu", threads=1).generate_batch([*map(np.array, prompts)], max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class Hidden(TinyDecoder):
+    """forward gives the decoder's states, and the caller applies the generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(self.head, nn.LogSoftmax(-1))
+        del self.head
+
+    def forward(self, idx):
+        x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1]))
+        return self.final_norm(x + self.mix(self.norm(x), idx))
+
+
+def test_projection_outside_forward_is_in_the_file(tmp_path: Path) -> None:
+    model, path = seeded(Hidden()), tmp_path / "model.onnx"
+    export(model, path, {"idx": IDS}, "idx", head="generator", special_tokens=SPECIAL, max_length=BLOCK)
+    expected = greedy(lambda ids: model.generator(model(torch.tensor([ids])))[0], [5, 6, 7])
+    assert list(Model.load(path, "cpu").generate([5, 6, 7], max_new_tokens=NUM_TOKENS).token_ids) == expected
+
+
+class Captioner(TinyDecoder):
+    """A decoder that reads patches of a picture (batch, 3, 32, 32) by cross-attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.places = nn.Conv2d(3, WIDTH, 8, 8), nn.Parameter(torch.zeros(1, 16, WIDTH))
+
+    def memory(self, image):
+        return self.patches(image).flatten(2).transpose(1, 2) + self.places
+
+    def forward(self, image, ids):
+        memory = self.memory(image)
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = x + self.mix(self.norm(x), ids)
+        return self.head(self.final_norm(x + F.scaled_dot_product_attention(self.norm(x), memory, memory)))
+
+
+def test_picture_of_one_size_needs_no_axes(tmp_path: Path) -> None:
+    model, path = seeded(Captioner()), tmp_path / "model.onnx"
+    example = {"image": torch.randn(1, 3, 32, 32), "ids": IDS[:1]}
+    export(model, path, example, "ids", special_tokens=SPECIAL, max_length=BLOCK)
+    images = torch.randn(3, 3, 32, 32)
+    expected = [greedy(lambda ids, i=i: model(images[i : i + 1], torch.tensor([ids]))[0], [START]) for i in range(3)]
+    results = Model.load(path, "cpu", threads=1).generate_batch([*images.numpy()], max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class Spectrogram(nn.Module):
+    """(batch, 80, frames), in which padding is hidden by lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.attention, self.head = nn.Conv1d(80, WIDTH, 1), Attention(), nn.Linear(WIDTH, 5)
+
+    def forward(self, mel, num_frames):
+        x = self.conv(mel).transpose(1, 2)
+        hidden = torch.arange(x.shape[1]) >= num_frames[:, None]
+        x = x + self.attention(x, hidden[:, None, None])
+        return self.head(x.masked_fill(hidden[:, :, None], 0).sum(1) / num_frames[:, None])
+
+
+def test_channels_first_need_no_axes(tmp_path: Path) -> None:
+    model, path = seeded(Spectrogram()), tmp_path / "model.onnx"
+    export(model, path, {"mel": torch.randn(2, 80, 20)}, masks={"num_frames": lengths("mel")})
+    mels = [torch.randn(80, frames) for frames in (20, 7, 33)]
+    actual = Model.load(path, "cpu", threads=1).embed([mel.T.numpy() for mel in mels], batch_size=3)
+    with torch.no_grad():
+        expected = torch.cat([model(mel[None], torch.tensor([mel.shape[1]])) for mel in mels]).numpy()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+class OnePicture(nn.Module):
+    """(3, 32, 32) → scores (5,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, WIDTH, 8, 8), nn.Linear(16 * WIDTH, 5)
+
+    def forward(self, image):
+        return self.head(self.patches(image).relu().flatten())
+
+
+def test_single_pass_model_of_one_row_runs_batches(tmp_path: Path) -> None:
+    model, path = seeded(OnePicture()), tmp_path / "model.onnx"
+    export(model, path, {"image": torch.randn(3, 32, 32)}, axes={"image": (None,)})
+    images = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        expected = torch.stack([*map(model, images)]).numpy()
+    actual = Model.load(path, "cpu", threads=1).embed([*images.numpy()], batch_size=4)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=10 * TOLERANCE)  # of sums of 384 products

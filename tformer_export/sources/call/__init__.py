@@ -1,0 +1,10 @@
+"""How forward is called: from any signature to tensors (batch, time, …), one by one, and from any results to logits.
+
+signature      the parameters of forward, and calls by their names
+encode_decode  a module with encode and decode and without forward
+containers     arguments that hold several tensors
+one_row        a forward without a batch axis
+outputs        the logits among the results of forward
+adapter        the wrapper of all of them
+free_axes      which axes of an input may vary
+"""

@@ -1,0 +1,79 @@
+"""`Adapter`: a wrapper that calls any module with its inputs one by one and returns its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tformer_export.common.derived_inputs import Axis, Mask
+from tformer_export.sources.call.outputs import choose_output
+from tformer_export.sources.call.signature import call_by_name
+
+
+class Adapter(nn.Module):
+    """A module that calls `module` by the names of its parameters and returns its logits.
+
+    names: the inputs of the adapter's forward, in their order.
+    fixed_arguments: arguments that are always the same.
+    derived: arguments that are built from lengths.
+    keeps: name of an input → the name of its keep-mask, (batch, time) bool. An input without one holds no padding.
+    layouts: name of an input → its batch and time axis in the module, where they are not 0 and 1.
+    step: the input whose layout the logits have.
+    output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
+    flat_logits: whether the module returns logits (batch · time, vocabulary).
+    heads: functions that are applied to the output in turn, such as a projection that forward leaves out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: list[str],
+        fixed_arguments: Mapping[str, Any] | None = None,
+        derived: Mapping[str, Mask] | None = None,
+        keeps: Mapping[str, str] | None = None,
+        layouts: Mapping[str, tuple[int, int]] | None = None,
+        step: str | None = None,
+        output: str | int | Sequence[str | int] | None = None,
+        flat_logits: bool = False,
+        heads: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+    ) -> None:
+        super().__init__()
+        self.module, self.flat_logits, self.heads = module, flat_logits, tuple(heads)
+        self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
+        self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        returned = self.call_module(*inputs)
+        if self.output is not None and not isinstance(self.output, (str, int)):
+            return tuple(choose_output(returned, which) for which in self.output)
+        output = self.logits(returned)
+        if self.flat_logits and self.step is not None:
+            batch, time = inputs[self.names.index(self.step)].shape[:2]
+            first = (time, batch) if self.layouts.get(self.step) == (1, 0) else (batch, time)
+            output = output.reshape(*first, output.shape[-1])
+        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+
+    def logits(self, returned: Any) -> torch.Tensor:
+        """Return the logits of the module's results, from the heads if there are any."""
+        assert self.output is None or isinstance(self.output, (str, int))
+        output = choose_output(returned, self.output)
+        for head in self.heads:
+            output = head(output)
+        return output
+
+    def call_module(self, *inputs: torch.Tensor) -> Any:
+        """Call the module and return all its results."""
+        tensors: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
+        keeps = {name: tensors.pop(keep) for name, keep in self.keeps.items()}
+        lengths: dict[Axis, int] = {name: value.shape[1] for name, value in tensors.items() if value.dim() > 1}
+        arguments = {**tensors, **self.fixed_arguments}
+        for name, mask in self.derived.items():
+            of = tensors[mask.of]
+            keep = keeps[mask.of] if mask.of in keeps else torch.ones(of.shape[0], of.shape[1], dtype=torch.bool)
+            arguments[name] = mask.build(keep, lengths, padded=mask.of in keeps)
+        for name, axes in self.layouts.items():
+            arguments[name] = arguments[name].movedim((0, 1), axes)
+        return call_by_name(self.module, arguments)
