@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.adapter import Adapter, choose_output
 from tformer_export.sources.base import Source, as_float32
 from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
+from tformer_export.sources.hugging_face.hub import model_name
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
@@ -37,6 +39,33 @@ from tformer_runtime.format.manifest import SpecialTokens
 logger = logging.getLogger(__name__)
 
 PIXELS = "pixel_values"  # transformers' name, of every model and processor
+
+
+_LOADED_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+def is_weights_file(path: Path) -> bool:
+    """Return whether a file holds weights without their model: in safetensors, or in a file of transformers' names."""
+    return path.suffix == ".safetensors" or _LOADED_WEIGHTS.fullmatch(path.name) is not None
+
+
+def folder_of_weights(path: Path) -> Path:
+    """Return the folder that a file of weights belongs to.
+
+    Raises SourceError for a file without a config.json, or of a name that transformers does not load.
+    """
+    if not (path.parent / "config.json").exists():
+        raise SourceError(
+            f"{path} holds weights alone, without the model that computes with them: put the config.json that belongs "
+            "to them, and the tokenizer's files, into the same folder; or name the function that makes the model with "
+            "--factory"
+        )
+    if not _LOADED_WEIGHTS.fullmatch(path.name):
+        raise SourceError(
+            f"{path} is not the file of weights that transformers loads from a folder: name it model.safetensors, or "
+            "name the function that makes the model with --factory"
+        )
+    return path.parent
 
 
 def is_transformers_model(module: Any) -> bool:
@@ -63,7 +92,7 @@ def from_folder(
         module, loaded_task = _load(folder, task)
         sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
         processors = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
-        source = from_transformers(module, folder.resolve().name, loaded_task, *processors)
+        source = from_transformers(module, model_name(folder), loaded_task, *processors)
         if step_input not in (None, source.step_input):
             stepped = (
                 f"stepped over {source.step_input!r}, not"
