@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
+from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.sources.adapter import Adapter, EncodeDecode
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
@@ -51,6 +52,7 @@ class Source:
     decode_output: the model's own way from an output to a text.
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
         window.
+    packed_weights: name of a parameter → its matrix in 4-bit integers, which the file keeps. `module` has it in floats.
     """
 
     module: nn.Module
@@ -76,6 +78,7 @@ class Source:
     min_lengths: Mapping[str, int] = field(default_factory=dict)
     decode_output: Callable[[torch.Tensor], str] | None = None
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
+    packed_weights: Mapping[str, PackedWeight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step_input is not None and self.step_input not in self.example:
