@@ -78,7 +78,7 @@ def load_source(
         return from_file(path, step_input, trust_pickle)
     if factory is not None:
         return from_state(path, factory, settings, step_input)
-    if is_weights_file(path):
+    if is_weights_file(path) and not trust_pickle:
         return from_folder(folder_of_weights(path), step_input, tokenizer, task)
     if trust_pickle:
         try:

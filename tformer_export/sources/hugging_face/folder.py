@@ -43,12 +43,13 @@ logger = logging.getLogger(__name__)
 PIXELS = "pixel_values"  # transformers' name, of every model and processor
 
 
-_LOADED_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_LOADED_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?")
 
 
 def is_weights_file(path: Path) -> bool:
-    """Return whether a file holds weights without their model: in safetensors, or in a file of transformers' names."""
-    return path.suffix == ".safetensors" or _LOADED_WEIGHTS.fullmatch(path.name) is not None
+    """Return whether a file holds weights alone: in safetensors, or as transformers names it in a folder."""
+    in_folder = _LOADED_WEIGHTS.fullmatch(path.name) is not None and (path.parent / "config.json").exists()
+    return path.suffix == ".safetensors" or in_folder
 
 
 def folder_of_weights(path: Path) -> Path:
