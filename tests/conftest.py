@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 # No test depends on the speed or the load of the machine.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything: read when huggingface_hub is imported
 
 
 def pytest_configure() -> None:

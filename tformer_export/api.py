@@ -143,7 +143,7 @@ def export(
         task=source.task,
         target=target,
         precision=result.manifest.precision,
-        quantization=options.quantization.weights,
+        quantization=result.manifest.quantization,
         activation_scales=options.quantization.activation_scales,
         kv_cache=options.quantization.kv_cache,
         max_length=result.manifest.max_length,

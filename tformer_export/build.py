@@ -68,6 +68,8 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
     """
     with folder_next_to(out) as folder:
         compiled, forms, tuning = _compile(source, options, folder, clock)
+        if source.packed_weights:
+            compiled = replace(compiled, manifest=replace(compiled.manifest, quantization="int4"))
         verified = _verify(compiled, source, folder, clock)
         if options.half is not None:
             verified = _round_to_half(verified, options.half, folder, clock)

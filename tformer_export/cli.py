@@ -6,6 +6,7 @@ Messages go to standard error, because the result is a file. Exit status: 0 done
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import sys
@@ -128,6 +129,13 @@ class _Command(click.Command):
     help="Pass the JSON object in this file to --factory, as keyword arguments.",
 )
 @click.option(
+    "--revision",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="NAME",
+    help="Take this branch, tag or commit of a model of the Hugging Face hub.  [default: main]",
+)
+@click.option(
     "--trust-pickle",
     cls=_Option,
     heading=_SOURCE,
@@ -199,7 +207,8 @@ def command(
 
     If the results differ, or the model cannot be exported, an error says why and no file is written. SOURCE is a
     checkpoint of save_checkpoint(), a state dict (with --factory), a .pt2 file of torch.export.save() (with
-    --step-input), a Hugging Face folder, package.module:factory, or a pickled module (with --trust-pickle).
+    --step-input), a Hugging Face folder, org/name of the Hugging Face hub, package.module:factory, or a pickled module
+    (with --trust-pickle).
     """
     if quiet and verbose:
         raise click.UsageError("--quiet writes nothing but errors: not with --verbose")
@@ -224,9 +233,11 @@ def _run(
     output = output or _default_output(source)
     options, task = _options(flags)
     _check_outputs(output, report, plot, options, force)
-    with _refusal_reported(report, source), _progress(options, quiet, verbose) as progress:
-        loaded, tokenizer = _load(source, task, flags)
-        result = _export(loaded, output, tokenizer, options, task, flags, force, progress)
+    with _refusal_reported(report, source):
+        found = _find(source, flags, quiet)
+        with _progress(options, quiet, verbose) as progress:
+            loaded, tokenizer = _load(found, task, flags)
+            result = _export(loaded, output, tokenizer, options, task, flags, force, progress)
     if report is not None:
         result.write(report)
     if plot is not None:
@@ -269,6 +280,15 @@ def _check_outputs(output: Path, report: Path | None, plot: Path | None, options
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingExtraError("--plot needs matplotlib: pip install 'tformer[plot]'")
         check_writable(plot, force)
+
+
+def _find(source: str, flags: Mapping[str, Any], quiet: bool) -> str:
+    """Return the source, or the folder of a model of the hub. The download has progress bars of its own."""
+    from tformer_export.sources.load import find_source
+
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub is imported for a download only
+    return find_source(source, flags["revision"], flags["factory"])
 
 
 def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, str | None]:
@@ -401,7 +421,7 @@ def _default_output(source: str) -> Path:
     path = Path(source)
     if path.exists():
         return path.with_suffix(".onnx") if path.is_file() else path.with_name(path.resolve().name + ".onnx")
-    return Path(source.rsplit(":", 1)[-1] + ".onnx")
+    return Path(re.split("[:/]", source)[-1] + ".onnx")  # of module:factory or org/name
 
 
 def _layers(text: str) -> Any:

@@ -253,6 +253,8 @@ class ExportOptions:
 
     def for_model(self, source: Source) -> ExportOptions:
         """Return these options for a model. Raises OptionError for options that the model cannot have."""
+        if source.packed_weights:
+            self._check_packed()
         is_single_pass = source.step_input is None
         if self.shortlist is not None and (
             is_single_pass or not set(source.example) - {source.step_input, *source.masks}
@@ -270,6 +272,20 @@ class ExportOptions:
         if self.quantization.kv_cache != "float":
             raise OptionError("a single-pass model has no cache: leave kv_cache at float")
         return replace(self, quantization=replace(self.quantization, max_degradation=self.budget.with_unit(COSINE)))
+
+    def _check_packed(self) -> None:
+        """Raise OptionError for options that change or replace weights which the source stores in 4-bit integers."""
+        asked = {
+            f"--quantize {self.quantization.weights}": self.quantization.weights != "none",
+            f"--target {self.target}": self.target != "cpu",
+            "--tune": self.tune,
+            "--shortlist": self.shortlist is not None,
+        }
+        if wrong := [flag for flag, is_asked in asked.items() if is_asked]:
+            raise OptionError(
+                "the weights of this model are 4-bit integers already, which the file keeps and computes with on the "
+                f"CPU: leave out {', '.join(wrong)}, or give the unquantised model"
+            )
 
     @property
     def half(self) -> str | None:

@@ -149,6 +149,8 @@ class ExportReport:
             rows.append(("forecast", f"max |Δ| {self.parity.forecast:.1e} of the range, {self._feedback_text}"))
         elif self.max_length:
             rows.append(("greedy tokens", f"{self.parity.tokens_equal} of {self.parity.tokens} equal"))
+        if counts.get("packed_weights"):
+            rows.append(("kept", f"{counts['packed_weights']} weights in the 4-bit integers of the source"))
         if counts.get("grouped"):
             rows.append(("experts", f"{counts['grouped']} products by group: a step reads the experts that it needs"))
         rows += [(name, f"max |Δ| {error:.1e}") for name, error in self.parity.extras.items()]

@@ -10,6 +10,8 @@
 The data factory returns a `tformer_models.data.Dataset` or, for a forecaster, a
 `tformer_models.windows.SeriesDataset`. The model factory is called with that dataset's `model_arguments`, such as
 vocabulary sizes, and with its own arguments, which take precedence.
+
+For text files of one's own, [data] has `train` in the place of a factory: see `tformer_models.text_recipe`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tformer_models.text_recipe import TextData, expand, is_text_recipe
 from tformer_runtime.base.errors import OptionError, SourceError
 
 TRAINING_CHOICES = {
@@ -112,16 +115,28 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe file; the fields are its sections."""
+    """A recipe file; the fields are its sections. files: path → SHA-256 of text files that it is trained on."""
 
     data: FactoryCall
     model: FactoryCall
     training: TrainingOptions
     checkpoint: CheckpointOptions = CheckpointOptions()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recipe as nested dictionaries."""
-        return asdict(self)
+        content = asdict(self)
+        if not self.files:
+            del content["files"]
+        return content
+
+
+@dataclass(frozen=True)
+class _OwnModel:
+    """The section [model] of a recipe for text files: a factory or arguments in the place of the task's."""
+
+    factory: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 SECTIONS: dict[str, type] = {
@@ -147,7 +162,11 @@ def load_recipe(path: Path) -> Recipe:
     if problems:
         raise OptionError(f"the recipe {path} cannot be used: {'; '.join(problems)}")
     try:
-        return Recipe(**{name: SECTIONS[name](**values) for name, values in content.items()})
+        files = {}
+        if is_text_recipe(content):
+            content = expand(content, path.parent)
+            files = content.pop("files")
+        return Recipe(**{name: SECTIONS[name](**values) for name, values in content.items()}, files=files)
     except (OptionError, TypeError) as error:
         raise OptionError(f"the recipe {path} cannot be used: {error}") from error
 
@@ -155,19 +174,22 @@ def load_recipe(path: Path) -> Recipe:
 def _find_problems(content: dict[str, Any]) -> list[str]:
     """Return one message per unknown or missing name."""
     problems = [f"there is no section [{name}]" for name in content if name not in SECTIONS]
-    for section, section_class in SECTIONS.items():
+    for_texts = is_text_recipe(content)
+    sections = SECTIONS | ({"data": TextData, "model": _OwnModel} if for_texts else {})
+    for section, section_class in sections.items():
         values = content.get(section)
         if values is None:
-            if section != "checkpoint":
+            if section != "checkpoint" and not (for_texts and section == "model"):
                 problems.append(f"the section [{section}] is missing")
             continue
         if not isinstance(values, dict):
             problems.append(f"{section} must be a section")
             continue
+        is_data = section == "data"
         section_fields = {f.name: f for f in fields(section_class)}
         problems += [f"[{section}] has no {name}" for name in values if name not in section_fields]
         problems += [
-            f"[{section}] lacks {name}"
+            f"[{section}] lacks {name}" + (", or train, the name of a text file" if name == "factory" else "") * is_data
             for name, f in section_fields.items()
             if name not in values and f.default is MISSING and f.default_factory is MISSING
         ]

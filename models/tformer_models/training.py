@@ -9,6 +9,7 @@ of the step, so a resumed run computes the same weights as an uninterrupted one.
 # mypy: allow-subclassing-any
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -62,11 +63,13 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     force: remove the run in the folder.
     quiet: show no progress bar. A terminal shows one otherwise.
 
+    An interruption (KeyboardInterrupt) after the first validation leaves a model.pt with the best weights so far.
+
     Raises OutputError if the folder holds a run and neither is set, or cannot be written; OptionError for data or
     options that cannot be trained with; SourceError for factories and initial weights that cannot be loaded.
     """
     options = recipe.training
-    _open_run(recipe, output, resume=resume, force=force)
+    _check_run(recipe, output, resume=resume, force=force)
     dataset = _call_factory(recipe.data.factory, recipe.data.arguments)
     _check_dataset(dataset, recipe)
     arguments = {**dataset.model_arguments, **recipe.model.arguments}
@@ -75,9 +78,9 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     if options.start:
         load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
     objective, batches = _build_objective(model, dataset, options)
-    _fit(objective, batches, output, resume, shows_progress=sys.stderr.isatty() and not quiet)
-    _load_best_weights(model, output)
-    save_checkpoint(
+    _open_run(recipe, output, force)
+    save = functools.partial(
+        save_checkpoint,
         model,
         output / MODEL_FILE,
         factory=recipe.model.factory,
@@ -86,6 +89,16 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
         max_length=recipe.checkpoint.max_length,
         **_data_fields(model, dataset, recipe.checkpoint.task),
     )
+    try:
+        _fit(objective, batches, output, resume, shows_progress=sys.stderr.isatty() and not quiet)
+    except KeyboardInterrupt as interruption:
+        if (output / CHECKPOINT_FOLDER / f"{BEST_CHECKPOINT}.ckpt").exists():
+            _load_best_weights(model, output)
+            save()
+            interruption.add_note(f"{output / MODEL_FILE} holds the best weights so far")
+        raise
+    _load_best_weights(model, output)
+    save()
     return output / MODEL_FILE
 
 
@@ -343,25 +356,41 @@ def _check_series(dataset: SeriesDataset, recipe: Recipe) -> None:
             )
 
 
-def _open_run(recipe: Recipe, output: Path, *, resume: bool, force: bool) -> None:
-    """Create the folder of a run and write its recipe there.
+def _check_run(recipe: Recipe, output: Path, *, resume: bool, force: bool) -> None:
+    """Check the folder of a run before the data are read.
 
-    Raises OutputError if the folder holds a run and neither `resume` nor `force` is set, or cannot be written;
-    OptionError if `resume` is set and the run has another recipe.
+    Raises OutputError if the folder holds a run and neither `resume` nor `force` is set, or cannot be read; OptionError
+    if `resume` is set and the run has another recipe.
     """
     recipe_file = output / RECIPE_FILE
-    text = json.dumps(recipe.as_dict(), indent=1)
+    if force or not recipe_file.exists():
+        return
+    if not resume:
+        raise OutputError(f"{output} already holds a run: continue it with --resume or start again with --force")
     try:
-        if recipe_file.exists() and force:
+        is_same = recipe_file.read_text(encoding="utf-8") == _recipe_text(recipe)
+    except OSError as error:
+        raise OutputError(f"{output} cannot be read: {error.strerror or error}") from error
+    if not is_same:
+        raise OptionError(
+            f"{output} holds a run of another recipe, or of other text files, so this recipe cannot resume it"
+        )
+
+
+def _open_run(recipe: Recipe, output: Path, force: bool) -> None:
+    """Create the folder of a run and write its recipe there. Raises OutputError if it cannot be written.
+
+    force: remove the run in the folder.
+    """
+    try:
+        if force and (output / RECIPE_FILE).exists():
             shutil.rmtree(output / CHECKPOINT_FOLDER, ignore_errors=True)
-        elif recipe_file.exists():
-            if not resume:
-                raise OutputError(
-                    f"{output} already holds a run: continue it with --resume or start again with --force"
-                )
-            if recipe_file.read_text(encoding="utf-8") != text:
-                raise OptionError(f"{output} holds a run of another recipe, so this recipe cannot resume it")
+            (output / MODEL_FILE).unlink(missing_ok=True)
         output.mkdir(parents=True, exist_ok=True)
-        recipe_file.write_text(text, encoding="utf-8")
+        (output / RECIPE_FILE).write_text(_recipe_text(recipe), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    return json.dumps(recipe.as_dict(), indent=1)

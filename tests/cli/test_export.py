@@ -411,5 +411,6 @@ def test_installed_command_reports_a_missing_source(folder):
     result = subprocess.run([program, "none.pt"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines() == [
-        "tformer-export: there is no file or folder none.pt: name a checkpoint, a Hugging Face folder or module:factory"
+        "tformer-export: there is no file or folder none.pt: name a checkpoint, a Hugging Face folder or its hub's "
+        "org/name, or module:factory"
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -193,6 +194,25 @@ def test_folder_with_missing_weights_is_refused(user_folder, refused):
     )
     os.remove("folder/model.safetensors")
     assert "no file named model.safetensors" in refused("folder", "-o", "out.onnx")
+
+
+def test_file_of_weights_stands_for_its_folder(user_folder, run, refused):
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained("folder")
+    shutil.copy("folder/model.safetensors", "alone.safetensors")
+    shutil.copy("folder/model.safetensors", "folder/other.safetensors")
+    status, err = run("folder/model.safetensors", "-o", "out.onnx")
+    assert status == 0, err
+    with torch.no_grad():
+        logits = transformers.GPT2LMHeadModel.from_pretrained("folder")(torch.tensor([[3, 4]])).logits
+    assert Model.load("out.onnx", "cpu").generate([3, 4], max_new_tokens=1).token_ids == (int(logits[0, -1].argmax()),)
+    message = refused("alone.safetensors")
+    assert message.startswith("alone.safetensors holds weights alone, without the model that computes with them: put")
+    assert "name it model.safetensors" in refused("folder/other.safetensors")
 
 
 @pytest.mark.parametrize(

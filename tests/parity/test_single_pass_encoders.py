@@ -6,6 +6,7 @@ Each family is exported once, with its kind of tokenizer over a tiny vocabulary.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 
 import numpy as np
@@ -165,6 +166,33 @@ def test_problem_type_and_scores_match_the_pipeline(config, problem_type, tmp_pa
         logits = module(torch.tensor([[2, 5, 9, 12, 7, 3]])).logits.numpy()
     result = Classifier(manifest_of(source)).result([logits[0]], {"top_k": 1})
     assert result.scores == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["model_input_names", "class"])
+def test_model_has_its_default_for_token_types_that_the_tokenizer_does_not_return(kind, tmp_path):
+    """The model reads types, so the second text of a pair would differ if the file gave it types."""
+    model_class, config, tokenizer = FAMILIES["bert"]()
+    torch.manual_seed(3)
+    module = model_class(config).eval()
+    module.save_pretrained(tmp_path)
+    if kind == "class":
+        DistilBertTokenizer(vocab=wordpiece_vocabulary()).save_pretrained(tmp_path)
+    else:
+        tokenizer.save_pretrained(tmp_path)
+        path = tmp_path / "tokenizer_config.json"
+        names = {"model_input_names": ["input_ids", "attention_mask"]}
+        path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    report = export(load_source(tmp_path), tmp_path / "model.onnx")
+    model = Model.load(tmp_path / "model.onnx", "cpu", threads=1)
+    pipeline = transformers.TextClassificationPipeline(
+        model=module, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
+    )
+    pairs = [pair for pair in PAIRS if all(pair)]
+    expected = pipeline([{"text": a, "text_pair": b} for a, b in pairs], top_k=None)
+    for result, entries in zip(model.classify(pairs), expected, strict=True):
+        assert result.scores == pytest.approx({entry["label"]: entry["score"] for entry in entries}, abs=2e-5)
+    assert {spec.role for spec in model.manifest.encode.inputs} == {"ids", "mask"}
+    assert report.parity.raw.pairs == 4
 
 
 def manifest_of(source):

@@ -6,9 +6,10 @@ files in half precision only; `build.py` runs them after the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -20,12 +21,14 @@ from tformer_export.common.kernel_choices import (
     KernelChoice,
     KernelForms,
 )
+from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.passes import (
     decompose_attention,
     drop_reshapes,
     fold_attention_scale,
     full_score_attention,
     merge_projections,
+    packed_weights,
     remove_unused,
     rms_norm,
     shared_encoder_context,
@@ -42,11 +45,13 @@ class PassSettings:
     max_length: the maximum length of the step input, in tokens.
     forms: the kernel form of each choice.
     target: "cpu", "cuda" or "portable".
+    packed: name → a matrix that the source stores in 4-bit integers.
     """
 
     max_length: int
     forms: KernelForms
     target: str
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 
 
 PASSES = (
+    Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
@@ -111,13 +117,17 @@ PASSES = (
 
 
 def run_passes(
-    model: ir.Model, max_length: int, forms: KernelForms = DEFAULT_FORMS, target: str = "cpu"
+    model: ir.Model,
+    max_length: int,
+    forms: KernelForms = DEFAULT_FORMS,
+    target: str = "cpu",
+    packed: Mapping[str, PackedWeight] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Run the passes of a file in their order, and return how many places each of them changed, by its name.
 
     A pass that does not apply has 0. For the arguments see `PassSettings`.
     """
-    settings = PassSettings(max_length, forms, target)
+    settings = PassSettings(max_length, forms, target, packed)
     counts: dict[str, int] = {}
     for one_pass in PASSES:
         counts[one_pass.name] = counts.get(one_pass.name, 0) + one_pass.run(model, settings)

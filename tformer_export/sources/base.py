@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
+from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
@@ -54,6 +55,7 @@ class Source:
     decode_output: the model's own way from an output to a text.
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
         window.
+    packed_weights: name of a parameter → its matrix in 4-bit integers, which the file keeps. `module` has it in floats.
     """
 
     module: nn.Module
@@ -79,6 +81,7 @@ class Source:
     min_lengths: Mapping[str, int] = field(default_factory=dict)
     decode_output: Callable[[torch.Tensor], str] | None = None
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
+    packed_weights: Mapping[str, PackedWeight] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step_input is not None and self.step_input not in self.example:

@@ -11,13 +11,34 @@ from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
 from tformer_export.sources.factory import from_factory, from_pickle, from_state
-from tformer_export.sources.hugging_face.folder import from_folder
+from tformer_export.sources.hugging_face.folder import folder_of_weights, from_folder, is_weights_file
+from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_runtime.base.errors import OptionError, SourceError
+
+
+def find_source(spec: str | os.PathLike[str], revision: str | None = None, factory: str | None = None) -> str:
+    """Return SOURCE, or the folder to which a model of the Hugging Face hub was downloaded.
+
+    A path that exists is never taken for a hub id, and neither is the state dict of a factory.
+
+    revision: of a model of the hub.
+
+    Raises SourceError if the model cannot be downloaded, OptionError for a revision of anything else.
+    """
+    text = os.fspath(spec)
+    if factory is None and not Path(text).exists() and is_hub_id(text):
+        return str(download(text, revision))
+    if revision is not None:
+        raise OptionError(
+            f"--revision names a version of a model of the Hugging Face hub (org/name), which {text} is not"
+        )
+    return text
 
 
 def load_source(
     spec: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     step_input: str | None = None,
     factory: str | None = None,
     config: str | os.PathLike[str] | None = None,
@@ -29,7 +50,8 @@ def load_source(
     """Load a model.
 
     spec: a checkpoint of save_checkpoint, a state dict (with `factory`), a factory, a `.pt2` of torch.export, a Hugging
-        Face folder, or a pickled module (with `trust_pickle`).
+        Face folder or its file of weights, org/name of the Hugging Face hub, or a pickled module (with `trust_pickle`).
+    revision: a branch, tag or commit of a model of the hub.
     config: a JSON file with the factory's keyword arguments.
     trust_pickle: load pickled objects, which runs the code that they name.
     tokenizer: whether to read the tokenizer of a folder.
@@ -38,7 +60,8 @@ def load_source(
 
     Raises SourceError for a model that cannot be loaded, OptionError for arguments that do not fit it.
     """
-    text, path = os.fspath(spec), Path(spec)
+    text = find_source(spec, revision, factory)
+    path = Path(text)
     settings = None if config is None else Path(config)
     is_factory = not path.exists() and ":" in text
     if settings is not None and factory is None and not is_factory:
@@ -51,7 +74,8 @@ def load_source(
         return from_factory(text, settings, step_input, head)
     if not path.exists():
         raise SourceError(
-            f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or module:factory"
+            f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or its hub's org/name, "
+            "or module:factory"
         )
     if path.is_dir():
         return from_folder(path, step_input, tokenizer, task)
@@ -59,6 +83,8 @@ def load_source(
         return from_file(path, step_input, trust_pickle)
     if factory is not None:
         return from_state(path, factory, settings, step_input, head)
+    if is_weights_file(path) and not trust_pickle:
+        return from_folder(folder_of_weights(path), step_input, tokenizer, task)
     if trust_pickle:
         try:
             load_checkpoint(path)

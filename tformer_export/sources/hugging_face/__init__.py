@@ -1,6 +1,8 @@
 """Sources from transformers: a folder or a model in memory, with its tokenizer, processor and generation config.
 
 folder          a folder or a model, its weights, inputs and special ids
+hub             download of a folder from the Hugging Face hub
+packed_weights  weights in 4-bit integers, by GPTQ or AWQ
 single_pass     single-pass models: the classes of each task and their labels
 images, audio   preparation of images and sounds as their processors describe it
 speech_to_text  encoder-decoders that transcribe sounds in windows

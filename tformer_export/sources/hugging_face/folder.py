@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
+from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.base import Source, as_float32
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
+from tformer_export.sources.hugging_face.hub import model_name
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
+from tformer_export.sources.hugging_face.packed_weights import load_packed, read_packing
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
@@ -38,6 +42,34 @@ from tformer_runtime.format.manifest import SpecialTokens
 logger = logging.getLogger(__name__)
 
 PIXELS = "pixel_values"  # transformers' name, of every model and processor
+
+
+_LOADED_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?")
+
+
+def is_weights_file(path: Path) -> bool:
+    """Return whether a file holds weights alone: in safetensors, or as transformers names it in a folder."""
+    in_folder = _LOADED_WEIGHTS.fullmatch(path.name) is not None and (path.parent / "config.json").exists()
+    return path.suffix == ".safetensors" or in_folder
+
+
+def folder_of_weights(path: Path) -> Path:
+    """Return the folder that a file of weights belongs to.
+
+    Raises SourceError for a file without a config.json, or of a name that transformers does not load.
+    """
+    if not (path.parent / "config.json").exists():
+        raise SourceError(
+            f"{path} holds weights alone, without the model that computes with them: put the config.json that belongs "
+            "to them, and the tokenizer's files, into the same folder; or name the function that makes the model with "
+            "--factory"
+        )
+    if not _LOADED_WEIGHTS.fullmatch(path.name):
+        raise SourceError(
+            f"{path} is not the file of weights that transformers loads from a folder: name it model.safetensors, or "
+            "name the function that makes the model with --factory"
+        )
+    return path.parent
 
 
 def is_transformers_model(module: Any) -> bool:
@@ -61,10 +93,11 @@ def from_folder(
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
     with _quiet_transformers():
-        module, loaded_task = _load(folder, task)
+        module, loaded_task, packed = _load(folder, task)
         sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
         processors = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
-        source = from_transformers(module, folder.resolve().name, loaded_task, *processors)
+        source = from_transformers(module, model_name(folder), loaded_task, *processors)
+        source = replace(source, packed_weights=packed)
         if step_input not in (None, source.step_input):
             stepped = (
                 f"stepped over {source.step_input!r}, not"
@@ -107,8 +140,8 @@ def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Sour
     return with_modules(folder, source) if listed else source
 
 
-def _load(folder: Path, task: str | None) -> tuple[Any, str]:
-    """Load a model with its weights, and return it with its task.
+def _load(folder: Path, task: str | None) -> tuple[Any, str, Mapping[str, PackedWeight]]:
+    """Load a model with its weights, and return it with its task, and the weights that are packed in 4 bits.
 
     Raises SourceError for weights that do not fit. transformers would warn of a missing weight and draw it at random.
     """
@@ -117,12 +150,15 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str]:
     if not (folder / "config.json").exists():
         raise SourceError(f"{folder} is not a Hugging Face folder: it holds no config.json")
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    loading = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    packed: Mapping[str, PackedWeight] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         kind, task = class_for(config, task)
-        module, info = kind.from_pretrained(
-            folder, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        if (packing := read_packing(config)) is not None:
+            module, info, packed = load_packed(folder, kind, config, packing, loading)
+        else:
+            module, info = kind.from_pretrained(folder, **options, **loading)
     except SourceError as error:
         raise SourceError(f"{folder}: {error}") from error
     except Exception as error:  # transformers, safetensors and torch raise many types
@@ -145,7 +181,7 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str]:
         raise SourceError(
             f"{folder}'s weights do not fit the {type(module).__name__} that its config describes: {'; '.join(listed)}"
         )
-    return module, task
+    return module, task, packed
 
 
 def _matters(module: Any, name: str) -> bool:

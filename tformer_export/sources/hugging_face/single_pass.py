@@ -104,6 +104,9 @@ def output_meaning_of(config: Any, task: str) -> OutputMeaning:
 def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     """Add a transformers tokenizer in memory, in tokenizers' JSON format, and the model's own pipeline with it.
 
+    An input of token types remains only if the tokenizer returns them. Otherwise the model has its default for them,
+    which is not always what tokenizers' JSON format gives for the second text of a pair.
+
     Raises OptionError for other models than single-pass models of one text.
     """
     reads = source.caller_inputs
@@ -113,6 +116,8 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
             "single-pass model of one text"
         )
     text, checked = read_encoder_tokenizer(tokenizer)
+    if TYPES not in checked("a", "a"):
+        source = _without_token_types(source)
     limits = [source.max_length, checked.model_max_length if checked.model_max_length < MIN_UNLIMITED_TOKENS else None]
     max_length = min((n for n in limits if n is not None), default=None)
     module = source.module.module if isinstance(source.module, Adapter) else None
@@ -125,6 +130,16 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     return replace(
         source, tokenizers={reads[0]: text}, max_length=max_length, own_pipeline=answer, output_meaning=outcome
     )
+
+
+def _without_token_types(source: Source) -> Source:
+    """Leave the token types to the model's default, if the tokenizer returns none."""
+    adapter = source.module
+    if not source.token_types or not isinstance(adapter, Adapter):
+        return source
+    example = {name: value for name, value in source.example.items() if name not in source.token_types}
+    adapter = Adapter(adapter.module, list(example), adapter.fixed_arguments, output=adapter.output)
+    return replace(source, module=adapter, example=example, token_types={})
 
 
 def make_own_pipeline(module: Any, tokenizer: Any, task: str, outputs: tuple[str, ...] = ()) -> Pipeline | None:
