@@ -63,11 +63,15 @@ def make_plan(
 ) -> StagingPlan:
     """Plan the decode stage, in one pass over the graph, backwards."""
     plan = StagingPlan()
+    order = {node: i for i, node in enumerate(captured.nodes)}
+    last_use: dict[Node, int] = {}  # place of the last operation that reads a value; a region reads at its end
 
-    def demand(node: Node, choice: AxisChoice) -> None:
-        """Note that an operand is needed, in the form of the choice."""
+    def demand(node: Node, choice: AxisChoice, user: Node | None = None) -> None:
+        """Note that an operand is needed, in the form of the choice, by the operation `user`."""
         if isinstance(meta(node), torch.SymInt):
             return
+        if user is not None:
+            last_use[node] = max(last_use.get(node, -1), order[user])
         if choice == SPAN and level[node] != Level.STEP:
             choice = FRESH if level[node] == Level.CONSTANT else None
         has_time = bool(solver.time_axes(node))
@@ -102,9 +106,9 @@ def make_plan(
             if cached is not None and has_operator(cached):
                 plan.fused[node] = cached
                 for operand in (node.args[0], cached.key, cached.value):
-                    demand(operand, solver.roles(operand))  # type: ignore[arg-type]
+                    demand(operand, solver.roles(operand), node)  # type: ignore[arg-type]
                 if cached.bias is not None:
-                    demand(cached.bias, solution.choices[0][3])
+                    demand(cached.bias, solution.choices[0][3], node)
                 continue
             if solution.lookback is not None:
                 plan.looking_back.add(node)
@@ -112,8 +116,8 @@ def make_plan(
                 if choice == SPAN and level[operand] == Level.STEP:
                     assert solution.lookback is not None
                     choice = solver.roles(operand, ALL if solution.lookback.rows is None else NEW)
-                demand(operand, choice)
-    plan.select = _select(captured, plan, solver)
+                demand(operand, choice, node)
+    plan.select = _select(captured, plan, solver, order, last_use)
     return plan
 
 
@@ -152,12 +156,17 @@ def _unrepeated(solver: RestrictionSolver, node: Node) -> Node:
     return best
 
 
-def _select(captured: CapturedGraph, plan: StagingPlan, solver: RestrictionSolver) -> Node | None:
+def _select(
+    captured: CapturedGraph,
+    plan: StagingPlan,
+    solver: RestrictionSolver,
+    order: Mapping[Node, int],
+    last_use: Mapping[Node, int],
+) -> Node | None:
     """Return the first value after all attention through which all later values flow.
 
     Unwanted rows can be dropped there. Without extra outputs the model's output is such a value.
     """
-    order = {node: i for i, node in enumerate(captured.nodes)}
     computed = [n for n in captured.nodes if n in plan.demands]
     past_needed = [
         n
@@ -167,13 +176,12 @@ def _select(captured: CapturedGraph, plan: StagingPlan, solver: RestrictionSolve
         or any(role == ALL for roles in plan.demands[n] for _, role in roles)
     ]
     first = max((order[n] for n in past_needed), default=-1)
-    last_use = {n: max((order[u] for u in n.users if u in plan.demands), default=-1) for n in computed}
     reach = -1
     for node in computed:
         position = order[node]
         if position >= first and reach <= position and _is_row_value(solver, node) and node is not captured.step:
             return node
-        reach = max(reach, last_use[node])
+        reach = max(reach, last_use.get(node, -1))
     return None
 
 
