@@ -56,13 +56,13 @@ from tformer_export.common.example_sizes import size_groups
 from tformer_export.common.fx_nodes import meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.module_state import unchanged
-from tformer_export.common.names import CONTEXT, ENCODED
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
 from tformer_export.lowering.manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.passes import run_passes
+from tformer_export.passes.names import CONTEXT, ENCODED
 from tformer_export.sources import Source
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant, replace_value
-from tformer_export.common.names import CONTEXT
 from tformer_export.passes import remove_unused
+from tformer_export.passes.names import CONTEXT
 
 KEY, VALUE, BIAS = 1, 2, 5  # inputs of MultiHeadAttention
 

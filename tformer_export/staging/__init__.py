@@ -6,6 +6,7 @@ layouts             positions on axes that have other rows too, or are merged wi
 regions             operations that mix positions, and keep them apart as a whole
 lookback            operations that read earlier positions outside attention
 probe               random inputs on which operations are tested
+row_by_row          operations over tables that run for each row of a batch alone
 tables, rotary      values that depend on the position alone, gathered by position
 encode, decode      the programs of the two stages; emitter: the part that they share
 restriction_errors  messages why a model cannot be decoded step by step, with the user's own line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from tformer_export.staging.emitter import CachedValue, ContextTensor, Emitter, 
 from tformer_export.staging.layouts import Layout
 from tformer_export.staging.lookback import Lookback
 from tformer_export.staging.plan import CachedAttention, StagingPlan
-from tformer_export.staging.restriction import ALL, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles
+from tformer_export.staging.restriction import ALL, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles, Solution
 from tformer_export.staging.rotary import Rotation
+from tformer_export.staging.row_by_row import RowByRow, computes_rows, find_row_by_row
 from tformer_export.staging.tables import Table, is_causal_alone
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
@@ -132,8 +133,12 @@ class DecodeEmitter(Emitter):
         elif node in self.plan.fused and all(role == NEW for _, role in roles):
             self.emitted[node, roles] = self._emit_fused(self.plan.fused[node])
         else:
-            inside: dict[Any, Node] = {}  # values of the region
             solution = solver.solve(node, roles)
+            inside: dict[Any, Node] = {}  # values of the region
+            row_by_row = self._row_by_row(solution, roles)
+            if row_by_row is not None:
+                self.emitted[node, roles] = self._emit_row_by_row(node, solution, row_by_row)
+                return
             for part, choices in solution.parts:
                 leaves, spec = pytree.tree_flatten((part.args, part.kwargs))
                 operands = [
@@ -149,8 +154,52 @@ class DecodeEmitter(Emitter):
                 result = self._new_rows(node, result, solution.lookback)
             self.emitted[node, roles] = result
 
-    def _operand(self, user: Node, leaf: Node, choice: AxisChoice, lookback: Lookback | None = None) -> Any:
-        """Return an operand of an operation, in the form of the choice."""
+    def _row_by_row(self, solution: Solution, roles: Roles) -> RowByRow | None:
+        """Return an operation that computes rows alone, if the operation itself cannot read a table for each row."""
+        node = solution.nodes[0]
+        tables = [
+            leaf
+            for leaf, choice in zip(pytree.tree_leaves((node.args, node.kwargs)), solution.choices[0], strict=True)
+            if leaf in self.tables and isinstance(choice, tuple) and NEW in dict(choice).values()
+        ]
+        if not tables or len(solution.nodes) > 1 or any(self.tables[table].batch_rows for table in tables):
+            return None
+        places = {table: self._free_place(node, self.tables[table]) for table in tables}
+        if any(place is not None and place.repeat > 1 for place in places.values()):
+            return None
+        batch = next(self.solver.sizes[symbol] for symbol in self.captured.batch)
+
+        def in_place(place: _TablePlace) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda value: value[(None,) * place.missing].repeat_interleave(batch, place.rows.axis)
+
+        if None not in places.values():
+            spec = pytree.tree_structure((node.args, node.kwargs))
+            rows_of_table = {table: in_place(place) for table, place in places.items() if place is not None}
+
+            def run(*operands: Any) -> Any:
+                args, kwargs = pytree.tree_unflatten(operands, spec)
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+
+            if computes_rows(self.solver, solution, roles, run, rows_of_table):
+                return None
+        return find_row_by_row(self.solver, solution, roles, tables)
+
+    def _emit_row_by_row(self, node: Node, solution: Solution, row_by_row: RowByRow) -> Node:
+        operands = [
+            self._operand(node, leaf, choice, place=_ROWS_IN_FRONT) if isinstance(leaf, Node) else leaf
+            for leaf, choice in zip(pytree.tree_leaves((node.args, node.kwargs)), solution.choices[0], strict=True)
+        ]
+        return self.call(row_by_row, *operands)
+
+    def _operand(
+        self,
+        user: Node,
+        leaf: Node,
+        choice: AxisChoice,
+        lookback: Lookback | None = None,
+        place: _TablePlace | None = None,
+    ) -> Any:
+        """Return an operand of an operation, in the form of the choice. place: of the rows in a table."""
         if choice == SPAN and lookback is not None:
             return self._operand_of_span(leaf, lookback)
         if isinstance(meta(leaf), torch.SymInt):
@@ -158,7 +207,7 @@ class DecodeEmitter(Emitter):
             return self.size(meta(leaf), self._time(role))
         if self.level[leaf] == Level.CONSTANT:
             if isinstance(choice, tuple):
-                return self._gather_table(user, leaf, choice)
+                return self._gather_table(user, leaf, choice, place)
             return self.constant_value(leaf, self._time(NEW))
         if self.level[leaf] == Level.REQUEST and not isinstance(choice, tuple):
             return self.context[leaf, choice == ONE]
@@ -299,7 +348,7 @@ class DecodeEmitter(Emitter):
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
-    def _gather_table(self, user: Node, leaf: Node, roles: Roles) -> Node:
+    def _gather_table(self, user: Node, leaf: Node, roles: Roles, place: _TablePlace | None = None) -> Node:
         """Return the entries of a table for the new positions of each row.
 
         They have a batch axis where the user's operation has it.
@@ -314,7 +363,7 @@ class DecodeEmitter(Emitter):
             for axis in every:
                 result = self._slots_of_table(table, result, axis, axis)
             return self._repeat_for_rows(result, table.batch_rows)
-        place = self._batch_place(user, table)
+        place = place or self._batch_place(user, table)
         key = "table", leaf, roles, place, self.selected
         if key not in self.emitted:
             self.emitted[key] = self._rows_of_table(leaf, table, place, new[0], every)
@@ -395,6 +444,16 @@ class DecodeEmitter(Emitter):
         Positions differ between rows, so the gathered entries have a batch axis. It has to meet the batch axis of the
         operation's result, which may be merged with another axis, such as the heads.
         """
+        place = self._free_place(user, table)
+        if place is not None:
+            return place
+        raise UnsupportedModelError(
+            f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
+            "rows of a batch, whose positions differ"
+        )
+
+    def _free_place(self, user: Node, table: Table) -> _TablePlace | None:
+        """Return the place of a batch axis in a table by the rules of broadcasting; None if there is none."""
         if table.batch_rows is not None:
             return _TablePlace(table.batch_rows)
         rows, rank = self._result_rows(user), table.values.dim()
@@ -403,10 +462,7 @@ class DecodeEmitter(Emitter):
             table_axis = rows.axis - meta(user).dim() + rank + missing
             if missing or (table.values.shape[table_axis] == 1 and table_axis not in table.time_axes):
                 return _TablePlace(BatchAxis(table_axis, rows.times, rows.outer), missing, rows.times)
-        raise UnsupportedModelError(
-            f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
-            "rows of a batch, whose positions differ"
-        )
+        return None
 
     def _result_rows(self, user: Node) -> BatchAxis | None:
         result = meta(user)
@@ -523,3 +579,6 @@ class _CacheTensors:
     index: int
     shape: tuple[int | str, ...]
     input: Node
+
+
+_ROWS_IN_FRONT = _TablePlace(BatchAxis(0), missing=1)

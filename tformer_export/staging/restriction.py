@@ -200,7 +200,7 @@ class RestrictionSolver:
                 corner = longer
                 for axis, layout in zip(axes, layouts, strict=True):
                     corner = layout.restrict(corner, axis, PROBE_LENGTH + 1, 0, PROBE_LENGTH)
-                if _is_close(corner, self.values[node]):
+                if is_close(corner, self.values[node]):
                     self.layouts[node] = dict(zip(axes, layouts, strict=True))
                     break
 
@@ -413,7 +413,7 @@ class RestrictionSolver:
                     operands = [
                         results[leaf]
                         if isinstance(leaf, Node) and leaf in results
-                        else self._operand(leaf, choice, window)
+                        else self.operand(leaf, choice, window)
                         for leaf, choice in zip(leaves, choices, strict=True)
                     ]
                     args, kwargs = pytree.tree_unflatten(operands, spec)
@@ -421,9 +421,9 @@ class RestrictionSolver:
         except (RuntimeError, IndexError, ValueError):  # sizes that do not fit each other: not these roles
             return False
         last = solution.nodes[-1]
-        return _is_close(results[last], self.restrict(last, roles, window))
+        return is_close(results[last], self.restrict(last, roles, window))
 
-    def _operand(self, leaf: Any, choice: AxisChoice, window: tuple[int, int]) -> Any:
+    def operand(self, leaf: Any, choice: AxisChoice, window: tuple[int, int]) -> Any:
         """Return an operand at a window, in the form of the choice."""
         if not isinstance(leaf, Node):
             return leaf
@@ -559,10 +559,10 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _is_close(result: Any, expected: Any) -> bool:
+def is_close(result: Any, expected: Any) -> bool:
     """Return whether two results are equal up to rounding, and infinite or NaN at the same places."""
     if isinstance(expected, (list, tuple)):
-        return len(result) == len(expected) and all(map(_is_close, result, expected))
+        return len(result) == len(expected) and all(map(is_close, result, expected))
     if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
         return False
     if not result.is_floating_point():

@@ -464,9 +464,8 @@ CASES = [
         lm(Shaw, layers=2),
         exports_file=True,
         seed=8,
-        known_failure="einsum over a table, whose rows differ in a batch",
     ),
-    Case("shaw-matmul", lm(ShawMatmul), known_failure="a product with a table, whose rows differ in a batch"),
+    Case("shaw-matmul", lm(ShawMatmul)),
     Case(
         "music-transformer",
         lm(MusicTransformer),

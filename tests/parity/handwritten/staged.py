@@ -77,6 +77,7 @@ class State:
             names.LAST_POSITION: (self.lengths + valid_counts - 1).to(torch.int32),
             names.TOTAL_SLOTS: torch.tensor(total, dtype=torch.int32),
             names.START_SLOT: self.lengths.clone(),
+            names.NEW_COUNTS: valid_counts,
             names.SLOT_INDICES: torch.arange(total),
             names.SELECTED_TOKENS: new_positions.expand(len(tokens), new),
             **self.context,

@@ -73,7 +73,7 @@ CASES = [
     x("alibi", alibi_pos_bias=True, alibi_num_heads=2),
     x("t5", rel_pos_bias=True),
     x("dynamic-pos-bias", dynamic_pos_bias=True),
-    x("mem-kv", attn_num_mem_kv=2, known_failure="keys and values put in front of the step's own"),
+    x("mem-kv", attn_num_mem_kv=2),
     x("memory-tokens", {"num_memory_tokens": 2}),
     x("shift-tokens", shift_tokens=1),
     # Positions are counted from the middle of the sequence.
