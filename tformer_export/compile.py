@@ -39,6 +39,7 @@ from tformer_export.analysis.determinism import (
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.last_position import keep_all_positions
+from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.size_branches import limit_by_branches
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
@@ -294,6 +295,7 @@ def analyse_model(
     not have.
     """
     source, graph = captured.source, captured.graph
+    unshift(graph)
     attention_count = recognise(graph)
     if cross_attentions is not None and cross_attentions is not False:
         add_cross_attentions(graph, cross_attentions)

@@ -9,6 +9,7 @@ size_branches      code that depends on a size
 determinism        refusal of results that depend on chance or on earlier calls
 step_checks        refusal of models that cannot be decoded step by step
 last_position      models that return logits for the last position only
+relative_shift     products with a table of distances, shifted row by row
 series             the options of a forecaster's series, checked against the graph
 interpreter        evaluation of the graph
 """

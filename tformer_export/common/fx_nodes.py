@@ -79,7 +79,7 @@ def symbols(size: Any) -> frozenset[sympy.Symbol]:
 
 @functools.lru_cache(maxsize=4096)
 def simplify_size(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
-    """Simplify an expression of one symbol n, such as 96 − max(0, 96 − n), to n or to a number.
+    """Simplify an expression of one symbol n, such as 96 − max(0, 96 − n), to n, n plus a number, or a number.
 
     Return the result with the greatest n up to which the two are equal; None for no limit. An expression that equals
     neither for small n is returned unchanged.
@@ -91,7 +91,7 @@ def simplify_size(expr: sympy.Expr) -> tuple[sympy.Expr, int | None]:
     def at(n: int) -> int:
         return int(expr.subs(symbol, n))
 
-    for same in (symbol, sympy.Integer(at(1))):
+    for same in (symbol + (at(1) - 1), sympy.Integer(at(1))):
         if all(at(n) == same.subs(symbol, n) for n in range(1, DENSE_SIZES)):
             low, high = DENSE_SIZES - 1, MAX_SIZE
             if at(high) == same.subs(symbol, high):

@@ -262,6 +262,12 @@ def table_diagonals(
     return move_axes(view_as_shape(flat, *offsets.shape, *diagonals.shape[1:]), (0, 1, 2), (batch, new, every))
 
 
+def take_distances(value: torch.Tensor, distances: torch.Tensor, axis: int) -> torch.Tensor:
+    """Take the numbers of each row along an axis by index; the indices are equal for other axes, of size 1 in them."""
+    sizes = [size if a == axis else value.shape[a] for a, size in enumerate(distances.shape)]
+    return value.gather(axis, distances.expand(sizes))
+
+
 def slot_view(present: torch.Tensor, slots: torch.Tensor, axis: int) -> torch.Tensor:
     """Narrow a cache on `axis` to the slots that attention may read: to the length of `slots`."""
     return present.narrow(axis, 0, slots.shape[0])

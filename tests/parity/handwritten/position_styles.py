@@ -459,19 +459,10 @@ CASES = [
     Case("alibi", lm(Alibi, layers=2), exports_file=True),
     Case("alibi-buffer", lm(AlibiBuffer)),
     Case("t5-bias", lm(T5Bias)),
-    Case(
-        "shaw",
-        lm(Shaw, layers=2),
-        exports_file=True,
-        seed=8,
-    ),
+    Case("shaw", lm(Shaw, layers=2), exports_file=True, seed=8),
     Case("shaw-matmul", lm(ShawMatmul)),
-    Case(
-        "music-transformer",
-        lm(MusicTransformer),
-        known_failure="pad, reshape and slice keep positions apart only together",
-    ),
-    Case("transformer-xl", lm(TransformerXL), known_failure="cat, view and slice keep positions apart only together"),
+    Case("music-transformer", lm(MusicTransformer)),
+    Case("transformer-xl", lm(TransformerXL), exports_file=True),
     Case("dynamic-bias", lm(DynamicBias)),
     Case("kerple", lm(Sandwich)),
 ]
