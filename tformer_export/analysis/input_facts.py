@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import sympy
@@ -54,7 +54,7 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
         has_mask = any(mask.of == name for mask in source.masks.values())
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
-            limit = _limit(captured, level, node)
+            limit = _limit(captured, level, name)
         if captured.step_name is None and source.max_length is not None:
             limit = min(limit or source.max_length, source.max_length)
         facts[name] = InputFacts(
@@ -69,12 +69,17 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
     return facts
 
 
-def _limit(captured: CapturedGraph, level: Mapping[Node, Level], node: Node) -> int | None:
-    """Return the greatest length for which the graph's constants exist, such as a table of source positions."""
-    symbol = expression(meta(node).shape[1])
+def _limit(captured: CapturedGraph, level: Mapping[Node, Level], name: str) -> int | None:
+    """Return the greatest length for which the graph's constants exist, such as a table of source positions.
+
+    Positions that are counted from tokens other than padding are constants for rows without padding.
+    """
+    symbol = expression(meta(captured.inputs[name]).shape[1])
     if not symbol.is_Symbol:
         return None
     traced = captured.limits.get(symbol)
+    fills = {test.node: test.usual for test in padding_tests(captured, name)}
+    level = _with_constants(captured, level, fills)
     sized = [
         n
         for n in captured.nodes
@@ -82,7 +87,7 @@ def _limit(captured: CapturedGraph, level: Mapping[Node, Level], node: Node) -> 
         and isinstance(value := meta(n), torch.Tensor)
         and sum(symbol in expression(d).free_symbols for d in value.shape) == 1
     ]
-    constants = Constants(captured, level)
+    constants = Constants(captured, level, fills)
     symbols = {s for n in captured.inputs.values() for d in meta(n).shape for s in expression(d).free_symbols}
 
     def works(length: int) -> bool:
@@ -96,6 +101,17 @@ def _limit(captured: CapturedGraph, level: Mapping[Node, Level], node: Node) -> 
     if works(max_length):
         return traced
     return 2 + bisect_left(range(3, max_length), True, key=lambda length: not works(length))
+
+
+def _with_constants(captured: CapturedGraph, level: Mapping[Node, Level], added: Collection[Node]) -> dict[Node, Level]:
+    """Return the binding times if the added nodes are constants: values that follow from them are constants too."""
+    result = dict(level) | dict.fromkeys(added, Level.CONSTANT)
+    for node in captured.nodes:
+        if node not in added and node.op == "call_function":
+            operands = [n for n in node.all_input_nodes if not isinstance(meta(n), torch.SymInt)]
+            if operands and all(result[n] == Level.CONSTANT for n in operands):
+                result[node] = Level.CONSTANT
+    return result
 
 
 def _axis(node: Node, symbol: sympy.Symbol) -> int:

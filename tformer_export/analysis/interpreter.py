@@ -41,8 +41,11 @@ class Constants:
     the graph for each set of sizes.
     """
 
-    def __init__(self, captured: CapturedGraph, level: Mapping[Node, Level]) -> None:
-        self.captured, self.level = captured, level
+    def __init__(
+        self, captured: CapturedGraph, level: Mapping[Node, Level], fills: Mapping[Node, bool] | None = None
+    ) -> None:
+        """Make an evaluator. fills: tensors that hold one answer everywhere, and count as constants."""
+        self.captured, self.level, self.fills = captured, level, fills or {}
 
     def at(self, nodes: list[Node], sizes: Mapping[sympy.Symbol, int]) -> dict[Node, Any]:
         """Return the values of constant nodes, with each size symbol replaced."""
@@ -74,6 +77,8 @@ class Constants:
             if node in visited or self.level[node] != Level.CONSTANT:
                 continue
             visited.add(node)
+            if node in self.fills:
+                continue
             if not isinstance(meta(node), torch.SymInt) or is_read_from_data(node):
                 pending.extend(node.all_input_nodes)
         return visited
@@ -84,6 +89,8 @@ class Constants:
             return size_of(value, sizes)
         if node.op == "placeholder":
             return self.captured.constants[node.name]
+        if node in self.fills:
+            return torch.full([size_of(size, sizes) for size in value.shape], self.fills[node])
         return call(node, lambda argument: known[argument])
 
 
