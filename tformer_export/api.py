@@ -151,6 +151,7 @@ def export(
         size=result.size,
         parity=result.parity,
         counts=result.counts,
+        unrecognised=result.unrecognised,
         degradation=result.degradation,
         mixture=result.mixture,
         optimized_for=result.manifest.optimized_for,

@@ -42,6 +42,7 @@ class BuildResult:
 
     manifest: Manifest
     counts: dict[str, int]
+    unrecognised: tuple[str, ...]
     parity: ParityReport
     size: int
     degradation: Degradation | OutputDegradation | None
@@ -90,6 +91,7 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
     return BuildResult(
         manifest,
         quantized.compiled.counts,
+        quantized.compiled.unrecognised,
         parity,
         size,
         quantized.degradation,

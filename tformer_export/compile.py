@@ -23,7 +23,7 @@ import onnx_ir as ir
 import torch
 from torch.fx import Node
 
-from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.attention_patterns import Recognition, recognise
 from tformer_export.analysis.attention_weights import AttentionSelection, add_attentions, add_cross_attentions
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests
@@ -36,6 +36,7 @@ from tformer_export.analysis.determinism import (
     rehearse,
     warm_up,
 )
+from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.last_position import keep_all_positions
@@ -108,7 +109,7 @@ class AnalysedModel:
     """A source with its graph and the facts on it, from which files of several kernel forms are compiled.
 
     level: node → its binding time.
-    attentions: the number of attentions in the graph.
+    recognition: the attentions in the graph.
     max_length: the longest sequence; None for the default.
     half: whether the file will compute in half precision. The graph computes in float32 in any case.
     lowered: results of lowering, which files of several forms share.
@@ -120,7 +121,7 @@ class AnalysedModel:
     level: Mapping[Node, Level]
     extras: Extras
     inputs: dict[str, InputFacts]
-    attentions: int
+    recognition: Recognition
     gives_last: bool
     max_length: int | None
     half: bool = False
@@ -172,6 +173,7 @@ class CompiledModel:
     """A model that is ready to be quantised, verified and written.
 
     counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
+    unrecognised: see `Recognition.others`.
     """
 
     model: ir.Model
@@ -181,6 +183,7 @@ class CompiledModel:
     counts: dict[str, int]
     gives_last: bool = False
     series: SeriesPreprocessor | None = None
+    unrecognised: tuple[str, ...] = ()
 
 
 def analyse(
@@ -295,8 +298,9 @@ def analyse_model(
     not have.
     """
     source, graph = captured.source, captured.graph
+    einsums_to_products(graph)
     unshift(graph)
-    attention_count = recognise(graph)
+    recognition = recognise(graph)
     if cross_attentions is not None and cross_attentions is not False:
         add_cross_attentions(graph, cross_attentions)
     if attentions:
@@ -314,7 +318,7 @@ def analyse_model(
     encode, decode = find_auxiliary_outputs(graph, level)
     extras = _without(encode, source.outputs), _without(decode, source.outputs)
     return AnalysedModel(
-        source, target, graph, level, extras, inputs, attention_count, captured.gives_last, max_length, half, series
+        source, target, graph, level, extras, inputs, recognition, captured.gives_last, max_length, half, series
     )
 
 
@@ -465,5 +469,14 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     caches = tuple(staged.decode.caches) if staged.decode else ()
     extras = (*analysed.extras[0], *analysed.extras[1])
     locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
-    counts = {"attentions": analysed.attentions, **lowered.counts, **passes}
-    return CompiledModel(model, manifest, analysed.inputs, locator, counts, analysed.gives_last, series)
+    counts = {"attentions": analysed.recognition.count, **lowered.counts, **passes}
+    return CompiledModel(
+        model,
+        manifest,
+        analysed.inputs,
+        locator,
+        counts,
+        analysed.gives_last,
+        series,
+        analysed.recognition.others,
+    )

@@ -14,6 +14,8 @@ from tformer_export.shortlist import ShortlistMeasurement
 from tformer_export.tune.tune import Tuning
 from tformer_export.verify.report import ParityReport
 
+MAX_SHOWN = 3  # attentions that were not recognised
+
 
 def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
     """Write the report as JSON, atomically."""
@@ -36,6 +38,8 @@ class ExportReport:
     size: bytes of the file, weights included.
     parity: the comparison with the source.
     counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
+    unrecognised: each softmax over positions that was not recognised as that of an attention, with its line and the
+        reason. It is computed operation by operation.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
     optimized_for: the goal of the kernels of quantised products and of tuning; empty without either.
@@ -59,6 +63,7 @@ class ExportReport:
     size: int
     parity: ParityReport
     counts: dict[str, int]
+    unrecognised: tuple[str, ...] = ()
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
@@ -135,6 +140,7 @@ class ExportReport:
             if self.max_length
             else ("decoding", self._single_pass_text),
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
+            *[("not fused", text) for text in dict.fromkeys(self.unrecognised[:MAX_SHOWN])],
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             ("parity", self._parity_text),
         ]

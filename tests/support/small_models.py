@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from tformer_export import export
-from tformer_export.analysis.attention import ATTENTION, recognise
+from tformer_export.analysis.attention import ATTENTION
+from tformer_export.analysis.attention_patterns import recognise
 from tformer_export.analysis.binding_time import binding_times, fold_padding_tests
 from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.trace import capture, merge_equal_nodes
@@ -100,7 +101,7 @@ def captured_of(module: nn.Module, step: str | None = "tgt", example: Any = EXAM
 def staged(module: nn.Module, fuses: bool = False) -> SimpleNamespace:
     """Return the stages of a model up to the plan of its decode stage."""
     captured = captured_of(module)
-    attentions = recognise(captured)
+    attentions = recognise(captured).count
     fold_padding_tests(captured, 0)
     merge_equal_nodes(captured)
     level = binding_times(captured)

@@ -2,6 +2,7 @@
 
 binding_time       when each value is known: constant, by the request, or by each step
 attention          softmax(scale · QKᵀ + bias) · V, in any operations
+einsum             Einstein sums as matrix products
 attention_weights  weights of attention as extra outputs
 batch_axes         the axis of the rows
 input_facts        vocabulary, padding and maximum length of each input

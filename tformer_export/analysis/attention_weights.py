@@ -34,7 +34,13 @@ AttentionSelection = bool | str | int | Sequence[int | tuple[int, int]]
 
 @torch.library.custom_op("tformer::attention_weights", mutates_args=())
 def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    heads: list[int],
+    each: bool,
 ) -> torch.Tensor:
     """Compute softmax(scale · query keyᵀ + bias) and sum it over `heads`: (batch, 1, new, slots).
 
@@ -44,6 +50,8 @@ def attention_weights(
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query @ key.transpose(-2, -1) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
     weights = torch.softmax(scores, -1)[:, heads]
@@ -51,7 +59,7 @@ def attention_weights(
 
 
 @attention_weights.register_fake
-def _(query, key, bias, scale, heads, each):  # type: ignore[no-untyped-def]
+def _(query, key, bias, scale, softcap, heads, each):  # type: ignore[no-untyped-def]
     return query.new_empty((query.shape[0], len(heads) if each else 1, query.shape[2], key.shape[2]))
 
 
@@ -74,8 +82,8 @@ def add_cross_attentions(captured: CapturedGraph, selection: AttentionSelection)
     total: Node | None = None
     for layer, layer_heads in heads.items():
         make = NodeBuilder(captured.graph, layers[layer])
-        query, key, _, bias, scale = arguments(layers[layer])
-        summed = make(WEIGHTS, query, key, bias, scale, layer_heads, False)
+        query, key, _, bias, scale, softcap = arguments(layers[layer])
+        summed = make(WEIGHTS, query, key, bias, scale, softcap, layer_heads, False)
         total = summed if total is None else make(aten.add.Tensor, total, summed)
     mean = make(aten.mul.Tensor, total, 1 / sum(map(len, heads.values())))
     captured.add_extra(CROSS_ATTENTIONS, make(aten.select.int, mean, 1, 0))
@@ -115,9 +123,9 @@ def _weights(captured: CapturedGraph, node: Node) -> Node | None:
     An attention that is computed operation by operation is recognised by its softmax.
     """
     if node.target is ATTENTION:
-        query, key, _, bias, scale = arguments(node)
+        query, key, _, bias, scale, softcap = arguments(node)
         heads = list(range(int(meta(query).shape[1])))
-        return NodeBuilder(captured.graph, node)(WEIGHTS, query, key, bias, scale, heads, True)
+        return NodeBuilder(captured.graph, node)(WEIGHTS, query, key, bias, scale, softcap, heads, True)
     if node.target not in SOFTMAX or meta(node).dim() != 4 or arguments(node)[1] not in (3, -1):
         return None
     last, users = node, list(node.users)

@@ -16,7 +16,12 @@ HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of 
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Compute attention in standard operators: (B, H, N, D), (B, G, S, D), (B, G, S, Dv) → (B, H, N, Dv).
 
@@ -30,7 +35,7 @@ def plain_attention(
             bias = bias[(None,) * (4 - bias.dim())]
             by_head = (bias.shape[0], groups, heads // groups, *bias.shape[2:])
             bias = bias.unsqueeze(2) if bias.shape[1] == 1 else view_as_shape(bias, *by_head)
-    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    scores = _capped(torch.matmul(query * scale, key.transpose(-2, -1)), softcap)
     if bias is not None:
         scores = scores + _additive(bias)
     out = torch.matmul(torch.softmax(scores, -1), value)
@@ -38,7 +43,13 @@ def plain_attention(
 
 
 def plain_attention_weights(
-    query: torch.Tensor, key: torch.Tensor, bias: torch.Tensor | None, scale: float, heads: list[int], each: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    heads: list[int],
+    each: bool,
 ) -> torch.Tensor:
     """Compute the weights of attention: (B, H, N, D), (B, G, S, D) → (B, 1, N, S), the sum over `heads`.
 
@@ -49,7 +60,7 @@ def plain_attention_weights(
         query, key = query * scale, key.transpose(-2, -1)
     else:
         query, key = query[:, heads] * scale, key[:, [h * groups // every for h in heads]].transpose(-2, -1)
-    scores = torch.matmul(query, key)
+    scores = _capped(torch.matmul(query, key), softcap)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
         scores = scores + _additive(bias if bias.shape[1] == 1 else bias[:, heads])
@@ -67,6 +78,7 @@ def grouped_query_attention(
     total: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
+    softcap: float = 0.0,
     cosines: torch.Tensor | None = None,
     sines: torch.Tensor | None = None,
     interleaved: bool = False,
@@ -85,7 +97,7 @@ def grouped_query_attention(
     """
     heads, groups = query.shape[1], key.shape[1]
     inputs: list[Any] = [*(_rows(x) for x in (query, key, value)), past_key, past_value, last, total]
-    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": scale}
+    attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": scale} | _cap(softcap)
     if cosines is not None or bias is not None:
         inputs += [cosines, sines]
     if cosines is not None:
@@ -104,15 +116,20 @@ def grouped_query_attention(
 
 
 def multi_head_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Call onnxruntime's MultiHeadAttention over complete keys and values: (B, H, N, D), (B, H, S, D) twice.
 
     bias: broadcasts to (B, H, N, S); the operator needs its last two axes in full size.
     """
     heads = query.shape[1]
-    if key.shape[1] != heads or key.shape[3] != value.shape[3]:  # the operator supports neither
-        return plain_attention(query, key, value, bias, scale)
+    if key.shape[1] != heads or key.shape[3] != value.shape[3] or softcap:  # the operator supports none of them
+        return plain_attention(query, key, value, bias, scale, softcap)
     inputs: list[Any] = [_rows(query), key, value]
     if bias is not None:
         bias = _additive(bias)
@@ -132,7 +149,12 @@ def multi_head_attention(
 
 
 def whole_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Attend over whole sequences: as `multi_head_attention`, or faster where positions attend to their own sequence.
 
@@ -140,8 +162,8 @@ def whole_attention(
     (docs/design/kernels.md#attention-of-whole-sequences).
     """
     if _looks_at_itself(query, key, value):
-        return _of_itself(query, key, value, bias, scale)
-    return multi_head_attention(query, key, value, bias, scale)
+        return _of_itself(query, key, value, bias, scale, softcap)
+    return multi_head_attention(query, key, value, bias, scale, softcap)
 
 
 def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -152,7 +174,12 @@ def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _of_itself(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Call GroupQueryAttention of N positions over all of them, (B, H, N, D) each, without a cache."""
     batch, heads, length = query.shape[:3]
@@ -167,7 +194,7 @@ def _of_itself(
     out, *_ = onnx_ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs,
-        {"num_heads": heads, "kv_num_heads": heads, "scale": scale, "causal": 0},
+        {"num_heads": heads, "kv_num_heads": heads, "scale": scale, "causal": 0} | _cap(softcap),
         dtypes=[query.dtype] * 3,
         shapes=[rows, key.shape, value.shape],
         version=1,
@@ -296,6 +323,14 @@ def grouped_product(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tens
     products = [torch.matmul(group, weight) for group, weight in zip(groups, weights, strict=True)]
     shape = (rows.shape[0], weights[0].shape[1])
     return onnx_ops.symbolic("Concat", products, {"axis": 0}, dtype=rows.dtype, shape=shape, version=13)
+
+
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
+
+
+def _cap(softcap: float) -> dict[str, Any]:
+    return {"softcap": softcap} if softcap else {}
 
 
 def _additive(bias: torch.Tensor) -> torch.Tensor:

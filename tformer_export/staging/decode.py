@@ -532,7 +532,7 @@ class DecodeEmitter(Emitter):
             self._control(manifest.LAST_POSITION),
             self._control(manifest.TOTAL_SLOTS),
             bias,
-            float(arguments(node)[4]),
+            *map(float, arguments(node)[4:6]),
             *rotation_arguments,
         )
         for i, cache in enumerate(caches):

@@ -132,6 +132,7 @@ def _grouped_query_attention(
     total: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     new, slots = query.shape[2], torch.arange(int(total))
     first = torch.zeros_like(last) if int(total) == new else last + 1 - new
@@ -141,7 +142,8 @@ def _grouped_query_attention(
     if bias is not None:
         mask = mask + (torch.where(bias, 0.0, LOWEST) if bias.dtype == torch.bool else bias)
     present = keys.narrow(2, 0, len(slots)), values.narrow(2, 0, len(slots))
-    return onnx_operators.plain_attention(query, *present, mask.expand(-1, query.shape[1], -1, -1), scale), keys, values
+    mask = mask.expand(-1, query.shape[1], -1, -1)
+    return onnx_operators.plain_attention(query, *present, mask, scale, softcap), keys, values
 
 
 _EAGER = {

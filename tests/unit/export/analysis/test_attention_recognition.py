@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from support.small_models import HEADS, VOCABULARY, WIDTH, Mixer, Small, attention_nodes, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.attention_patterns import recognise
+from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.interpreter import run
 
 SCALE = 1 / math.sqrt(WIDTH / HEADS)
@@ -124,7 +125,124 @@ BY_HAND = {
         SCALE,
     ),
     "no mask": (lambda m, q, k, v, mask: torch.softmax(products(q, k) * SCALE, -1) @ v, SCALE),
+    "scaled by a tensor of one number": (
+        lambda m, q, k, v, mask: (
+            torch.softmax((products(q, k) * m.low / -1e9 * SCALE).masked_fill(~mask, -1e9), -1) @ v
+        ),
+        SCALE,
+    ),
+    "masked by a computed number": (
+        lambda m, q, k, v, mask: (
+            torch.softmax(torch.where(~mask, torch.ones_like(mask, dtype=q.dtype) * (-(2**32) + 1), products(q, k)), -1)
+            @ v
+        ),
+        1.0,
+    ),
+    "the maximum subtracted": (
+        lambda m, q, k, v, mask: without_maximum((products(q, k) * SCALE).masked_fill(~mask, -1e9)).softmax(-1) @ v,
+        SCALE,
+    ),
+    "einsum": (
+        lambda m, q, k, v, mask: torch.einsum(
+            "bhqk,bhkd->bhqd",
+            torch.softmax((torch.einsum("bhqd,bhkd->bhqk", q, k) * SCALE).masked_fill(~mask, -1e9), -1),
+            v,
+        ),
+        SCALE,
+    ),
+    "einsum, one head of keys": (
+        lambda m, q, k, v, mask: torch.einsum(
+            "bhij,bjd->bhid",
+            torch.softmax((torch.einsum("bhid,bjd->bhij", q, k[:, 0]) * SCALE).masked_fill(~mask, -1e9), -1),
+            v[:, 0],
+        ),
+        SCALE,
+    ),
+    "einsum, time before heads": (
+        lambda m, q, k, v, mask: torch.einsum(
+            "bhqk,bkhd->bqhd",
+            torch.softmax(
+                (torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2)) * SCALE).masked_fill(
+                    ~mask, -1e9
+                ),
+                -1,
+            ),
+            v.transpose(1, 2),
+        ).transpose(1, 2),
+        SCALE,
+    ),
+    "einsum, time first, softmax over the second axis": (
+        lambda m, q, k, v, mask: torch.einsum(
+            "ijbn,jbnd->bnid",
+            torch.softmax(
+                (torch.einsum("ibnd,jbnd->ijbn", time_first(q), time_first(k)) * SCALE).masked_fill(
+                    ~mask[:, :, None, None], -math.inf
+                ),
+                1,
+            ),
+            time_first(v),
+        ),
+        SCALE,
+    ),
+    "a mask made by hstack": (
+        lambda m, q, k, v, mask: (
+            torch.softmax(products(q, k) * SCALE + torch.hstack((torch.zeros(mask.shape[0], 0), additive(mask))), -1)
+            @ v
+        ),
+        SCALE,
+    ),
+    "heads merged with the batch": (
+        lambda m, q, k, v, mask: torch.bmm(
+            torch.softmax((torch.bmm(merged(q), merged(k).mT) * SCALE).masked_fill(~mask, -1e9), -1), merged(v)
+        ).view(q.shape),
+        SCALE,
+    ),
+    "heads merged in front of the batch": (
+        lambda m, q, k, v, mask: (
+            torch.bmm(
+                torch.baddbmm(
+                    additive(mask)[None], merged(q.transpose(0, 1)), merged(k.transpose(0, 1)).mT, alpha=SCALE
+                ).softmax(-1),
+                merged(v.transpose(0, 1)),
+            )
+            .view(HEADS, -1, *q.shape[2:])
+            .transpose(0, 1)
+        ),
+        SCALE,
+    ),
+    "merged heads, masked apart": (
+        lambda m, q, k, v, mask: torch.bmm(
+            (torch.bmm(merged(q), merged(k).mT) * SCALE)
+            .view(*q.shape[:3], -1)
+            .masked_fill(~mask[None, None], -math.inf)
+            .flatten(0, 1)
+            .softmax(-1),
+            merged(v),
+        ).view(q.shape),
+        SCALE,
+    ),
+    "heads in front": (
+        lambda m, q, k, v, mask: (
+            torch.softmax((products(q.transpose(0, 1), k.transpose(0, 1)) * SCALE).masked_fill(~mask, -1e9), -1)
+            @ v.transpose(0, 1)
+        ).transpose(0, 1),
+        SCALE,
+    ),
 }
+
+
+def without_maximum(scores):
+    return scores - scores.amax(dim=-1, keepdim=True)
+
+
+def time_first(heads):
+    """Return (batch, heads, time, d) as (time, batch, heads, d)."""
+    return heads.permute(2, 0, 1, 3)
+
+
+def merged(heads):
+    """Return (a, b, time, d) as (a · b, time, d)."""
+    return heads.reshape(-1, *heads.shape[2:])
 
 
 def bias_by_distance(mask):
@@ -138,7 +256,8 @@ def check(attend, groups=HEADS):
     module = Small(lambda: Attention(attend, groups))
     captured = captured_of(module)
     assert attention_nodes(captured) == []
-    num_recognised = recognise(captured)
+    einsums_to_products(captured)
+    num_recognised = recognise(captured).count
     nodes = attention_nodes(captured)
     assert len(nodes) == num_recognised
     tgt = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -159,6 +278,22 @@ def test_attention_by_hand_is_recognised(attend, scale):
     assert node.args[4] == pytest.approx(scale)
 
 
+def test_soft_cap_is_recognised():
+    (node,) = check(
+        lambda m, q, k, v, mask: torch.softmax((torch.tanh(products(q, k) / 7) * 5).masked_fill(~mask, -1e9), -1) @ v
+    )
+    assert node.args[4:] == (pytest.approx(5 / 7), 5.0)
+
+
+def test_head_without_an_axis_is_recognised():
+    (node,) = check(
+        lambda m, q, k, v, mask: (
+            torch.softmax((products(q[:, 0], k[:, 0]) * SCALE).masked_fill(~mask, -1e9), -1) @ v[:, 0]
+        )[:, None].expand(-1, HEADS, -1, -1)
+    )
+    assert node.args[4] == pytest.approx(SCALE)
+
+
 def test_grouped_heads_are_recognised():
     nodes = check(lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), groups=1)
     assert len(nodes) == 1
@@ -173,9 +308,6 @@ def test_two_attentions_are_recognised():
 
 
 OTHER_FORMS = {
-    "soft-capped": lambda m, q, k, v, mask: (
-        torch.softmax((torch.tanh(products(q, k) / 5) * 5).masked_fill(~mask, -1e9), -1) @ v
-    ),
     "a small fill, which is no mask": lambda m, q, k, v, mask: (
         torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -3.0), -1) @ v
     ),
@@ -188,13 +320,8 @@ OTHER_FORMS = {
     "weights changed": lambda m, q, k, v, mask: (
         (torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -1e9), -1) ** 2) @ v
     ),
-    "einsum": lambda m, q, k, v, mask: torch.einsum(
-        "bhqk,bhkd->bhqd",
-        torch.softmax((torch.einsum("bhqd,bhkd->bhqk", q, k) * SCALE).masked_fill(~mask, -1e9), -1),
-        v,
-    ),
     "scaled by a tensor": lambda m, q, k, v, mask: (
-        torch.softmax((products(q, k) * m.low / -1e9 * SCALE).masked_fill(~mask, -1e9), -1) @ v
+        torch.softmax((products(q, k) * torch.tensor([0.5, 0.25])[:, None, None]).masked_fill(~mask, -1e9), -1) @ v
     ),
     "added with a factor": lambda m, q, k, v, mask: (
         torch.softmax(torch.add(products(q, k) * SCALE, additive(mask, -1e9), alpha=0.5), -1) @ v

@@ -8,7 +8,7 @@ import torch
 from support.small_models import VOCABULARY, Mixer, Small, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.analysis.attention import recognise
+from tformer_export.analysis.attention_patterns import recognise
 from tformer_export.analysis.attention_weights import add_cross_attentions, select_heads
 from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import run
@@ -65,7 +65,7 @@ def test_selected_heads_are_resolved(selection, expected):
 def test_mean_of_heads_is_a_distribution_over_the_source(aligned):
     values = run(aligned, {"src": torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]]), "tgt": IDS})
     added = [n for n in aligned.nodes if n.target is torch.ops.tformer.attention_weights.default]
-    assert [node.args[4] for node in added] == [[0, 1, 2, 3], [1]]
+    assert [node.args[5] for node in added] == [[0, 1, 2, 3], [1]]
     weights = values[aligned.extras["cross_attentions"]]
     assert weights.shape == (2, 3, 4)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3))
@@ -98,8 +98,8 @@ def test_model_without_cross_attention_is_refused():
     )
 
 
-class OneHeadByHand(nn.Module):
-    """Cross-attention without a head axis, which is staged operation by operation."""
+class SquaredWeights(nn.Module):
+    """Cross-attention with squared weights, which is staged operation by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class OneHeadByHand(nn.Module):
 
     def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
         x, y = self.embed(tgt), self.embed(src)
-        return self.out(x + torch.softmax(x @ y.transpose(1, 2), -1) @ y)
+        return self.out(x + torch.softmax(x @ y.transpose(1, 2), -1) ** 2 @ y)
 
 
 def test_unrecognised_cross_attention_is_refused():
-    captured = captured_of(OneHeadByHand(), example=EXAMPLE_INPUTS)
-    assert recognise(captured) == 0
+    captured = captured_of(SquaredWeights(), example=EXAMPLE_INPUTS)
+    assert recognise(captured).count == 0
     text = refusal(add_cross_attentions, captured, True)
     assert text.startswith("the model has no cross-attention for cross_attentions: none of the 0 attentions recognised")
 
