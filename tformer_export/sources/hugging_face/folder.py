@@ -25,6 +25,13 @@ from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_m
 from tformer_export.sources.hugging_face.hub import model_name
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
 from tformer_export.sources.hugging_face.packed_weights import load_packed, read_packing
+from tformer_export.sources.hugging_face.peft_adapter import (
+    PeftAdapter,
+    is_adapter_folder,
+    label_options,
+    merge_checked,
+    read_adapter,
+)
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
@@ -82,6 +89,9 @@ def from_folder(
 ) -> Source:
     """Load a folder with config.json and weights, and optionally a tokenizer, a chat template and modules.json.
 
+    A folder of a PEFT adapter stands for its base model with the adapter merged into its weights. Its own tokenizer and
+    chat template go before those of the base model.
+
     step_input: the caller's name of the step input, which has to be that of the model.
     tokenizer: whether to read the tokenizer of the folder.
     task: the task to load the folder for; by default that of the saved class.
@@ -92,11 +102,18 @@ def from_folder(
     folder = Path(path)
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
+    name, adapter, texts = model_name(folder), read_adapter(folder) if is_adapter_folder(folder) else None, folder
+    if adapter is not None:
+        folder, task = adapter.find_base(), task or adapter.task
+        texts = texts if has_tokenizer(texts) else folder
     with _quiet_transformers():
-        module, loaded_task, packed = _load(folder, task)
+        module, loaded_task, packed = _load(folder, task, adapter)
+        peft_model = adapter.apply(module) if adapter is not None else None
         sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
-        processors = (load_extractor(folder), _tokenizer(folder) if tokenizer else None) if sound else (None, None)
-        source = from_transformers(module, model_name(folder), loaded_task, *processors)
+        processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if sound else (None, None)
+        source = from_transformers(module, name, loaded_task, *processors)
+        if adapter is not None:
+            merge_checked(peft_model, source, adapter)
         source = replace(source, packed_weights=packed)
         if step_input not in (None, source.step_input):
             stepped = (
@@ -108,8 +125,8 @@ def from_folder(
         if sound:
             return source
         if source.step_input is None:
-            return _complete_single_pass(folder, source, tokenizer)
-        return _complete_generative(folder, source, source.step_input, tokenizer)
+            return _complete_single_pass(folder, texts, source, tokenizer)
+        return _complete_generative(texts, source, source.step_input, tokenizer)
 
 
 def _tokenizer(folder: Path) -> Any | None:
@@ -127,21 +144,25 @@ def _complete_generative(folder: Path, source: Source, step_input: str, tokenize
     return source
 
 
-def _complete_single_pass(folder: Path, source: Source, tokenizer: bool) -> Source:
-    """Complete a single-pass model with the tokenizer, image processor and modules of its folder."""
+def _complete_single_pass(folder: Path, texts: Path, source: Source, tokenizer: bool) -> Source:
+    """Complete a single-pass model with the image processor and modules of its folder, and the tokenizer of `texts`."""
     if PIXELS in source.example:
         processor = load_processor(folder)
         return source if processor is None else with_processor(source, processor)
     listed = source.task == FEATURES and (folder / MODULES).exists()
     limits = [source.max_length, length_limit(folder) if listed else None]
     source = replace(source, max_length=min((n for n in limits if n is not None), default=None))
-    if tokenizer and has_tokenizer(folder):
-        source = with_tokenizer(source, load_tokenizer(folder))
+    if tokenizer and has_tokenizer(texts):
+        source = with_tokenizer(source, load_tokenizer(texts))
     return with_modules(folder, source) if listed else source
 
 
-def _load(folder: Path, task: str | None) -> tuple[Any, str, Mapping[str, PackedWeight]]:
+def _load(
+    folder: Path, task: str | None, adapter: PeftAdapter | None = None
+) -> tuple[Any, str, Mapping[str, PackedWeight]]:
     """Load a model with its weights, and return it with its task, and the weights that are packed in 4 bits.
+
+    adapter: will be put on the model, and may supply weights that the folder lacks, such as a classifier.
 
     Raises SourceError for weights that do not fit. transformers would warn of a missing weight and draw it at random.
     """
@@ -155,7 +176,14 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str, Mapping[str, Packed
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         kind, task = class_for(config, task)
-        if (packing := read_packing(config)) is not None:
+        if adapter is not None and task not in (GENERATES, TRANSLATES):
+            options |= label_options(adapter, kind, config)
+        if (packing := read_packing(config)) is not None and adapter is not None:
+            raise SourceError(
+                f"its weights are 4-bit integers, into which the adapter {adapter.folder} cannot be merged: name the "
+                "unquantised base model, or keep the adapter apart with --adapters"
+            )
+        if packing is not None:
             module, info, packed = load_packed(folder, kind, config, packing, loading)
         else:
             module, info = kind.from_pretrained(folder, **options, **loading)
@@ -173,6 +201,8 @@ def _load(folder: Path, task: str | None) -> tuple[Any, str, Mapping[str, Packed
     parts = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "misshapen": misshapen}
     if type(module).__name__ not in (config.architectures or ()) and task not in (GENERATES, TRANSLATES):
         parts["unexpected"] = ()  # the weights of the head of the saved class
+    if adapter is not None:
+        parts["missing"] = [name for name in parts["missing"] if not adapter.supplies(name)]
     if parts["missing"] and task == FEATURES:
         parts["missing"] = [name for name in parts["missing"] if _matters(module, name)]
     listed = [f"{label}: {', '.join(sorted(names))}" for label, names in parts.items() if names]

@@ -15,7 +15,7 @@ from tformer_runtime.base.errors import MissingExtraError, SourceError
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL = (".pt", ".pt2", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".json")  # no model's name ends like this
 _TEXTS = ("*.json", "*.jinja", "*.model", "*.spm", "*.tiktoken", "*.codes", "*vocab*", "*merges*", "*bpe*", "dict.txt")
-_SAFETENSORS = ("model.safetensors", "model-*.safetensors", "*/model.safetensors")
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors", "*/model.safetensors", "adapter_model.safetensors")
 _PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin")
 _NOT_READ = ("*.py", "onnx/*", "openvino/*", "original/*")  # code, and the same weights for other engines
 
