@@ -24,6 +24,7 @@ from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
+from tformer_export.sources.switched_adapters import Adapters, with_adapters
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import SpecialTokens
@@ -58,6 +59,7 @@ def export(
     extra_outputs: ExtraOutputs | None = None,
     shortlist: str | os.PathLike[str] | None = None,
     tune: bool = False,
+    adapters: Adapters | None = None,
     force: bool = False,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> ExportReport:
@@ -102,6 +104,8 @@ def export(
     extra_outputs: attention weights and hidden states as outputs of the file.
     shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
         lines decode greedily as with all ids.
+    adapters: PEFT adapters (LoRA) that the file holds besides the model: name → folder or hub id, or a list of these, whose
+        names are those of the folders. Each request chooses one by its name. The model is not changed.
     tune: measure on this machine which forms of operators are the fastest.
     force: overwrite the file. progress: called with the name of each phase.
 
@@ -134,6 +138,8 @@ def export(
         max_length=max_length,
     )
     source = finish(source, overrides)
+    if adapters:
+        source = with_adapters(source, adapters)
     clock = PhaseClock(progress)
     with source.eval_mode(), unexpected_errors(clock):
         result = build(source, out, options.for_model(source), clock)

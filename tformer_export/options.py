@@ -257,7 +257,7 @@ class ExportOptions:
             self._check_packed()
         is_single_pass = source.step_input is None
         if self.shortlist is not None and (
-            is_single_pass or not set(source.example) - {source.step_input, *source.masks}
+            is_single_pass or not set(source.caller_inputs) - {source.step_input}
         ):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":

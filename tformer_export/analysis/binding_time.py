@@ -7,6 +7,7 @@ positions hold no padding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx import Node
 
 from tformer_export.capture.trace import ID_MOVES, IDS, CapturedGraph, count_ids
 from tformer_export.common.fx_nodes import aten, is_read_from_data, meta
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 
 
 class Level(IntEnum):
@@ -40,6 +42,17 @@ def binding_times(captured: CapturedGraph) -> dict[Node, Level]:
         else:
             level[node] = max((level[a] for a in node.all_input_nodes), default=Level.CONSTANT)
     return level
+
+
+def values_of_adapters(captured: CapturedGraph, level: Mapping[Node, Level]) -> set[Node]:
+    """Return the values of the request that follow from nothing but the numbers of the rows' adapters."""
+    source = captured.inputs.get(ADAPTER_INPUT)
+    found: set[Node] = {source} if source is not None else set()
+    for node in captured.nodes:
+        above = [a for a in node.all_input_nodes if level[a] != Level.CONSTANT]
+        if above and all(a in found for a in above):
+            found.add(node)
+    return found
 
 
 def is_fixed(node: Node) -> bool:

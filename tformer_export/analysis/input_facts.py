@@ -15,7 +15,9 @@ from tformer_export.analysis.interpreter import Constants
 from tformer_export.capture.trace import IDS, CapturedGraph, count_ids, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.sources import Source
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 
+NO_PAD = -1  # the number of no adapter: every row has one
 MAX_PROBED_LENGTH = 4096  # an input that can be this long is taken to have no limit
 
 
@@ -45,6 +47,10 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
     level = binding_times(captured)
     facts: dict[str, InputFacts] = {}
     for name, node in captured.inputs.items():
+        if name == ADAPTER_INPUT:
+            count = len(source.adapters) + 1
+            facts[name] = InputFacts(count, count, pad=NO_PAD, masked=True, max_length=None)
+            continue
         is_ids = meta(node).dtype in IDS and name not in source.masks
         tested_ids = [t.padding for t in padding_tests(captured, name) if t.padding is not None] if is_ids else []
         pad = source.special_tokens.pad_token_id

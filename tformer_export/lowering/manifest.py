@@ -15,6 +15,7 @@ from tformer_export.sources import Source
 from tformer_export.staging.decode import CONTROLS
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.format.manifest import (
+    ADAPTER_INPUT,
     ATTENTIONS,
     CROSS_ATTENTIONS,
     HIDDEN_STATES,
@@ -55,6 +56,7 @@ def describe(
         chat_template=source.chat_template,
         chat_tokens=dict(source.chat_tokens) if source.chat_template is not None else {},
         preprocessing={**source.preprocessing, **({series.input: series.manifest_entry} if series is not None else {})},
+        adapters=source.adapters,
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},
@@ -81,6 +83,8 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) 
     """Describe the encode stage: its inputs with their roles and padding, and its outputs."""
     request_inputs = []
     for port in program.inputs:
+        if port.name == ADAPTER_INPUT:
+            continue
         mask, facts = source.masks.get(port.name), inputs[port.name]
         role: dict[str, Any] = {"role": "ids" if facts.ids else "data", "pad": facts.pad}
         if port.name in source.token_types:

@@ -12,6 +12,7 @@ tokenizer/           tokenizers of any of these, as tokenizers' JSON
 pooling              one vector for each row of an encoder; pooled_module: the module that computes it
 chat_template        the chat template of a model
 reference_pipelines  the source's own results for tasks of single tokens, for verification
+switched_adapters    several PEFT adapters in one model, switched by row
 outcome              the meaning of outputs, by the caller's task
 finish               the caller's overrides of a source
 """

@@ -15,12 +15,13 @@ from torch import nn
 from tformer_export.common.derived_inputs import Mask
 from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.adapter_switch import WithAdapters
 from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
 from tformer_export.sources.call.one_row import OverRows
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
-from tformer_runtime.format.manifest import OutputMeaning, Preprocessing, SpecialTokens
+from tformer_runtime.format.manifest import ADAPTER_INPUT, OutputMeaning, Preprocessing, SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Source:
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
         window.
     packed_weights: name of a parameter → its matrix in 4-bit integers, which the file keeps. `module` has it in floats.
+    adapters: the names of the adapters among which the last input, ADAPTER_INPUT, chooses for each row.
     """
 
     module: nn.Module
@@ -82,6 +84,7 @@ class Source:
     decode_output: Callable[[torch.Tensor], str] | None = None
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
     packed_weights: Mapping[str, PackedWeight] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step_input is not None and self.step_input not in self.example:
@@ -92,8 +95,9 @@ class Source:
 
     @property
     def caller_inputs(self) -> list[str]:
-        """The inputs that a caller passes: neither lengths nor the tokenizer determine them."""
-        return [name for name in self.example if name not in self.masks and name not in self.token_types]
+        """The inputs that a caller passes: neither lengths, the tokenizer nor an option determine them."""
+        derived = {*self.masks, *self.token_types, ADAPTER_INPUT}
+        return [name for name in self.example if name not in derived]
 
     @property
     def users_module(self) -> nn.Module:
@@ -123,7 +127,7 @@ class Source:
 
 def users_module(module: nn.Module) -> nn.Module:
     """Return the user's own module in the modules that wrap it."""
-    while isinstance(module, (Adapter, EncodeDecode, OverRows, PooledModule, WithContainers)):
+    while isinstance(module, (Adapter, EncodeDecode, OverRows, PooledModule, WithAdapters, WithContainers)):
         module = module.module
     return module
 

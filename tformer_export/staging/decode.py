@@ -36,6 +36,7 @@ CONTROLS: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
     manifest.NEW_COUNTS: (torch.int64, (manifest.BATCH_AXIS,)),
     manifest.SLOT_INDICES: (torch.int64, ("total",)),
     manifest.SELECTED_TOKENS: (torch.int64, (manifest.BATCH_AXIS, manifest.SELECTED_AXIS)),
+    manifest.ADAPTER_ROWS: (torch.int64, (manifest.BATCH_AXIS,)),
 }
 
 
@@ -200,6 +201,8 @@ class DecodeEmitter(Emitter):
         place: _TablePlace | None = None,
     ) -> Any:
         """Return an operand of an operation, in the form of the choice. place: of the rows in a table."""
+        if leaf in self.plan.of_adapters:
+            return self._value_of_adapters(leaf)
         if choice == SPAN and lookback is not None:
             return self._operand_of_span(leaf, lookback)
         if isinstance(meta(leaf), torch.SymInt):
@@ -212,6 +215,24 @@ class DecodeEmitter(Emitter):
         if self.level[leaf] == Level.REQUEST and not isinstance(choice, tuple):
             return self.context[leaf, choice == ONE]
         return self.emitted[leaf, choice if isinstance(choice, tuple) else ()]
+
+    def _value_of_adapters(self, node: Node) -> Node:
+        """Return a value that follows from the numbers of the rows' adapters, computed in this stage."""
+        if node.op == "placeholder":
+            return self._control(manifest.ADAPTER_ROWS)
+
+        def operand(argument: Node) -> Any:
+            if isinstance(meta(argument), torch.SymInt):
+                return self.size(meta(argument), self._time(NEW))
+            if self.level[argument] == Level.CONSTANT:
+                return self.constant_value(argument, self._time(NEW))
+            return self._value_of_adapters(argument)
+
+        key = "of adapters", node
+        if key not in self.emitted:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), operand)
+            self.emitted[key] = self.copy(node, args, kwargs)
+        return self.emitted[key]
 
     def _time(self, role: str) -> Node:
         """Return the number of positions in a role: all slots, or the positions that are being computed."""

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.analysis.attention import ATTENTION
-from tformer_export.analysis.binding_time import Level, is_fixed
+from tformer_export.analysis.binding_time import Level, is_fixed, values_of_adapters
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import aten, meta
 from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles
@@ -39,6 +39,7 @@ class StagingPlan:
     """The plan of the decode program.
 
     demands: value that decode computes → the roles in which it is needed.
+    of_adapters: values that decode computes of the numbers of the rows' adapters, which it has as an input.
     contexts: (value of the request, whether it is needed for one position only).
     tables: constants that are gathered by position.
     length_invariant: constants that depend on the length and must be the same at any length.
@@ -50,6 +51,7 @@ class StagingPlan:
     """
 
     demands: dict[Node, list[Roles]] = field(default_factory=dict)
+    of_adapters: set[Node] = field(default_factory=set)
     contexts: dict[tuple[Node, bool], None] = field(default_factory=dict)
     tables: dict[Node, None] = field(default_factory=dict)
     length_invariant: dict[Node, None] = field(default_factory=dict)
@@ -62,7 +64,7 @@ def make_plan(
     captured: CapturedGraph, level: Mapping[Node, Level], solver: RestrictionSolver, has_operator: HasOperator
 ) -> StagingPlan:
     """Plan the decode stage, in one pass over the graph, backwards."""
-    plan = StagingPlan()
+    plan = StagingPlan(of_adapters=values_of_adapters(captured, level))
     order = {node: i for i, node in enumerate(captured.nodes)}
     last_use: dict[Node, int] = {}  # place of the last operation that reads a value; a region reads at its end
 
@@ -72,6 +74,8 @@ def make_plan(
             return
         if user is not None:
             last_use[node] = max(last_use.get(node, -1), order[user])
+        if node in plan.of_adapters:
+            return
         if choice == SPAN and level[node] != Level.STEP:
             choice = FRESH if level[node] == Level.CONSTANT else None
         has_time = bool(solver.time_axes(node))

@@ -82,7 +82,7 @@ def _with_other_row(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -
     first, second = _draw(captured, inputs), _draw(captured, inputs, 1, with_compared=False)
     for name, value in second.items():
         facts, is_step = inputs[name], name == captured.step_name
-        if facts.masked and facts.ids is not None and not is_step:
+        if facts.masked and facts.ids is not None and not is_step and value.dim() > 1:
             value[1:, -1:] = facts.pad  # positions that a mask made of ids hides belong to their row
         if facts.ids is None and not is_step:  # a mask hides another position; data are other data
             flipped = value[1:] - 1 if value.is_floating_point() else value[1:] == 0

@@ -10,6 +10,7 @@ from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source
 from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.torch_reference import Reference
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
 
@@ -32,6 +33,7 @@ class InputDraws:
         self.source, self.inputs, self.tolerance, self.series = source, inputs, tolerance, series
         self.reference = Reference(source, gives_last)
         self.random = np.random.default_rng(seed)
+        self._requests = 0  # drawn so far: each has the adapter after that of the request before it
 
     @property
     def hidden(self) -> list[int]:
@@ -75,6 +77,10 @@ class InputDraws:
         drawn = {}
         for name, value in self.source.example.items():
             if name == self.source.step_input or name in self.source.masks:
+                continue
+            if name == ADAPTER_INPUT:
+                self._requests += 1
+                drawn[name] = np.array(self._requests % (len(self.source.adapters) + 1))
                 continue
             facts, axes = self.inputs[name], self.source.axes.get(name, (0, 1))
             size = min(length, facts.max_length or length) if 1 in axes else value.shape[1]

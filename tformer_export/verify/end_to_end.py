@@ -26,7 +26,7 @@ from tformer_export.sources.tokenizer.check import SAMPLE_TEXTS
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime.base.errors import InputError, ParityError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import MULTI_LABEL, SINGLE_LABEL
+from tformer_runtime.format.manifest import ADAPTER_INPUT, MULTI_LABEL, SINGLE_LABEL
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.images import image_inputs
 from tformer_runtime.tasks import BaseTask, FillMask, task_of
@@ -143,6 +143,7 @@ def _make_id_pipeline(source: Source, name: str, task: BaseTask) -> Pipeline:
         inputs = {name: torch.tensor([encoding.ids]).to(source.example[name].dtype)}
         inputs |= {other: torch.tensor([encoding.type_ids]) for other in source.token_types}
         masks = {other: build_mask(mask, inputs[mask.of]) for other, mask in source.masks.items()}
+        inputs[ADAPTER_INPUT] = torch.zeros(1, dtype=torch.int64)
         with torch.no_grad():
             returned = source.module(*({**inputs, **masks}[n] for n in source.example))
         return tuple(value[0] for value in (returned if source.outputs else (returned,)))

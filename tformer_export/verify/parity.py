@@ -41,6 +41,7 @@ CASE_STEPS = 5
 GREEDY_STEPS = 12
 LONG_SOURCE = 96
 RAGGED_ROWS = "ragged rows"
+ADAPTERS = "a row for each adapter"
 RAGGED_LENGTHS = (6, 11, 2, 8)  # lengths of rows that run together
 MAX_CHECKED_LENGTH = 1024  # tokens of the longest compared prompt; tables beyond are proven but not run
 
@@ -109,7 +110,7 @@ class ParityGate(InputDraws):
             if self.series is not None:
                 check_forecasts(self, engine, report)
             return report
-        for case in cases(engine.manifest.max_length):
+        for case in [*cases(engine.manifest.max_length), *self._cases_of_adapters(engine.manifest.max_length)]:
             requests = self.draw_requests(case.sources)
             sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
             logits, state, extras = run_case(engine, requests, sequences, case.prompts)
@@ -129,6 +130,12 @@ class ParityGate(InputDraws):
         else:
             self._check_greedy(engine, report)
         return report
+
+    def _cases_of_adapters(self, max_length: int) -> list[Case]:
+        """Return a case in which each row has another adapter, or none."""
+        rows = len(self.source.adapters) + 1
+        steps = min(2, max_length - 1)
+        return [Case(ADAPTERS, (min(3, max_length - steps),) * rows, steps, (5,) * rows)] if rows > 1 else []
 
     def sensitivity(self, round_weight: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
         """Return the change of the source's logits, over their range, when only its parameters are rounded.
@@ -160,6 +167,8 @@ class ParityGate(InputDraws):
         assert engine.manifest.encode is not None
         self._run_rows(engine, "1 rows of 4", (4,), report)
         self._run_rows(engine, "4 rows of 11", (11,) * 4, report)
+        if self.source.adapters:
+            self._run_rows(engine, ADAPTERS, (5,) * (len(self.source.adapters) + 1), report)
         if not engine.manifest.encode.ragged:
             return
         ragged_report = ParityReport()

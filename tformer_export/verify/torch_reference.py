@@ -86,7 +86,7 @@ class Reference:
     def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
         """Return one row's inputs of the module, in forward's order, with their batch axis and the masks."""
         values: dict[str, torch.Tensor] = {
-            name: torch.from_numpy(np.ascontiguousarray(value))[None] for name, value in requests.items()
+            name: torch.from_numpy(np.require(value, requirements="C"))[None] for name, value in requests.items()
         }
         if self.source.step_input is not None and tokens is not None:
             values[self.source.step_input] = torch.from_numpy(tokens)[None]

@@ -347,4 +347,4 @@ def _max_ids(engine: Engine, task: SequenceTask) -> int:
 def _draft_sources(engine: Engine, model: Engine, task: SequenceTask) -> dict[str, Array]:
     """Return the inputs of a task by the names of the draft model."""
     names = _input_names(model.manifest, engine.manifest) or {}
-    return {names[name]: value for name, value in task.sources.items()}
+    return {names[name]: value for name, value in task.sources.items() if name in names}

@@ -117,7 +117,7 @@ class SequenceTask:
     @property
     def prefill_positions(self) -> int:
         """The positions that are computed before the first token. Batches are packed by it."""
-        return len(self.unread_prompt) + sum(len(array) for array in self.sources.values())
+        return len(self.unread_prompt) + sum(len(array) for array in self.sources.values() if array.ndim)
 
     @property
     def width(self) -> int:

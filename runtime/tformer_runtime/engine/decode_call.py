@@ -11,6 +11,7 @@ from tformer_runtime.engine.shortlist import LogitScatter
 from tformer_runtime.engine.state import LogitPositions, State
 from tformer_runtime.engine.static_inputs import StaticInputs
 from tformer_runtime.format.manifest import (
+    ADAPTER_ROWS,
     COLUMN_IDS,
     COLUMN_WEIGHT,
     GATHER_IDS,
@@ -80,6 +81,8 @@ class SessionCall:
             NEW_COUNTS: self.new_counts,
             SELECTED_TOKENS: self.selected_tokens,
         }
+        if state.adapters is not None:
+            inputs[ADAPTER_ROWS] = state.adapters
         self.inputs = {n: a for n, a in inputs.items() if n in self.controls or n == decode.step.name}
         self.bindings = [self._bind(static_inputs, decode, state, side) for side in range(state.cache.num_sides)]
 

@@ -28,11 +28,18 @@ from tformer_runtime.engine.encoder_context import EncoderContext
 from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.engine.memory_estimate import MemoryEstimate, join_padding
-from tformer_runtime.engine.padding import padded_request_arrays, row_lengths
+from tformer_runtime.engine.padding import padded_request_arrays, row_lengths, split_adapters
 from tformer_runtime.engine.shortlist import SHORTLIST_KEY, Candidates, Shortlist
 from tformer_runtime.engine.state import LogitPositions, State
 from tformer_runtime.engine.static_inputs import StaticInputs
-from tformer_runtime.format.manifest import GATHER_IDS, GATHERED_COLUMNS, STAGE_INPUT, DecodeStage, Manifest
+from tformer_runtime.format.manifest import (
+    ADAPTER_INPUT,
+    GATHER_IDS,
+    GATHERED_COLUMNS,
+    STAGE_INPUT,
+    DecodeStage,
+    Manifest,
+)
 from tformer_runtime.format.model_file import read_metadata
 
 MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
@@ -102,7 +109,8 @@ class Engine:
 
         `Session.read_array` reads these OrtValues.
 
-        requests: for each request input that is not a mask, `rows` arrays, one a row; ids are 1-D, of any lengths.
+        requests: for each request input that is not a mask, `rows` arrays, one a row; ids are 1-D, of any lengths. In a
+            file with adapters also ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
         extras: names of extra outputs of the stage to return after its outputs.
         extra_padding: further positions of padding at the end of every row, as far as the maximum lengths allow.
         gather_ids: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
@@ -110,7 +118,10 @@ class Engine:
         encode = self.manifest.encode
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input other than the tokens that it continues")
+        requests, adapters = split_adapters(self.manifest, requests, rows)
         arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding)
+        if adapters is not None:
+            arrays[ADAPTER_INPUT] = adapters
         binding = self.session.new_binding("encode")
         if gather_ids is not None:
             arrays[GATHER_IDS] = gather_ids
@@ -147,7 +158,7 @@ class Engine:
     ) -> State:
         """Encode `rows` requests and return a state with `repeat` rows for each (row i belongs to i // repeat).
 
-        requests: as for `encode`; None for a decoder-only model.
+        requests: as for `encode`. A decoder-only model has no other one than ADAPTER_INPUT; None without any.
         extras: names of the extra outputs to compute, of either stage.
         budget: the share from which the state's memory is acquired.
         joins: whether the state will join another.
@@ -161,10 +172,13 @@ class Engine:
         context: list[Array] = []
         lengths: dict[str, Ints] = {}
         shortlisted = self._candidates(candidates, budget)
+        request_inputs, adapters = split_adapters(self.manifest, requests or {}, rows)
         if self.manifest.encode is not None:
-            requests, padding = requests or {}, self.join_padding if joins else 0
+            padding = self.join_padding if joins else 0
             try:
-                outputs = self.encode(requests, rows, extras, padding, shortlisted.pending_ids if shortlisted else None)
+                outputs = self.encode(
+                    requests or {}, rows, extras, padding, shortlisted.pending_ids if shortlisted else None
+                )
             except BaseException:
                 if shortlisted is not None:  # the traceback of a stored error keeps this frame alive
                     shortlisted.release()
@@ -173,11 +187,11 @@ class Engine:
                 shortlisted.set_gathered(outputs.pop(GATHERED_COLUMNS))
             arrays = {name: self.session.read_array(value) for name, value in outputs.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encoded]
-            lengths = row_lengths(self.manifest.encode.inputs, requests, rows, padding)
+            lengths = row_lengths(self.manifest.encode.inputs, request_inputs, rows, padding)
         encoder_context = EncoderContext(
             self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context
         )
-        state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted)
+        state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted, adapters)
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
@@ -260,10 +274,13 @@ class Engine:
             state.call = None
             if all(ids is None for ids in state.candidates.rows):
                 state.candidates = None
-        if len(rows) == state.rows:
-            state.lengths[:] = lengths  # bound calls read this array itself
+        adapters = None if state.adapters is None else state.adapters[rows]
+        if len(rows) == state.rows:  # bound calls read these arrays themselves
+            state.lengths[:] = lengths
+            if state.adapters is not None and adapters is not None:
+                state.adapters[:] = adapters
         else:
-            state.lengths = lengths
+            state.lengths, state.adapters = lengths, adapters
             state.call = None
         state.max_row_length = int(lengths.max(initial=0))
 
@@ -286,6 +303,8 @@ class Engine:
         other.release()
         state.lengths_before = None
         state.lengths = np.concatenate([state.lengths, other.lengths])
+        if state.adapters is not None and other.adapters is not None:
+            state.adapters = np.concatenate([state.adapters, other.adapters])
         state.max_row_length = max(state.max_row_length, other.max_row_length)
         state.call = None
 
@@ -317,7 +336,8 @@ class Engine:
         finally:
             state.check()  # again: another thread may have released it in the meantime
         candidates = state.candidates.copy(rows, budget) if state.candidates else None
-        other = State(context, cache, len(rows), state.encoded, step_extras, candidates)
+        adapters = None if state.adapters is None else state.adapters[rows]
+        other = State(context, cache, len(rows), state.encoded, step_extras, candidates, adapters)
         other.lengths, other.max_row_length = lengths, max_row_length
         return other
 
@@ -350,7 +370,7 @@ class Engine:
         buffers = state.cache.pooled_buffers
         if buffers is None or new_tokens > 1 or logit_positions != "last":
             return None
-        if state.step_extras or state.candidates is not None:
+        if state.step_extras or state.candidates is not None or state.adapters is not None:
             return None
         if self.decode.features:  # a graph continues from the likeliest token
             return None

@@ -8,7 +8,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError
-from tformer_runtime.format.manifest import RequestInput
+from tformer_runtime.format.manifest import ADAPTER_INPUT, Manifest, RequestInput
 from tformer_runtime.format.sizes import input_sizes
 
 
@@ -21,6 +21,22 @@ def row_lengths(
     ]
     axes = sizes[0] if sizes else ()
     return {axis: np.array([row_sizes[axis] + extra_padding for row_sizes in sizes], np.int64) for axis in axes}
+
+
+def split_adapters(
+    manifest: Manifest, requests: Mapping[str, Sequence[Array]], rows: int
+) -> tuple[dict[str, Sequence[Array]], Ints | None]:
+    """Return the other inputs, and the number of each row's adapter, (rows,); None for a file without adapters.
+
+    Raises InputError for numbers of no adapter.
+    """
+    others = {name: values for name, values in requests.items() if name != ADAPTER_INPUT}
+    if not manifest.adapters:
+        return dict(requests), None
+    numbers: Ints = np.array([int(number) for number in requests.get(ADAPTER_INPUT, (0,) * rows)], np.int64)
+    if len(numbers) != rows or ((numbers < 0) | (numbers > len(manifest.adapters))).any():
+        raise InputError(f"{rows} numbers of adapters from 0 to {len(manifest.adapters)} are needed, not {numbers}")
+    return others, numbers
 
 
 def padded_request_arrays(

@@ -49,6 +49,7 @@ class State:
     step_extras: names of the extra outputs of each step.
     extras: the extra outputs of the latest step, in the layout of its logits. The next step overwrites them.
     candidates: the candidate ids of each row; None if every row may have any id.
+    adapters: (rows,) int64, the number of each row's adapter; None for a file without adapters.
     lengths_before: (rows,) `lengths` before the latest step, while the carries of that time still exist; else None.
     """
 
@@ -60,8 +61,9 @@ class State:
         encoded: Mapping[str, Array],
         step_extras: tuple[str, ...],
         candidates: Candidates | None = None,
+        adapters: Ints | None = None,
     ) -> None:
-        self.candidates = candidates
+        self.candidates, self.adapters = candidates, adapters
         self.lengths: Ints = np.zeros(rows, np.int64)
         self.lengths_before: Ints | None = None
         self.max_row_length = 0

@@ -11,6 +11,7 @@ from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import (
+    ADAPTER_INPUT,
     COLUMN_IDS,
     COLUMN_WEIGHT,
     GATHER_IDS,
@@ -55,7 +56,7 @@ class StaticInputs:
     def _make_placeholders(self) -> dict[str, Any]:
         """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""
         manifest = self.session.manifest
-        dtypes = {STAGE_INPUT: "bool"}
+        dtypes = {STAGE_INPUT: "bool", ADAPTER_INPUT: "int64"}
         if manifest.encode:
             dtypes |= {i.name: i.dtype for i in manifest.encode.inputs}
             dtypes |= {name: o.dtype for name, o in zip(self.context, manifest.encode.outputs, strict=False)}

@@ -25,6 +25,7 @@ START_SLOT      int64   (B,)           ``past[b]``: the slot of the row's first 
 SLOT_INDICES    int64   (TOTAL_SLOTS,) ``0 … TOTAL_SLOTS - 1``: the slots that attention may read
 NEW_COUNTS      int64   (B,)           ``count[b]``; 0 for a row whose carries must not change
 SELECTED_TOKENS int64   (B, M)         indices of the new tokens, out of N, for which the stage computes logits
+ADAPTER_ROWS    int64   (B,)           the number of each row's adapter; 0 for none (``Manifest.adapters``)
 =============== ======= ============== ===============================================================================
 
 The logits are ``(B, M, vocabulary)``, float32. A file with a shortlist (``DecodeStage.shortlist``) has three more
@@ -37,6 +38,9 @@ COLUMN_IDS       int64   (C,)    ids of the columns in COLUMN_WEIGHT. The stage 
                                  ``(B, M, C)``. If it is empty, the stage computes the logits of all ids.
 COLUMN_WEIGHT    int     (d, C)  GATHERED_COLUMNS for these ids; float32 if the projection is not quantised
 ================ ======= ======= =====================================================================================
+
+In a file with adapters the encode stage has the input ADAPTER_INPUT, which is like ADAPTER_ROWS. No ``RequestInput``
+describes it.
 
 In a call of encode COLUMN_IDS and COLUMN_WEIGHT have one column with arbitrary content.
 
@@ -56,7 +60,7 @@ from typing import Any
 from tformer_runtime.base.errors import ModelFileError
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 4
+MANIFEST_VERSION = 5
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -66,6 +70,8 @@ START_SLOT = "decode.start"
 SLOT_INDICES = "decode.slots"
 NEW_COUNTS = "decode.counts"
 SELECTED_TOKENS = "decode.select"
+ADAPTER_ROWS = "decode.adapter"
+ADAPTER_INPUT = "request.adapter"
 GATHER_IDS = "shortlist.gather"
 GATHERED_COLUMNS = "shortlist.gathered"
 COLUMN_IDS = "shortlist.columns"
@@ -75,6 +81,8 @@ BATCH_AXIS = "batch"  # names of axes in TensorSpec.shape
 NEW_AXIS = "new"
 SLOT_AXIS = "slot"
 SELECTED_AXIS = "selected"
+
+BASE_ADAPTER = "base"  # the name of the model without an adapter
 
 AUDIO, IMAGE, SERIES = "audio", "image", "series"  # kinds of Preprocessing
 
@@ -311,6 +319,7 @@ class Manifest:
     preprocessing: name of an input → conversion of a raw input to it.
     precision: the type of matrix products and caches: "fp32", "fp16" or "bf16".
     session: default settings of the CPU session.
+    adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
     kernel_forms: computation → the form of it that was measured to be the fastest; empty in a file with the exporter's
         defaults.
     parity, quantization, optimized_for, kernel_forms, producer: for people. The runtime shows them and does not
@@ -338,6 +347,7 @@ class Manifest:
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
     output_meaning: OutputMeaning = OutputMeaning()
     preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
     version: int = MANIFEST_VERSION
 
     @property
@@ -415,6 +425,7 @@ class Manifest:
                     data["special_tokens"]["pad_token_id"],
                 ),
                 "tokenizers": tuple(data["tokenizers"]),
+                "adapters": tuple(data["adapters"]),
                 "session": _session(data["session"]),
                 "output_meaning": _output_meaning(data["output_meaning"]),
                 "preprocessing": {name: Preprocessing(**step) for name, step in data["preprocessing"].items()},

@@ -59,6 +59,7 @@ class SinglePassRequest:
         counts = (
             IMAGE_POSITIONS if value.ndim > 2 else frame_counts.get(str(time_axes.get(name)), len(value))
             for name, value in self.sources.items()
+            if value.ndim
         )
         return max(counts, default=1) or 1
 

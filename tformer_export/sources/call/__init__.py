@@ -6,5 +6,6 @@ containers     arguments that hold several tensors
 one_row        a forward without a batch axis
 outputs        the logits among the results of forward
 adapter        the wrapper of all of them
+adapter_switch low-rank adapters that are switched by row
 free_axes      which axes of an input may vary
 """

@@ -44,7 +44,7 @@ _REFUSED_SETTINGS = {  # settings with which PEFT imports a module or unpickles 
     "loftq_config",
     "eva_config",
 }
-_OVERWRITTEN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the loaded weights replace all of them
+OVERWRITTEN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the loaded weights replace all of them
 _BASE_CHANGING_INITS = ("pissa", "olora")  # computed from the base model, without reading files
 _PEFT_OWN = ("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode")
 
@@ -158,7 +158,7 @@ class PeftAdapter:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
         settings = {name: value for name, value in self.settings.items() if name not in _PEFT_OWN}
-        if settings.get("init_lora_weights") in _OVERWRITTEN_INITS:
+        if settings.get("init_lora_weights") in OVERWRITTEN_INITS:
             settings.pop("init_lora_weights", None)
         if generic:
             settings["task_type"] = None
@@ -229,7 +229,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
             "again without that setting"
         )
     start = settings.get("init_lora_weights")
-    if start not in _OVERWRITTEN_INITS and not str(start).startswith(_BASE_CHANGING_INITS):
+    if start not in OVERWRITTEN_INITS and not str(start).startswith(_BASE_CHANGING_INITS):
         raise adapter.error(
             f"sets init_lora_weights={start!r}, which needs the data of its training: save it with PEFT's "
             "path_initial_model_for_weight_conversion"
@@ -291,7 +291,8 @@ def run_drawn(source: Source, **more: torch.Tensor) -> list[torch.Tensor]:
     axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
     drawn = distinct_sizes(source.example, axes, source.step_input, source.min_drawn_length) | more
     table = getattr(source.users_module, "get_input_embeddings", lambda: None)()
-    count, generator = getattr(table, "num_embeddings", None), torch.Generator().manual_seed(0)
+    weight, generator = getattr(table, "weight", None), torch.Generator().manual_seed(0)
+    count = 0 if weight is None else len(weight)
     for name, value in drawn.items():
         if count and name not in (*source.masks, *source.token_types, *more) and not value.is_floating_point():
             drawn[name] = torch.randint(count, value.shape, generator=generator).to(value.dtype)
