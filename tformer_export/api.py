@@ -104,8 +104,8 @@ def export(
     extra_outputs: attention weights and hidden states as outputs of the file.
     shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
         lines decode greedily as with all ids.
-    adapters: PEFT adapters (LoRA) that the file holds besides the model: name → folder or hub id, or a list of these, whose
-        names are those of the folders. Each request chooses one by its name. The model is not changed.
+    adapters: PEFT adapters (LoRA) that the file holds next to the model: name → folder or hub id, or a list of these,
+        whose names are those of the folders. Each request chooses one by its name. The model is not changed.
     tune: measure on this machine which forms of operators are the fastest.
     force: overwrite the file. progress: called with the name of each phase.
 

@@ -256,9 +256,7 @@ class ExportOptions:
         if source.packed_weights:
             self._check_packed()
         is_single_pass = source.step_input is None
-        if self.shortlist is not None and (
-            is_single_pass or not set(source.caller_inputs) - {source.step_input}
-        ):
+        if self.shortlist is not None and (is_single_pass or not set(source.caller_inputs) - {source.step_input}):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":
             raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")

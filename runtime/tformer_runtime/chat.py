@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from tformer_runtime.base.arrays import Ints
+from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
 from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
@@ -37,11 +38,14 @@ class CachedPrefix:
     The memory is freed by `release`, or when the object is deleted. Safe to share between threads.
     """
 
-    def __init__(self, engine: Engine, ids: Ints, budget: MemoryBudget) -> None:
-        """Use `Model.cache_prefix`."""
+    def __init__(
+        self, engine: Engine, ids: Ints, budget: MemoryBudget, adapter_input: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
+        """Use `Model.cache_prefix`. adapter_input: of `Manifest.adapter_input`."""
         self.engine, self.ids = engine, ids
         share = budget.new_share(persistent=True)
-        self._state = engine.start(None, 1, budget=share, max_tokens=[len(ids)])
+        requests = {name: [number] for name, number in adapter_input.items()}
+        self._state = engine.start(requests, 1, budget=share, max_tokens=[len(ids)])
         # Reserve the memory of all ids, so that a prefix that does not fit is refused before the first step.
         share.reserve(engine.memory_estimate.bytes_needed(len(ids), {}))
         try:
@@ -142,6 +146,7 @@ class Chat:
                 f"the conversation is {len(ids)} tokens long and the model holds {max_length}: rewind it, or begin "
                 "another"
             )
+        self._use_adapter(settings)
         common = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._state.rewind(common)
         common = int(self._state.lengths[0])
@@ -150,6 +155,14 @@ class Chat:
         self._cached_ids = ids[:-1]
         prefix = PromptPrefix(self._state, self._cached_ids)
         return make_request(self._engine.manifest, self._inputs, ids[-1:], 0, settings, prefix), ids
+
+    def _use_adapter(self, settings: Settings) -> None:
+        """Drop the cache if the adapter changes: keys and values of another adapter are other numbers."""
+        number, adapters = self._engine.manifest.adapter_number(settings.adapter), self._state.adapters
+        if adapters is not None and adapters[0] != number:
+            self._state.rewind(0)
+            self._cached_ids = self._cached_ids[:0]
+            adapters[0] = number
 
     def _add_turn(self, message: Any, ids: Ints, result: Result) -> None:
         self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))

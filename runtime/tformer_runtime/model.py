@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from tformer_runtime.tasks import (
     is_speech_to_text,
     task_of,
 )
+from tformer_runtime.tasks.base import TaskInput
 from tformer_runtime.tasks.forecasting import Forecaster
 from tformer_runtime.tasks.single_pass import run_single_pass
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
@@ -115,15 +117,18 @@ class Model:
         request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
         return generate_all(self.generator, [request], settings)[0]
 
-    def cache_prefix(self, input: Input) -> CachedPrefix:
+    def cache_prefix(self, input: Input, adapter: str | None = None) -> CachedPrefix:
         """Compute the cache of an input once, as the prefix of many requests: `generate(…, prefix=prefix)`.
 
         The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special
         tokens of the tokenizer occur once, before the prefix and after the input.
+
+        adapter: the adapter with which the prefix is read. Its requests must have the same one.
         Raise UnsupportedCallError for a model with an encoder, which reads a source as a whole.
         """
         self._must_be_decoder_only("prefix")
-        return CachedPrefix(self.engine, self.inputs.generation_inputs(input, ends_prompt=False)[1], self.budget)
+        ids = self.inputs.generation_inputs(input, ends_prompt=False)[1]
+        return CachedPrefix(self.engine, ids, self.budget, self._adapter_input(adapter))
 
     def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Ints:
         """Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template.
@@ -213,17 +218,19 @@ class Model:
             raise OptionError("a stream gives text alone: generate() gives cross_attentions and hidden_states")
         return settings
 
-    def score(self, source: Input, target: Value | None = None) -> npt.NDArray[np.float32]:
+    def score(self, source: Input, target: Value | None = None, adapter: str | None = None) -> npt.NDArray[np.float32]:
         """Return the natural logarithm of the probability of each token of `target`, given the tokens before it.
 
         source: the source of an encoder, or the prompt of a decoder-only model.
         target: text or ids. Without it a decoder-only model scores `source`; a first token with no start token before
             it is left out.
+        adapter: the name of the adapter to use.
         """
         self._must_generate("score")
         if self.manifest.encode is not None and target is None:
             raise InputError("score needs a source and a target for a model with an encoder")
         sources, prompt, start_count = self.inputs.generation_inputs(source)
+        sources |= self._adapter_input(adapter)
         if target is None:
             return self._scores(sources, prompt)[max(start_count, 1) - 1 :]
         return self._scores(sources, self._with_target(prompt, target))[max(len(prompt), 1) - 1 :]
@@ -262,13 +269,15 @@ class Model:
         """
         return self._forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
 
-    def align(self, source: Input, target: Value) -> npt.NDArray[np.float32]:
+    def align(self, source: Input, target: Value, adapter: str | None = None) -> npt.NDArray[np.float32]:
         """Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
 
+        adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without cross-attention weights.
         """
         self._extras(CROSS_ATTENTIONS)
         sources, prompt, _ = self.inputs.generation_inputs(source)
+        sources |= self._adapter_input(adapter)
         ids = self._with_target(prompt, target)
         weights: Array = self._extra_values(sources, ids[:-1], (CROSS_ATTENTIONS,))[CROSS_ATTENTIONS]
         return weights[max(len(prompt), 1) - 1 :]
@@ -279,11 +288,13 @@ class Model:
         length = 0 if result.cross_attentions is None else result.cross_attentions.shape[1]
         return self.inputs.source_labels(source, length), self.inputs.token_labels(step, result.token_ids)
 
-    def hidden_states(self, source: Input, target: Value | None = None) -> dict[str, Array]:
+    def hidden_states(self, source: Input, target: Value | None = None, adapter: str | None = None) -> dict[str, Array]:
         """Return the outputs of the exported submodules, by their names in the source model.
 
         A submodule of an encoder has (source positions, …). A submodule of a decoder has (tokens, …) for `source` or
         the start tokens, and then `target`. In a model with an encoder it has values only if there is a target.
+
+        adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without hidden states.
         """
         extras = self._extras(HIDDEN_STATES)
@@ -293,6 +304,7 @@ class Model:
             ids = self._with_target(ids, target)
         elif sources:
             ids = ids[:0]
+        sources |= self._adapter_input(adapter)
         values = self._extra_values(sources, ids, tuple(extras))
         return {extras[name].module: value for name, value in values.items()}
 
@@ -302,6 +314,7 @@ class Model:
         batch_size: int = 32,
         workers: int = 1,
         truncate: bool = False,
+        adapter: str | None = None,
         **settings: Any,
     ) -> Iterator[Any]:
         """Run a single-pass model on any number of inputs. Return the results in the order of the inputs.
@@ -314,6 +327,7 @@ class Model:
         workers: batches that run in parallel. The throughput is highest with one worker per core and a model that is
             loaded with threads=1.
         truncate: cut inputs that are too long, of a pair the longer text first; otherwise they raise InputError.
+        adapter: the name of the adapter to use, in a file with adapters.
         settings: of the results, such as top_k.
         A generative speech recognizer returns the results of `transcribe_batch`.
         Raise UnsupportedCallError for other models that decode. An InputError has the number of its input, from 1.
@@ -324,16 +338,23 @@ class Model:
                     "truncate is not for a model that transcribes speech: it reads sounds of any length",
                     option="truncate",
                 )
+            self.manifest.adapter_number(adapter)
             return self._transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
-        task = self._task("predict")
+        task, adapter_input = self._task("predict"), self._adapter_input(adapter)
         settings = task.settings(settings)
         truncate = task.truncates(truncate, settings)
-        readings = (partial(task.read_input, input, self.inputs, truncate, settings) for input in inputs)
+        read = partial(_read_with, adapter_input, task.read_input)
+        readings = (partial(read, input, self.inputs, truncate, settings) for input in inputs)
         outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
         return (task.make_result(reading, values, settings) for reading, values in outputs)
 
     def embed(
-        self, inputs: Iterable[Input], batch_size: int = 32, workers: int = 1, truncate: bool = False
+        self,
+        inputs: Iterable[Input],
+        batch_size: int = 32,
+        workers: int = 1,
+        truncate: bool = False,
+        adapter: str | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return a vector for each input, (n, d). Arguments as of `predict`.
 
@@ -342,7 +363,7 @@ class Model:
         task = self._task("embed", Features)
         assert isinstance(task, Features)
         width = task.must_pool("embed()")
-        vectors = list(self.predict(_check_several(inputs), batch_size, workers, truncate))
+        vectors = list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter))
         return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
 
     def classify(
@@ -352,6 +373,7 @@ class Model:
         batch_size: int = 32,
         workers: int = 1,
         truncate: bool = False,
+        adapter: str | None = None,
     ) -> list[Classification]:
         """Return the labels of each input and their probabilities.
 
@@ -359,7 +381,7 @@ class Model:
         Raise UnsupportedCallError for a model of another task.
         """
         self._task("classify", Classifier)
-        return list(self.predict(_check_several(inputs), batch_size, workers, truncate, top_k=top_k))
+        return list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter, top_k=top_k))
 
     def entities(
         self,
@@ -370,6 +392,7 @@ class Model:
         batch_size: int = 32,
         workers: int = 1,
         truncate: bool = False,
+        adapter: str | None = None,
     ) -> list[list[Span]]:
         """Return the labelled spans of each text.
 
@@ -386,7 +409,7 @@ class Model:
             "ignore_labels": ignore_labels,
             "doc_stride": doc_stride,
         }
-        return list(self.predict(_check_several(texts), batch_size, workers, truncate, **settings))
+        return list(self.predict(_check_several(texts), batch_size, workers, truncate, adapter, **settings))
 
     def answer(
         self,
@@ -398,6 +421,7 @@ class Model:
         doc_stride: int | None = None,
         batch_size: int = 32,
         workers: int = 1,
+        adapter: str | None = None,
     ) -> list[Answer]:
         """Return the answer to each question in its context.
 
@@ -419,7 +443,7 @@ class Model:
             "max_seq_len": max_seq_len,
             "doc_stride": doc_stride,
         }
-        return list(self.predict(_check_several(pairs), batch_size, workers, **settings))
+        return list(self.predict(_check_several(pairs), batch_size, workers, adapter=adapter, **settings))
 
     def fill(
         self,
@@ -429,6 +453,7 @@ class Model:
         batch_size: int = 8,
         workers: int = 1,
         truncate: bool = False,
+        adapter: str | None = None,
     ) -> list[Filled]:
         """Return the most probable tokens for each mask of each text, with their probabilities and the whole text.
 
@@ -443,20 +468,23 @@ class Model:
         """
         self._task("fill", FillMask)
         settings: dict[str, Any] = {"top_k": top_k, "candidate_tokens": candidate_tokens}
-        return list(self.predict(_check_several(texts), batch_size, workers, truncate, **settings))
+        return list(self.predict(_check_several(texts), batch_size, workers, truncate, adapter, **settings))
 
-    def attentions(self, input: Input, truncate: bool = False, **settings: Any) -> tuple[Array, list[str]]:
+    def attentions(
+        self, input: Input, truncate: bool = False, adapter: str | None = None, **settings: Any
+    ) -> tuple[Array, list[str]]:
         """Return the attention weights of a single-pass model, and a label for each position.
 
         Weights are float32 (layers, heads, query positions, key positions); rows sum to 1. Layers and heads are in the
         order in which the model computes them. Labels are tokens, ids without a tokenizer, or numbers.
 
         truncate: cut an input that is too long; otherwise it raises InputError.
+        adapter: the name of the adapter to use.
         settings: of the task, such as max_seq_len of question answering.
         Raise InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported
         without attention weights.
         """
-        sources = self.single_request(input, truncate, settings)
+        sources = {**self.single_request(input, truncate, settings), **self._adapter_input(adapter)}
         weights: Array = self._extra_values(sources, np.zeros(0, np.int64), (ATTENTIONS,))[ATTENTIONS]
         return weights, self.inputs.position_labels(sources, weights.shape[-1])
 
@@ -522,7 +550,15 @@ class Model:
         for kind in (CROSS_ATTENTIONS, HIDDEN_STATES):
             if getattr(settings, kind):
                 self._extras(kind)
+        self.manifest.adapter_number(settings.adapter)
         return settings
+
+    def _adapter_input(self, name: str | None) -> dict[str, Array]:
+        """Return the input that chooses an adapter. name: None is the default of the file.
+
+        Raise OptionError for an adapter that the file does not have.
+        """
+        return self.manifest.adapter_input(name or self.manifest.generation_defaults.get("adapter"))
 
     def _extras(self, kind: str) -> dict[str, ExtraOutput]:
         """Return the file's extra outputs of a kind, by name. Raise UnsupportedCallError if it has none."""
@@ -657,6 +693,14 @@ class Model:
             if state is not None:
                 state.release()
             share.release_reservation()
+
+
+def _read_with(adapter_input: Mapping[str, Array], read: Callable[..., TaskInput], *arguments: Any) -> TaskInput:
+    """Read an input, and add the input that chooses its adapter to each of its requests."""
+    reading = read(*arguments)
+    if not adapter_input:
+        return reading
+    return replace(reading, requests=[{**request, **adapter_input} for request in reading.requests])
 
 
 def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:

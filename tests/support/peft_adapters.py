@@ -27,16 +27,16 @@ def make_adapter(model: Any, config: Any, folder: Path, base: Path | str, seed: 
     return adapted
 
 
-def greedy(model: Any, ids: list[int], steps: int, **sources: Any) -> tuple[list[int], np.ndarray]:
+def greedy(model: Any, ids: list[int], steps: int) -> tuple[list[int], np.ndarray]:
     """Return the ids that generate() chooses greedily, and the natural logarithms of their probabilities."""
     out = model.generate(
         input_ids=torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         max_new_tokens=steps,
         do_sample=False,
         num_beams=1,
         output_logits=True,
         return_dict_in_generate=True,
-        **sources,
     )
     chosen = out.sequences[0, -len(out.logits) :]
     logprobs = torch.stack([logits[0] for logits in out.logits]).log_softmax(-1)

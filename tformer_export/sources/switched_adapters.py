@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from tformer_export.sources.hugging_face.peft_adapter import (
     read_adapter,
     run_drawn,
 )
+from tformer_export.sources.task_names import RECOGNIZES
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.format.manifest import ADAPTER_INPUT, BASE_ADAPTER
 
@@ -44,7 +44,7 @@ _SUPPORTED_SETTINGS = {  # of LoRA; others change something else than a low-rank
     "runtime_config", "target_modules", "task_type", "use_rslora",
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision",
 }  # fmt: skip
-_UNUSED = (None, False, "none", [], {}, 0)
+_UNUSED: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 
 
 def read_adapters(adapters: Adapters) -> dict[str, PeftAdapter]:
@@ -77,6 +77,11 @@ def with_adapters(source: Source, adapters: Adapters) -> Source:
     Raises SourceError for an adapter that does not fit the model, or whose results differ from PEFT's.
     Cost: one forward for each adapter, twice.
     """
+    if source.series is not None or (source.task == RECOGNIZES and source.step_input is not None):
+        raise OptionError(
+            f"adapters are switched in models that generate text and in single-pass models, and this one's task is "
+            f"{source.task}: export a file for each adapter, merged"
+        )
     found = read_adapters(adapters)
     weights = (*source.module.parameters(), *source.module.buffers())
     module = copy.deepcopy(source.module, {id(weight): weight for weight in weights})
@@ -95,6 +100,9 @@ def with_adapters(source: Source, adapters: Adapters) -> Source:
         adapters=tuple(found),
     )
     _compare(switched, expected, list(found.values()))
+    default = source.generation_defaults.get("adapter")
+    if default not in (None, BASE_ADAPTER, *found):
+        raise OptionError(f"the generation defaults name the adapter {default!r}, and there are {', '.join(found)}")
     return switched
 
 
@@ -104,9 +112,7 @@ def _check_switchable(adapter: PeftAdapter) -> None:
     if adapter.kind != LORA:
         raise adapter.error(f"is of the kind {adapter.kind}, and only LoRA is switched by row: {remedy}")
     wrong = [
-        name
-        for name, value in adapter.settings.items()
-        if name not in _SUPPORTED_SETTINGS and value not in _UNUSED
+        name for name, value in adapter.settings.items() if name not in _SUPPORTED_SETTINGS and value not in _UNUSED
     ]
     if adapter.settings.get("init_lora_weights") not in OVERWRITTEN_INITS:
         wrong.append("init_lora_weights")

@@ -136,16 +136,18 @@ class AttentionMapWriter(HeatMapWriter):
 
     flag = "--attentions"
 
-    def __init__(self, path: Path, force: bool, truncate: bool, settings: Mapping[str, Any]) -> None:
-        """truncate: cut an input that is too long. settings: settings of the task."""
+    def __init__(
+        self, path: Path, force: bool, truncate: bool, settings: Mapping[str, Any], adapter: str | None = None
+    ) -> None:
+        """truncate: cut an input that is too long. settings: settings of the task. adapter: its name."""
         super().__init__(path, force)
-        self._truncate, self._settings = truncate, settings
+        self._truncate, self._settings, self._adapter = truncate, settings, adapter
 
     def _check_drawable(self, model: Model, value: Input) -> None:
         model.single_request(value, self._truncate, self._settings)
 
     def _draw_picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
-        attention_maps(path, *model.attentions(value, self._truncate, **self._settings))
+        attention_maps(path, *model.attentions(value, self._truncate, self._adapter, **self._settings))
 
 
 def heat_map(path: Path, weights: Array, source: Sequence[str], tokens: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tformer_runtime.base.errors import OptionError, UnsupportedCallError
 from tformer_runtime.format.manifest import ATTENTIONS
-from tformer_runtime.tasks.base import TRUNCATE, BaseTask
+from tformer_runtime.tasks.base import ADAPTER, TRUNCATE, BaseTask
 from tformer_runtime.tasks.settings import MAX_MEMORY
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tformer_runtime.model import Model
     from tformer_runtime.preprocess.inputs import Input
 
-_RUN_FLAGS = (TRUNCATE, ATTENTIONS, MAX_MEMORY)  # flags of a task that are not settings of its results
+_RUN_FLAGS = (TRUNCATE, ADAPTER, ATTENTIONS, MAX_MEMORY)  # flags of a task that are not settings of its results
 
 Value = TypeVar("Value")
 Outcome = TypeVar("Outcome")
@@ -103,6 +103,8 @@ class Job:
         self.settings = {name: value for name, value in settings.items() if name not in _RUN_FLAGS}
         checked = task.settings(self.settings)
         self.truncate = task.truncates(settings.get(TRUNCATE, False), checked)
+        self.adapter = settings.get(ADAPTER)
+        task.manifest.adapter_number(self.adapter)
         self.max_memory = settings.get(MAX_MEMORY)
         if self.max_memory is not None and task.manifest.decode is None:
             raise OptionError("the file holds a single-pass model, which keeps no caches: leave out --max-memory")
@@ -123,7 +125,7 @@ class Job:
                 "the file holds no attention weights to draw: export the model with --attentions "
                 "(ExtraOutputs(attentions=True))"
             )
-        return AttentionMapWriter(path, options.force, self.truncate, self.settings)
+        return AttentionMapWriter(path, options.force, self.truncate, self.settings, self.adapter)
 
     def read(self, line: str) -> Input:
         """Parse a line into an input. Raise InputError for a line that is none."""
@@ -145,7 +147,7 @@ class Job:
 
     def results(self, model: Model, inputs: Iterable[Input], batches: BatchSettings) -> Iterator[Any]:
         """Run the model on all inputs."""
-        return model.predict(inputs, batches.size, batches.workers, self.truncate, **self.settings)
+        return model.predict(inputs, batches.size, batches.workers, self.truncate, self.adapter, **self.settings)
 
     def format_result(self, result: Any, index: int) -> str | bytes:
         """Format a result for the output. index: of the input, from 0."""

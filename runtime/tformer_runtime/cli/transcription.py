@@ -24,9 +24,10 @@ class TranscriptionJob(Job):
         self, model: Model, inputs: Iterable[Any], batches: BatchSettings
     ) -> Iterator[tuple[str, Transcription]]:
         self.several, sounds = count_several(inputs, batches.index_offset)
+        settings = {**self.settings, **({"adapter": self.adapter} if self.adapter is not None else {})}
         return run_named(
             ((str(sound), sound) for sound in sounds),
-            lambda values: model.transcribe_batch(values, batches.size, batches.workers, **self.settings),
+            lambda values: model.transcribe_batch(values, batches.size, batches.workers, **settings),
         )
 
     def format_result(self, result: tuple[str, Transcription], index: int) -> str:

@@ -57,6 +57,7 @@ SAMPLING = "Sampling"
 TOKEN_RULES = "Which tokens are allowed and preferred"
 CONSTRAINTS = "Constraints (at most one)"
 SPECULATION = "Speculation"
+ADAPTERS = "Adapters"
 OUTPUT = "Additional output"
 
 
@@ -343,6 +344,13 @@ class GenerationOptions:
         "N",
         int,
     )
+    adapter: str | None = _option(
+        ADAPTERS,
+        "Use this adapter of the file, by its name; base is the model without any.",
+        check.text,
+        None,
+        "NAME",
+    )
     shortlist: bool | None = _option(
         OUTPUT,
         "For a file with a shortlist, a table of the target ids that are likely for each source id. True (the "
@@ -472,6 +480,7 @@ class Settings:
     prompt_lookup: bool = _default("prompt_lookup")
     draft_model: HasEngine | None = _default("draft_model")
     num_draft_tokens: int = _default("num_draft_tokens")
+    adapter: str | None = _default("adapter")
     shortlist: bool = _default("shortlist")
     top_logprobs: int = _default("top_logprobs")
     cross_attentions: bool = _default("cross_attentions")

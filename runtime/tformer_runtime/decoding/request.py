@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.base.errors import InputError
+from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sequence import Alternatives, FinishReason
 from tformer_runtime.engine.state import State
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest import BASE_ADAPTER, Manifest
 from tformer_runtime.preprocess.inputs import Input, Inputs
 
 
@@ -85,7 +85,7 @@ class Request:
     """One input, ready to run.
 
     index: its place in the list of inputs.
-    sources: request input → its ids or features.
+    sources: request input → its ids or features; also ADAPTER_INPUT in a file with adapters.
     prompt: the first ids of the step input, with the ids of `cached_prefix`.
     max_tokens: the maximum number of tokens to generate.
     prefix_tokens: the number of last ids of the prompt with which the result begins.
@@ -112,7 +112,10 @@ def make_request(
     settings: Settings,
     cached_prefix: PromptPrefix | None = None,
 ) -> Request:
-    """Return the request of an input. Raise InputError for an impossible input.
+    """Return the request of an input.
+
+    Raise InputError for an impossible input, OptionError for an adapter that the file does not have or that is not the
+    one of the cached prefix.
 
     index: the place of the input in the list of inputs.
     cached_prefix: ids that were read before the input.
@@ -124,6 +127,9 @@ def make_request(
         raise InputError(
             "the file names no token to start from: export the model with special_tokens={'bos_token_id': id, …}"
         )
+    sources |= manifest.adapter_input(settings.adapter)
+    if cached_prefix is not None:
+        _check_same_adapter(manifest, cached_prefix, manifest.adapter_number(settings.adapter))
     prefix = _forced_prefix(inputs, settings)
     bos = (
         [settings.forced_bos_token_id] if settings.forced_bos_token_id is not None and len(prefix) else []
@@ -140,6 +146,18 @@ def make_request(
     if settings.max_new_tokens is not None:
         max_tokens = min(max_tokens, settings.max_new_tokens)
     return Request(index, sources, prompt, max_tokens, len(bos) + len(prefix), cached_prefix)
+
+
+def _check_same_adapter(manifest: Manifest, prefix: PromptPrefix, number: int) -> None:
+    """Raise OptionError for a prefix that was read with another adapter: its cache holds other keys and values."""
+    if prefix.state.adapters is not None and prefix.state.adapters[0] != number:
+        names = (BASE_ADAPTER, *manifest.adapters)
+        own, asked = names[prefix.state.adapters[0]], names[number]
+        raise OptionError(
+            f"the prefix was read with the adapter {own!r}, and the request has {asked!r}: read it with "
+            f"cache_prefix(…, adapter={asked!r})",
+            option="adapter",
+        )
 
 
 def _forced_prefix(inputs: Inputs, settings: Settings) -> Ints:

@@ -39,6 +39,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "quantization": m.quantization,
         "optimized_for": m.optimized_for,
         "kernel_forms": dict(m.kernel_forms),
+        "adapters": list(m.adapters),
         "target": m.target,
         "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),

@@ -57,7 +57,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tformer_runtime.base.errors import ModelFileError
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.base.errors import ModelFileError, OptionError
 
 MANIFEST_KEY = "tformer.manifest"
 MANIFEST_VERSION = 5
@@ -364,6 +367,29 @@ class Manifest:
     def extras(self) -> tuple[ExtraOutput, ...]:
         """The extra outputs of both stages."""
         return tuple(extra for stage in (self.encode, self.decode) if stage for extra in stage.extras)
+
+    def adapter_number(self, name: str | None) -> int:
+        """Return the number of an adapter; 0 for BASE_ADAPTER and None. Raise OptionError for another name."""
+        if name in (None, BASE_ADAPTER):
+            return 0
+        if not self.adapters:
+            raise OptionError(
+                f"adapter={name!r} names an adapter and the file holds none: export the model with --adapters FOLDER",
+                option="adapter",
+            )
+        if name not in self.adapters:
+            raise OptionError(
+                f"adapter must be one of {', '.join((BASE_ADAPTER, *self.adapters))}, not {name!r}", option="adapter"
+            )
+        return 1 + self.adapters.index(name)
+
+    def adapter_input(self, name: str | None) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the input that chooses an adapter, without its batch axis; empty for a file without adapters.
+
+        Raise OptionError as `adapter_number`.
+        """
+        number = self.adapter_number(name)
+        return {ADAPTER_INPUT: np.array(number, np.int64)} if self.adapters else {}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))

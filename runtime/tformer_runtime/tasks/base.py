@@ -13,6 +13,7 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.base.validation import check_bool
+from tformer_runtime.decoding.options import ADAPTERS, OPTIONS
 from tformer_runtime.format.manifest import ATTENTIONS, Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input, Inputs
 
 Outputs = Sequence[Array]  # of the model for one request, without batch axis and padding
-TRUNCATE = "truncate"
+TRUNCATE, ADAPTER = "truncate", "adapter"
 INPUT_HEADING = "Input"  # of flags
 
 
@@ -66,6 +67,7 @@ class BaseTask(ABC):
     comparison_settings: settings for the comparison of results by the exporter.
     needs_tokenizer: whether the task needs a tokenizer.
     can_truncate: whether an input that is too long can be cut.
+    can_switch_adapters: whether a file of the task can hold adapters among which each run chooses.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -76,6 +78,7 @@ class BaseTask(ABC):
     comparison_settings: ClassVar[Mapping[str, Any]] = {}
     needs_tokenizer: ClassVar[bool] = False
     can_truncate: ClassVar[bool] = True
+    can_switch_adapters: ClassVar[bool] = True
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -87,6 +90,7 @@ class BaseTask(ABC):
         return {
             **{heading: dict(flags) for heading, flags in cls.flags.items()},
             **({INPUT_HEADING: dict(_INPUT_FLAGS)} if cls.can_truncate else {}),
+            **({ADAPTERS: dict(_ADAPTER_FLAGS)} if cls.can_switch_adapters else {}),
             "Additional output": dict(_OUTPUT_FLAGS),
         }
 
@@ -186,6 +190,8 @@ class BaseTask(ABC):
 _INPUT_FLAGS = {
     TRUNCATE: switch("--truncate", "Cut inputs that are too long for the model; of a pair, the longer text first.")
 }
+
+_ADAPTER_FLAGS = {ADAPTER: Flag("--adapter", "NAME", OPTIONS[ADAPTER].help, str)}
 
 _OUTPUT_FLAGS = {ATTENTIONS: Flag("--attentions", "OUT.png", "Draw the attention weights of each layer and head.", str)}
 

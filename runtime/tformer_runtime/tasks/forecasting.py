@@ -232,6 +232,7 @@ class Forecasting(BaseTask):
     names = (TASK,)
     does = "forecasts series of numbers"
     call = "forecast()"
+    can_switch_adapters = False
     flags = {  # noqa: RUF012
         "Forecasts": {"horizon": Flag("--horizon", "N", "Forecast N steps.  [default: set at export]", int)},
         RUN_HEADING: MAX_MEMORY_FLAG,
