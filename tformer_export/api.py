@@ -17,14 +17,14 @@ from tformer_export.common.atomic_output import check_writable
 from tformer_export.common.clock import PhaseClock, peak_memory, unexpected_errors
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
-from tformer_export.options import ExportOptions, ExtraOutputs, Quantization
+from tformer_export.options import Adapters, ExportOptions, ExtraOutputs, Quantization
 from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
-from tformer_export.sources.switched_adapters import Adapters, with_adapters
+from tformer_export.sources.switched_adapters import with_adapters
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import SpecialTokens
@@ -59,7 +59,7 @@ def export(
     extra_outputs: ExtraOutputs | None = None,
     shortlist: str | os.PathLike[str] | None = None,
     tune: bool = False,
-    adapters: Adapters | None = None,
+    adapters: Adapters = (),
     force: bool = False,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> ExportReport:
@@ -104,8 +104,9 @@ def export(
     extra_outputs: attention weights and hidden states as outputs of the file.
     shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
         lines decode greedily as with all ids.
-    adapters: PEFT adapters (LoRA) that the file holds next to the model: name → folder or hub id, or a list of these,
-        whose names are those of the folders. Each request chooses one by its name. The model is not changed.
+    adapters: PEFT adapters (LoRA) that the file holds next to the model: name → folder or hub id; or a list of these
+        or of texts NAME=FOLDER, without NAME under the name of the folder. Each request chooses one by its name. The
+        model is not changed.
     tune: measure on this machine which forms of operators are the fastest.
     force: overwrite the file. progress: called with the name of each phase.
 
@@ -122,6 +123,7 @@ def export(
         max_length=max_length,
         shortlist=shortlist,
         tune=tune,
+        adapters=adapters,
     )
     out = Path(path)
     check_writable(out, force)
@@ -146,6 +148,7 @@ def export(
     return ExportReport(
         path=str(out),
         source=source.name,
+        adapters=source.adapters,
         task=source.task,
         target=target,
         precision=result.manifest.precision,

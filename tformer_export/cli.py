@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import click
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.option_table import ExportOptionSpec, option_specs
 from tformer_export.common.task import Task
-from tformer_export.options import ExportOptions, ExtraOutputs, Quantization, phases
+from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
 from tformer_runtime.cli.errors import errors_as_sentences
 
@@ -90,6 +90,10 @@ class _Command(click.Command):
                 option = _click_option(heading, _dest(group, name), spec, getattr(defaults, name))
                 self.params.append(option)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, among them several folders after one --adapters."""
+        return super().parse_args(ctx, list(_flag_before_each(args, ADAPTERS_FLAG)))
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         headings: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
@@ -98,6 +102,17 @@ class _Command(click.Command):
         for heading, records in headings.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def _flag_before_each(arguments: Sequence[str], flag: str) -> Iterator[str]:
+    """Yield the arguments, with the flag before each of the values that follow it."""
+    follows = False
+    for i, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            follows = argument == flag
+        elif follows and arguments[i - 1] != flag:
+            yield flag
+        yield argument
 
 
 @click.command(cls=_Command, context_settings={"help_option_names": ["-h", "--help"]})

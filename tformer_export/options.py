@@ -24,7 +24,7 @@ To add an option:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,9 @@ if TYPE_CHECKING:  # --help needs neither torch nor onnx
     from tformer_export.analysis.attention_weights import AttentionSelection
     from tformer_export.sources import Source
 
+Adapters = Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+
+ADAPTERS_FLAG = "--adapters"
 DEFAULT_HALF = "fp16"  # of files for CUDA
 PRECISIONS = ("fp32", *HALF_PRECISIONS)
 
@@ -206,6 +209,14 @@ class ExportOptions:
         flag="--shortlist",
         metavar="FILE",
     )
+    adapters: Adapters = option(
+        (),
+        "Put these PEFT adapters (LoRA) into the file next to the model: folders, or org/name of the Hugging Face hub. "
+        "NAME=FOLDER chooses a name; by default it is that of the folder. Each request chooses an adapter by its name.",
+        "names",
+        flag=ADAPTERS_FLAG,
+        metavar="FOLDER ...",
+    )
     tune: bool = option(
         False,
         "Measure on this machine which implementations of operators are the fastest, and use them in the file.",
@@ -248,6 +259,8 @@ class ExportOptions:
                 raise OptionError(
                     f"a quantised file computes in fp32 with its integers: leave out {self.precision} or {weights}"
                 )
+        if self.adapters and self.shortlist is not None:
+            raise OptionError("a shortlist is learned from the model without its adapters: leave out either of them")
         if self.shortlist is not None and not Path(self.shortlist).is_file():
             raise OptionError(f"there is no file {self.shortlist} to learn a shortlist from")
 

@@ -48,6 +48,7 @@ class ExportReport:
     seconds: name of a phase → its time.
     peak_memory: the peak resident memory of the process in bytes, the loaded model included.
     shortlist: its effect on its data; None without one.
+    adapters: the names of the adapters among which requests choose.
     """
 
     path: str
@@ -72,6 +73,7 @@ class ExportReport:
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     shortlist: ShortlistMeasurement | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def max_abs_error(self) -> float:
@@ -135,6 +137,7 @@ class ExportReport:
         counts = self.counts
         rows = [
             ("source", f"{self.source}, {self.parameters:,} parameters"),
+            *([("adapters", ", ".join(self.adapters))] if self.adapters else []),
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._precision_text))),
             ("cached", f"{self._cache_text} a step, {counts.get('context', 0)} a request")
             if self.max_length

@@ -13,9 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import huggingface_hub.constants
+import peft
 import pytest
 import torch
 from support.hf_models import gpt2
+from support.peft_adapters import greedy, make_adapter
 
 from tformer_runtime import Model
 
@@ -72,6 +74,24 @@ def test_models_that_the_cache_lacks_are_refused_offline(cache, refused):
     )
     assert f"does not hold it in revision v2, {offline}" in refused(REPO, "--revision", "v2")
     assert "there is no file or folder someone/model.pt: name a checkpoint" in refused("someone/model.pt")
+
+
+def test_adapter_in_the_cache_is_merged_into_its_base_there(cache, run, tmp_path):
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    adapted = make_adapter(gpt2(), lora, tmp_path / "adapter", REPO)
+    repo = cache.parent / "models--someone--formal"
+    for name in ("refs", "snapshots"):
+        (repo / name).mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    (tmp_path / "adapter").rename(repo / "snapshots" / COMMIT)
+    status, err = run("someone/formal")
+    assert status == 0, err
+    prompt = [1, 5, 7]
+    expected = greedy(adapted, prompt, 6)[0]
+    assert list(Model.load("formal.onnx", "cpu").generate(prompt, max_new_tokens=6).token_ids) == expected
+    assert run(REPO, "--adapters", "someone/formal", "-o", "switched.onnx")[0] == 0
+    result = Model.load("switched.onnx", "cpu").generate(prompt, adapter="formal", max_new_tokens=6)
+    assert list(result.token_ids) == expected
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -141,7 +161,10 @@ def hub(folder):
         "someone/pickled": {**rest, "pytorch_model.bin": b"a pickle", "other.bin": b"another"},
         "someone/vectors": {**files, "2_Dense/config.json": b"{}", "2_Dense/pytorch_model.bin": b"a pickle"},
         "someone/gated": files,
-    }
+        "someone/adapter": {
+            "adapter_config.json": b"{}", "adapter_model.safetensors": b"", "adapter_model.bin": b"a pickle",
+        },
+    }  # fmt: skip
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -163,12 +186,13 @@ def ask(hub, home, *requests, **environment):
 
 
 def test_downloads_from_the_hub(hub, tmp_path):
-    downloaded, pickled, vectors, gated, unknown, revision = ask(
+    downloaded, pickled, vectors, adapter, gated, unknown, revision = ask(
         hub,
         tmp_path,
         (REPO, None),
         ("someone/pickled", None),
         ("someone/vectors", None),
+        ("someone/adapter", None),
         ("someone/gated", None),
         ("someone/none", None),
         (REPO, "v2"),
@@ -176,6 +200,7 @@ def test_downloads_from_the_hub(hub, tmp_path):
     assert downloaded == ["config.json", "generation_config.json", "model.safetensors", "vocab.txt"]
     assert pickled == ["config.json", "generation_config.json", "pytorch_model.bin"]
     assert "2_Dense/pytorch_model.bin" in vectors
+    assert adapter == ["adapter_config.json", "adapter_model.safetensors"]
     assert gated.startswith("someone/gated is gated on the Hugging Face hub: accept its conditions at https://")
     assert "the Hugging Face hub has no model of that name that you may read: correct the name" in unknown
     assert revision.startswith(f"{REPO} has no revision v2 on the Hugging Face hub: name one of its branches")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import peft
 import pytest
 import torch
@@ -16,7 +17,6 @@ from support.peft_adapters import greedy, make_adapter
 
 from tformer_export import Quantization, export
 from tformer_runtime import AsyncModel, Model, OptionError
-from tformer_runtime.format.model_file import read_manifest
 
 STEPS = 12
 PROMPTS = ([1, 5, 7, 9], [1, 11], [1, 4, 20, 3, 8, 8, 15], [1, 23, 6], [1, 9, 9], [1, 17, 13, 12, 5])
@@ -193,8 +193,8 @@ def test_classifier_switches_adapters(encoder, tmp_path):
         model.classify(PROMPTS, adapter="c")
 
 
-def test_low_rank_weights_stay_float_in_a_quantised_file(tmp_path):
-    """The parts that adapters add to the logits are exact: their difference between two adapters has no int8 noise."""
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_low_rank_weights_stay_float_in_a_quantised_file(weights, tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
@@ -202,12 +202,23 @@ def test_low_rank_weights_stay_float_in_a_quantised_file(tmp_path):
         tie_word_embeddings=False,
     )  # fmt: skip
     base = transformers.LlamaForCausalLM(config).eval()
-    lora = peft.LoraConfig(r=32, target_modules=["lm_head"])  # 1536 values: more than the smallest quantised matrix
-    make_adapter(base, lora, tmp_path / "a", "base")
-    report = export(base, tmp_path / "model.onnx", adapters=[tmp_path / "a"], quantization=Quantization("int8"))
-    plain = export(base, tmp_path / "plain.onnx", quantization=Quantization("int8"))
-    assert report.products.keys() != {} and len(report.products) == len(plain.products)
-    assert read_manifest(tmp_path / "model.onnx").adapters == ("a",)
+    lora = peft.LoraConfig(r=32, target_modules=["lm_head", "embed_tokens"])  # 1536 values and more, as matrices have
+    adapted = make_adapter(base, lora, tmp_path / "a", "base", size=0.1)
+    report = export(
+        base,
+        tmp_path / "model.onnx",
+        adapters=[tmp_path / "a"],
+        quantization=Quantization(weights, max_degradation="50%"),
+    )
+    assert len(report.products) == 5  # two of attention, two of the feed-forward layer, and the output
+    stored = {tuple(weight.dims): weight.data_type for weight in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    for factor in ((1, 48, 32), (1, 32, 64), (64, 1, 32), (1, 32, 48)):
+        assert stored[factor] == onnx.TensorProto.FLOAT
+    prompt, model = PROMPTS[2], Model.load(tmp_path / "model.onnx", "cpu")
+    for name, reference in (("base", base), ("a", adapted)):
+        expected = reference(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1).detach().numpy()
+        wanted = expected[np.arange(len(prompt) - 1), prompt[1:]]
+        assert np.abs(model.score(prompt, adapter=name) - wanted).max() < 0.1 * np.ptp(expected)
 
 
 def test_file_without_adapters_names_the_way_to_get_them(tmp_path):

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ from tformer_export.sources.task_names import RECOGNIZES
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.format.manifest import ADAPTER_INPUT, BASE_ADAPTER
 
-Adapters = Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
-
 _DRAWN_ROWS = 3
 _SUPPORTED_SETTINGS = {  # of LoRA; others change something else than a low-rank part, and must have their defaults
     "alpha_pattern", "exclude_modules", "fan_in_fan_out", "init_lora_weights", "layers_pattern", "layers_to_transform",
@@ -47,16 +46,17 @@ _SUPPORTED_SETTINGS = {  # of LoRA; others change something else than a low-rank
 _UNUSED: tuple[Any, ...] = (None, False, "none", [], {}, 0)
 
 
-def read_adapters(adapters: Adapters) -> dict[str, PeftAdapter]:
-    """Read adapters: name → folder or hub id, or these alone, with the names of the folders.
+def read_adapters(
+    adapters: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]],
+) -> dict[str, PeftAdapter]:
+    """Read adapters: name → folder or hub id; or a list of these or of NAME=FOLDER, else with the folder's name.
 
     Raises OptionError for names that are taken, SourceError for adapters that cannot be read or switched by row.
     """
     if isinstance(adapters, Mapping):
         named = [(str(name), find_adapter(os.fspath(path))) for name, path in adapters.items()]
     else:
-        folders = [find_adapter(os.fspath(path)) for path in adapters]
-        named = [(model_name(folder), folder) for folder in folders]
+        named = [_with_name(os.fspath(spec)) for spec in adapters]
     found: dict[str, PeftAdapter] = {}
     for name, folder in named:
         if name in found or name == BASE_ADAPTER or not name:
@@ -67,7 +67,16 @@ def read_adapters(adapters: Adapters) -> dict[str, PeftAdapter]:
     return found
 
 
-def with_adapters(source: Source, adapters: Adapters) -> Source:
+def _with_name(spec: str) -> tuple[str, Path]:
+    """Return the name and the folder of an adapter that is given as its folder or hub id, or as NAME=FOLDER."""
+    name, sign, path = spec.partition("=")
+    folder = find_adapter(path if sign and not Path(spec).exists() else spec)
+    return (name if sign and not Path(spec).exists() else model_name(folder)), folder
+
+
+def with_adapters(
+    source: Source, adapters: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
+) -> Source:
     """Return a source whose rows choose among adapters, and the model without them, by the input ADAPTER_INPUT.
 
     The module of `source` stays as it is; both share their weights.
