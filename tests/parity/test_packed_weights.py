@@ -10,10 +10,12 @@ import json
 
 import numpy as np
 import onnx
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from support.peft_adapters import greedy, make_adapter
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -171,6 +173,20 @@ def test_file_keeps_the_integers_and_decodes_as_the_dequantised_model(packed, tm
         start = 1 if module.config.is_encoder_decoder else len(prompt)
         generated = list(model.generate(prompt, max_new_tokens=12).token_ids)
         assert generated == expected[start:]
+
+
+@pytest.mark.parametrize("packed", ["gptq"], indirect=True)
+def test_adapters_stay_apart_from_the_integers(packed, tmp_path):
+    folder, module, integers = packed
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = make_adapter(module, lora, tmp_path / "adapter", folder)
+    report = export(load_source(folder), tmp_path / "model.onnx", adapters=[tmp_path / "adapter"])
+    assert (report.quantization, report.counts["packed_weights"]) == ("int4", len(integers))
+    model = Model.load(tmp_path / "model.onnx", "cpu", threads=1)
+    for name, reference in (("base", module), ("adapter", adapted)):
+        assert list(model.generate(PROMPT, adapter=name, max_new_tokens=8).token_ids) == greedy(reference, PROMPT, 8)[0]
+    with pytest.raises(SourceError, match=r"its weights are 4-bit integers, into which the adapter .* cannot be merged"):
+        load_source(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("packed", ["gptq"], indirect=True)

@@ -182,7 +182,8 @@ def _low_rank(layer: Any, name: str) -> LowRank | None:
     if name in layer.lora_A:
         return LowRank(layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
     if name in layer.lora_embedding_A:
-        return LowRank(layer.lora_embedding_A[name], layer.lora_embedding_B[name], float(layer.scaling[name]))
+        scale = float(getattr(layer.get_base_layer(), "embed_scale", 1.0))  # PEFT scales its part as the embedding does
+        return LowRank(layer.lora_embedding_A[name], layer.lora_embedding_B[name], scale * float(layer.scaling[name]))
     return None
 
 
@@ -203,6 +204,6 @@ def _compare(source: Source, expected: Sequence[Sequence[torch.Tensor]], adapter
                 adapter = adapters[max(0, number - 1)]
                 raise adapter.error(
                     f"gives outputs that differ from PEFT's by {difference:.2g} of their range if each row of a batch "
-                    "has its own adapter: the model does not keep the rows apart where it is adapted; export a file "
+                    "has its own adapter: the model may not keep the rows apart where it is adapted; export a file "
                     f"with this adapter alone, merged: tformer-export {adapter.folder}"
                 )

@@ -89,6 +89,26 @@ def test_convolution_is_refused_by_name(tmp_path):
         with_adapters(source, [tmp_path / "adapter"])
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a scale of its own, by which PEFT multiplies the adapter's part as well."""
+
+    embed_scale = 3.0
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale
+
+
+def test_scale_of_an_embedding_holds_for_its_adapter(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(9, 8), nn.Linear(8, 9)).eval()
+    adapted = make_adapter(model, peft.LoraConfig(r=2, target_modules=["0"]), tmp_path / "adapter", "base")
+    source = from_module(model, {"input": torch.ones(2, 3, dtype=torch.int64)}, "input")
+    ids = torch.arange(8).reshape(2, 4)
+    outputs = with_adapters(source, [tmp_path / "adapter"]).module(ids, torch.tensor([1, 0]))
+    assert torch.allclose(outputs[0], adapted(ids)[0], atol=1e-5)
+    assert torch.allclose(outputs[1], model(ids)[1], atol=1e-5)
+
+
 class Flat(nn.Module):
     """Rows and positions are one axis in the feed-forward layer, as in layers that sort them by expert."""
 
@@ -132,7 +152,7 @@ def test_rows_and_positions_in_one_axis_keep_their_adapters(tmp_path):
 
 def test_model_that_turns_rows_around_is_refused(tmp_path):
     source, adapters, _ = flat_source(Flat(turned=True).eval(), tmp_path)
-    with pytest.raises(SourceError, match="the model does not keep the rows apart where it is adapted"):
+    with pytest.raises(SourceError, match="the model may not keep the rows apart where it is adapted"):
         with_adapters(source, adapters)
 
 
