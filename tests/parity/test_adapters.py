@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from support.peft_adapters import greedy, make_adapter
 
 from tformer_export import Quantization, export
 from tformer_runtime import AsyncModel, Model, OptionError
+from tformer_runtime.engine.engine import Engine
 
 STEPS = 12
 PROMPTS = ([1, 5, 7, 9], [1, 11], [1, 4, 20, 3, 8, 8, 15], [1, 23, 6], [1, 9, 9], [1, 17, 13, 12, 5])
@@ -159,6 +160,15 @@ def test_unknown_adapter_is_refused_with_the_names(file):
     for call in (file.model.generate, file.model.score):
         with pytest.raises(OptionError, match=message):
             call(PROMPTS[0], *([[4]] if call == file.model.score else []), adapter="wid")
+
+
+def test_default_adapter_of_the_file_holds_unless_a_request_names_another(file):
+    manifest = replace(file.model.manifest, generation_defaults={"adapter": "narrow"})
+    model = Model(Engine(file.model.engine.session, manifest=manifest))
+    for options, name in (({}, "narrow"), ({"adapter": "base"}, "base"), ({"adapter": "wide"}, "wide")):
+        result = model.generate(PROMPTS[1], max_new_tokens=4, **options)
+        assert np.allclose(result.token_logprobs, file.expected(PROMPTS[1], name, 4)[1], atol=2e-4)
+        assert np.allclose(model.score(PROMPTS[1], [4], **options), file.model.score(PROMPTS[1], [4], adapter=name))
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,9 @@ def test_adapters_stay_apart_from_the_integers(packed, tmp_path):
     model = Model.load(tmp_path / "model.onnx", "cpu", threads=1)
     for name, reference in (("base", module), ("adapter", adapted)):
         assert list(model.generate(PROMPT, adapter=name, max_new_tokens=8).token_ids) == greedy(reference, PROMPT, 8)[0]
-    with pytest.raises(SourceError, match=r"its weights are 4-bit integers, into which the adapter .* cannot be merged"):
+    with pytest.raises(
+        SourceError, match=r"its weights are 4-bit integers, into which the adapter .* cannot be merged"
+    ):
         load_source(tmp_path / "adapter")
 
 
