@@ -92,12 +92,22 @@ def with_adapters(
             f"{source.task}: export a file for each adapter, merged"
         )
     found = read_adapters(adapters)
+    own = users_module(source.module).state_dict()
+    for adapter in found.values():
+        _check_same_base(own, adapter)
+    overwritten = {name: own[name].clone() for adapter in found.values() for name in adapter.whole_parameters()}
     weights = (*source.module.parameters(), *source.module.buffers())
+    trainable = [weight for weight in weights if weight.requires_grad]
     module = copy.deepcopy(source.module, {id(weight): weight for weight in weights})
     plain = replace(source, module=module)
     peft_model: Any = None
     for number, adapter in enumerate(found.values()):
         peft_model = adapter.apply(peft_model or users_module(module), _peft_name(number), generic=True)
+    with torch.no_grad():  # PEFT loads these weights of the base model again, perhaps rounded, and freezes all of them
+        for name, value in overwritten.items():
+            own[name].copy_(value)
+    for weight in trainable:
+        weight.requires_grad_(True)
     expected = _outputs_of_peft(plain, peft_model, len(found))
     switch = AdapterSwitch()
     _switch_layers(users_module(module), switch, list(found.values()))
@@ -130,6 +140,26 @@ def _check_switchable(adapter: PeftAdapter) -> None:
             f"sets {', '.join(sorted(wrong))}, and only plain LoRA of linear layers and embeddings is switched by row: "
             f"{remedy}"
         )
+
+
+def _check_same_base(own: Mapping[str, torch.Tensor], adapter: PeftAdapter) -> None:
+    """Raise SourceError if an adapter brings along whole weights with other values than the model's.
+
+    PEFT saves an adapted embedding together with its adapter.
+
+    own: the weights of the model.
+    """
+    for name in adapter.whole_parameters():
+        if name not in own or own[name].shape != adapter.shape(name) or not _are_close(own[name], adapter.read(name)):
+            raise adapter.error(
+                f"holds the whole weight {name} with other values than the model has, and only plain LoRA is switched "
+                f"by row: export a file with this adapter alone, merged: tformer-export {adapter.folder}"
+            )
+
+
+def _are_close(weight: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether weights are equal but for rounding to half precision."""
+    return torch.allclose(weight.float(), other.float(), rtol=2**-7, atol=1e-6)
 
 
 def _peft_name(number: int) -> str:

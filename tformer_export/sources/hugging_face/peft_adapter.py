@@ -36,6 +36,8 @@ TASKS = {  # task_type of PEFT → task
 }
 LORA = "LORA"
 _PREFIX = "base_model.model."  # of all names in a file of PEFT
+_BASE_LAYER = ".base_layer."  # in the name of a parameter of an adapted layer
+_LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_")
 MAX_DIFFERENCE = 1e-4  # of the range of the outputs, between PEFT and the merged model, which round differently
 _REFUSED_SETTINGS = {  # settings with which PEFT imports a module or unpickles a file
     "megatron_config",
@@ -54,12 +56,12 @@ class PeftAdapter:
     """A folder of an adapter.
 
     settings: the content of adapter_config.json.
-    tensors: the names in adapter_model.safetensors, without PEFT's prefix.
+    tensors: name in adapter_model.safetensors, as the base model has it if it is one of its parameters → stored name.
     """
 
     folder: Path
     settings: Mapping[str, Any]
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, str]
 
     @property
     def kind(self) -> str:
@@ -137,13 +139,24 @@ class PeftAdapter:
             raise self.error(f"has weights that do not fit its base model and its {CONFIG}: {'; '.join(listed)}")
         return model.eval()
 
+    def whole_parameters(self) -> list[str]:
+        """Return the parameters of the base model that the adapter supplies as a whole, and not as a part of LoRA."""
+        return [name for name in self.tensors if not any(part in name for part in _LORA_PARTS)]
+
     def shape(self, parameter: str) -> tuple[int, ...]:
         """Return the shape of a parameter that the adapter supplies."""
         from safetensors import safe_open
 
         with safe_open(self.folder / WEIGHTS, "pt") as file:
-            name = next(key for key in (f"{_PREFIX}{parameter}", parameter) if key in file.keys())  # noqa: SIM118
-            return tuple(file.get_slice(name).get_shape())
+            return tuple(file.get_slice(self.tensors[parameter]).get_shape())
+
+    def read(self, parameter: str) -> torch.Tensor:
+        """Return a parameter that the adapter supplies."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / WEIGHTS, "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.tensors[parameter])
+            return tensor
 
     def _resize_embeddings(self, module: Any) -> None:
         """Give a model as many embeddings as the adapter brings along, if tokens were added before its training."""
@@ -176,8 +189,7 @@ class PeftAdapter:
         part = f".modules_to_save.{name}."
         names = [key.removeprefix(_PREFIX) for key in model.state_dict() if part in key]
         expected = [key.replace(part, ".") for key in names]
-        lora = [f".{prefix}" for prefix in ("lora_A.", "lora_B.", "lora_embedding_")]
-        return [key for key in expected if not self.supplies(key) and not any(text in key for text in lora)]
+        return [key for key in expected if not self.supplies(key) and not any(part in key for part in _LORA_PARTS)]
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -209,9 +221,10 @@ def read_adapter(folder: Path) -> PeftAdapter:
         raise SourceError(f"the adapter {folder} holds no {WEIGHTS}{pickled}; save it with PEFT in safetensors")
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
-            names = tuple(sorted(name.removeprefix(_PREFIX) for name in file.keys()))  # noqa: SIM118
+            stored = sorted(file.keys())
     except (OSError, SafetensorError) as error:
         raise SourceError(f"{folder / WEIGHTS} cannot be read: {_first_line(error)}") from error
+    names = {name.removeprefix(_PREFIX).replace(_BASE_LAYER, "."): name for name in stored}
     adapter = PeftAdapter(folder, settings, names)
     config = PEFT_TYPE_TO_CONFIG_MAPPING.get(adapter.kind)
     if config is None:

@@ -8,6 +8,7 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.hf_models import gpt2, llama
 from support.peft_adapters import make_adapter
 from torch import nn
@@ -87,6 +88,23 @@ def test_convolution_is_refused_by_name(tmp_path):
     source = from_module(model, {"ids": torch.ones(2, 3, dtype=torch.int64)}, "ids")
     with pytest.raises(SourceError, match=r"adapts mix, a Conv1d, and only LoRA of nn.Linear, nn.Embedding and Conv1D"):
         with_adapters(source, [tmp_path / "adapter"])
+
+
+def test_saved_embeddings_must_be_those_of_the_model(tmp_path):
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+    make_adapter(llama(), config, tmp_path / "same", "base")
+    make_adapter(llama(1), config, tmp_path / "other", "base")
+    path = tmp_path / "same" / "adapter_model.safetensors"
+    save_file({name: weight.bfloat16() for name, weight in load_file(path).items()}, path)
+    model = copy.deepcopy(llama())
+    model.lm_head.weight.requires_grad_(False)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    source = from_transformers(model)
+    assert with_adapters(source, [tmp_path / "same"]).adapters == ("same",)
+    with pytest.raises(SourceError, match=r"holds the whole weight model.embed_tokens.weight with other values"):
+        with_adapters(source, [tmp_path / "other"])
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
+    assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == ["lm_head.weight"]
 
 
 class Scaled(nn.Embedding):
