@@ -161,6 +161,11 @@ def export(
         parity=result.parity,
         counts=result.counts,
         unrecognised=result.unrecognised,
+        input_limits={
+            spec.name: spec.max_length
+            for spec in (result.manifest.encode.inputs if result.manifest.encode else ())
+            if spec.max_length is not None
+        },
         degradation=result.degradation,
         mixture=result.mixture,
         optimized_for=result.manifest.optimized_for,

@@ -42,7 +42,7 @@ from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.last_position import keep_all_positions
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.size_branches import limit_by_branches
+from tformer_export.analysis.size_branches import limit_by_branches, refuse_short_limits
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
 from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
@@ -232,6 +232,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         raise
     refuse_half(graph)
     refuse_random(graph, rehearse(source))
+    refuse_short_limits(graph, source)
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 

@@ -40,6 +40,7 @@ class ExportReport:
     counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
     unrecognised: each softmax over positions that was not recognised as that of an attention, with its line and the
         reason. It is computed operation by operation.
+    input_limits: name → the most positions of an input that the file reads once, where there is a limit.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
     optimized_for: the goal of the kernels of quantised products and of tuning; empty without either.
@@ -65,6 +66,7 @@ class ExportReport:
     parity: ParityReport
     counts: dict[str, int]
     unrecognised: tuple[str, ...] = ()
+    input_limits: dict[str, int] = field(default_factory=dict)
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
@@ -145,6 +147,7 @@ class ExportReport:
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *[("not fused", text) for text in dict.fromkeys(self.unrecognised[:MAX_SHOWN])],
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
+            *[(f"at most, {name}", f"{limit} positions") for name, limit in self.input_limits.items()],
             ("parity", self._parity_text),
         ]
         if (raw := self.parity.raw) is not None:

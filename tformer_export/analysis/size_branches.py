@@ -15,6 +15,7 @@ from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
+from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
 
@@ -55,3 +56,19 @@ def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
             low, high = (middle, high) if hold(middle) else (low, middle)
         captured.limits[captured.time] = low
     drop_assertions(captured.graph)
+
+
+def refuse_short_limits(captured: CapturedGraph, source: Source) -> None:
+    """Raise UnsupportedModelError if the file would hold fewer positions of an input than the example has."""
+    for name, node in captured.inputs.items():
+        for axis, size in enumerate(meta(node).shape):
+            limit = captured.limits.get(expression(size))
+            length = source.example[name].shape[axis]
+            if limit is not None and limit < length:
+                line = captured.limit_lines.get(expression(size))
+                raise UnsupportedModelError(
+                    f"forward takes another course if {name!r} has more than {limit} positions"
+                    + (f", by {line}" if line else "")
+                    + f", and the example has {length}. A file takes one course: write it without the branch. If the "
+                    f'input always has this size, say so: axes={{"{name}": (0,)}}'
+                )
