@@ -1,7 +1,7 @@
 """Facts about the traced graph, found from its operations and by running them, never from the name of a model.
 
 binding_time       when each value is known: constant, by the request, or by each step
-attention          softmax(scale · QKᵀ + bias) · V, in any operations
+attention          softmax(scale · QKᵀ + bias) · V, in any operations; attention_patterns: how it is recognised
 einsum             Einstein sums as matrix products
 attention_weights  weights of attention as extra outputs
 batch_axes         the axis of the rows
