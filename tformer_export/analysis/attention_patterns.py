@@ -60,20 +60,23 @@ def recognise(captured: CapturedGraph) -> Recognition:
         try:
             if node.target is aten.scaled_dot_product_attention.default:
                 recogniser.from_sdpa(node)
-            elif node.target in SOFTMAX and _is_over_positions(node):
+            elif node.target in SOFTMAX:
                 recogniser.from_softmax(node)
             else:
                 continue
             count += 1
         except UnknownFormError as reason:
+            if not _is_over_positions(node):
+                continue
             others.append(f"{describe_node(node)}: {reason}")
     captured.graph.eliminate_dead_code()
     captured.graph.lint()
     return Recognition(count, tuple(others))
 
 
-def _is_over_positions(softmax: Node) -> bool:
-    return isinstance(meta(softmax).shape[arguments(softmax)[1]], torch.SymInt)
+def _is_over_positions(node: Node) -> bool:
+    """Return whether a softmax is over an axis of a free size, and not over the experts of a mixture, for example."""
+    return node.target not in SOFTMAX or isinstance(meta(node).shape[arguments(node)[1]], torch.SymInt)
 
 
 @dataclass
