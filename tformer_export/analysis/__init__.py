@@ -13,4 +13,5 @@ last_position      models that return logits for the last position only
 relative_shift     products with a table of distances, shifted row by row
 series             the options of a forecaster's series, checked against the graph
 interpreter        evaluation of the graph
+placeholders       rows that take the place of placeholders
 """
