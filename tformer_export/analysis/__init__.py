@@ -1,17 +1,18 @@
 """Facts about the traced graph, found from its operations and by running them, never from the name of a model.
 
-binding_time       when each value is known: constant, by the request, or by each step
-attention          softmax(scale · QKᵀ + bias) · V, in any operations
-einsum             Einstein sums as matrix products
-attention_weights  weights of attention as extra outputs
-batch_axes         the axis of the rows
-input_facts        vocabulary, padding and maximum length of each input
-size_branches      code that depends on a size
-determinism        refusal of results that depend on chance or on earlier calls
-step_checks        refusal of models that cannot be decoded step by step
-last_position      models that return logits for the last position only
-relative_shift     products with a table of distances, shifted row by row
-series             the options of a forecaster's series, checked against the graph
-interpreter        evaluation of the graph
-placeholders       rows that take the place of placeholders
+binding_time        when each value is known: constant, by the request, or by each step
+attention           softmax(scale · QKᵀ + bias) · V, in any operations
+attention_patterns  the recognition of attention
+einsum              Einstein sums as matrix products
+attention_weights   weights of attention as extra outputs
+batch_axes          the axis of the rows
+input_facts         vocabulary, padding and maximum length of each input
+size_branches       code that depends on a size
+determinism         refusal of results that depend on chance or on earlier calls
+step_checks         refusal of models that cannot be decoded step by step
+last_position       models that return logits for the last position only
+relative_shift      products with a table of distances, shifted row by row
+series              the options of a forecaster's series, checked against the graph
+interpreter         evaluation of the graph
+placeholders        rows that take the place of placeholders
 """
