@@ -197,6 +197,8 @@ def _source(
         processor: Any = tokenizer
         source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
         tokenizer = None
+    elif example is None and is_transformers_model(model) and hasattr(tokenizer, "image_processor"):
+        source, tokenizer = from_transformers(model, tokenizer=tokenizer), None
     elif example is None and is_transformers_model(model):
         source = from_transformers(model)
     elif example is None:

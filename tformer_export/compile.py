@@ -40,6 +40,7 @@ from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.last_position import keep_all_positions
+from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.size_branches import limit_by_branches, refuse_short_limits
@@ -230,6 +231,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
+    place_by_count(graph)
     refuse_half(graph)
     refuse_random(graph, rehearse(source))
     refuse_short_limits(graph, source)

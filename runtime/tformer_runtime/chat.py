@@ -39,15 +39,17 @@ class CachedPrefix:
     """
 
     def __init__(
-        self, engine: Engine, ids: Ints, budget: MemoryBudget, adapter_input: Mapping[str, Array] = MappingProxyType({})
+        self, engine: Engine, ids: Ints, budget: MemoryBudget, sources: Mapping[str, Array] = MappingProxyType({})
     ) -> None:
-        """Use `Model.cache_prefix`. adapter_input: of `Manifest.adapter_input`."""
+        """Use `Model.cache_prefix`. sources: the pictures of the prefix, and `Manifest.adapter_input`."""
         self.engine, self.ids = engine, ids
         share = budget.new_share(persistent=True)
-        requests = {name: [number] for name, number in adapter_input.items()}
-        self._state = engine.start(requests, 1, budget=share, max_tokens=[len(ids)])
+        self._state = engine.start(_one_row(sources), 1, budget=share, max_tokens=[len(ids)])
         # Reserve the memory of all ids, so that a prefix that does not fit is refused before the first step.
-        share.reserve(engine.memory_estimate.bytes_needed(len(ids), {}))
+        estimate = engine.memory_estimate
+        sizes = estimate.request_sizes(sources or {})
+        sizes = {axis: size + engine.join_padding for axis, size in sizes.items()}
+        share.reserve(estimate.bytes_needed(len(ids), sizes))
         try:
             prefill(engine, self._state, ids)
         except BaseException:
@@ -88,6 +90,9 @@ class Chat:
     The cost of a turn is the generation of its answer, and reading its message and the previous answer. In a file with
     a chat template, messages and answers are texts, formatted by the template. Otherwise the ids of messages and
     answers are concatenated.
+
+    A model that reads pictures takes messages of several parts, as `Model.prompt` does, in a file with a chat template.
+    A turn with pictures reads the conversation anew, because the pictures are encoded together.
     """
 
     def __init__(
@@ -110,14 +115,15 @@ class Chat:
         self._engine, self._template, self._system = generator.engine, template, system
         if system is not None and self._template is None:
             raise OptionError("the file has no chat template for a system message: begin the first message with it")
-        self._state = self._engine.start(None, 1, budget=generator.budget.new_share(persistent=True))
+        self._sources: Mapping[str, Array] = {}
+        self._state = self._start({})
         self._cached_ids: Ints = np.zeros(0, np.int64)  # a prefix of the ids in the cache
         self.turns: list[Turn] = []
 
     def send(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Result:
         """Generate the answer to a message.
 
-        message: text or ids.
+        message: text or ids, or the parts of a message with pictures.
         options, overrides: as of `Model.generate`.
         An error leaves the conversation unchanged. Raise InputError also for a conversation that is too long.
         """
@@ -139,14 +145,14 @@ class Chat:
 
     def _request(self, message: Any, settings: Settings) -> tuple[Request, Ints]:
         """Cache the conversation up to its last id. Return the request for the answer, and the ids up to the answer."""
-        ids = self._prompt(message)
+        sources, ids = self._prompt(message)
         max_length = self._engine.manifest.max_length
         if len(ids) >= max_length:
             raise InputError(
                 f"the conversation is {len(ids)} tokens long and the model holds {max_length}: rewind it, or begin "
                 "another"
             )
-        self._use_adapter(settings)
+        self._start_anew_if_changed(sources, settings)
         common = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._state.rewind(common)
         common = int(self._state.lengths[0])
@@ -156,13 +162,16 @@ class Chat:
         prefix = PromptPrefix(self._state, self._cached_ids)
         return make_request(self._engine.manifest, self._inputs, ids[-1:], 0, settings, prefix), ids
 
-    def _use_adapter(self, settings: Settings) -> None:
-        """Drop the cache if the adapter changes: keys and values of another adapter are other numbers."""
+    def _start_anew_if_changed(self, sources: Mapping[str, Array], settings: Settings) -> None:
+        """Drop the cache if the pictures or the adapter change: keys and values of others are other numbers."""
         number, adapters = self._engine.manifest.adapter_number(settings.adapter), self._state.adapters
-        if adapters is not None and adapters[0] != number:
-            self._state.rewind(0)
-            self._cached_ids = self._cached_ids[:0]
-            adapters[0] = number
+        has_other_adapter = adapters is not None and adapters[0] != number
+        if not has_other_adapter and _equal(sources, self._sources):
+            return
+        before = self._state
+        self._state = self._start({**sources, **self._engine.manifest.adapter_input(settings.adapter)})
+        self._sources, self._cached_ids = sources, self._cached_ids[:0]
+        before.release()
 
     def _add_turn(self, message: Any, ids: Ints, result: Result) -> None:
         self.turns.append(Turn(message, result, np.concatenate([ids, np.array(result.token_ids, np.int64)])))
@@ -177,25 +186,48 @@ class Chat:
         """Free the memory. The conversation cannot continue."""
         self._state.release()
 
-    def _prompt(self, message: Any) -> Ints:
-        """Return the ids of the conversation up to the answer."""
+    def _start(self, sources: Mapping[str, Array]) -> State:
+        """Return the state of a conversation whose pictures are encoded and whose ids are not read."""
+        share = self._generator.budget.new_share(persistent=True)
+        return self._engine.start(_one_row(sources), 1, budget=share)
+
+    def _prompt(self, message: Any) -> tuple[Mapping[str, Array], Ints]:
+        """Return the pictures and the ids of the conversation up to the answer."""
         if self._template is None:
             before = [turn.ids for turn in self.turns[-1:]]
-            return np.concatenate([*before, self._inputs.generation_inputs(message, starts_prompt=not self.turns)[1]])
-        if not isinstance(message, str):
+            sources, ids, _ = self._inputs.generation_inputs(message, starts_prompt=not self.turns)
+            if any(len(items) for items in sources.values()):
+                raise InputError("the file has no chat template, which pictures in a conversation need: use generate()")
+            return {}, np.concatenate([*before, ids])
+        if not isinstance(message, str) and not self._engine.manifest.placeholders:
             raise InputError("a chat template takes text")
         messages: list[Message] = []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.message})
             messages.append({"role": "assistant", "content": turn.result.text})
-        text = self._template(conversation([*messages, {"role": "user", "content": message}], self._system))
-        return self._inputs.ids(self._engine.decode.step.name, text, add_special_tokens=False)
+        messages = conversation([*messages, {"role": "user", "content": message}], self._system)
+        sources, ids, _ = self._inputs.generation_inputs(self._inputs.conversation_input(self._template, messages))
+        return sources, ids
 
 
 def prefill(engine: Engine, state: State, ids: Ints) -> None:
     """Add ids to the cache of a state with one row, a chunk per step."""
     for begin in range(0, len(ids), PREFILL_CHUNK_TOKENS):
         engine.step(state, ids[None, begin : begin + PREFILL_CHUNK_TOKENS])
+
+
+def _one_row(sources: Mapping[str, Array] | None) -> dict[str, list[Array]] | None:
+    return {name: [array] for name, array in (sources or {}).items()} or None
+
+
+def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """Return whether the pictures are the same. Inputs without pictures equal missing inputs."""
+    empty: Array = np.zeros(0)
+    return all(
+        np.array_equal(one.get(name, empty), other.get(name, empty))
+        or not (len(one.get(name, empty)) or len(other.get(name, empty)))
+        for name in {*one, *other}
+    )
 
 
 def _common_length(one: Ints, other: Ints) -> int:

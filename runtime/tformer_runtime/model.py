@@ -103,17 +103,20 @@ class Model:
         input: Input,
         options: GenerationOptions | None = None,
         prefix: CachedPrefix | None = None,
+        images: Sequence[Any] | None = None,
         **overrides: Any,
     ) -> Result:
         """Generate for one input.
 
         input: see `Model`.
+        images: the pictures of a prompt, for a model that reads them, in the order of their markers in the text.
         options: generation options.
         prefix: a cached prefix that goes before the input, from `cache_prefix`.
         overrides: options by name. They take precedence over `options`.
         Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not generate.
         """
         settings = self.settings(options, overrides)
+        input = input if images is None else self.pictured_prompt(input, images)
         request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
         return generate_all(self.generator, [request], settings)[0]
 
@@ -127,20 +130,39 @@ class Model:
         Raise UnsupportedCallError for a model with an encoder, which reads a source as a whole.
         """
         self._must_be_decoder_only("prefix")
-        ids = self.inputs.generation_inputs(input, ends_prompt=False)[1]
-        return CachedPrefix(self.engine, ids, self.budget, self._adapter_input(adapter))
+        sources, ids, _ = self.inputs.generation_inputs(input, ends_prompt=False)
+        return CachedPrefix(self.engine, ids, self.budget, {**sources, **self._adapter_input(adapter)})
 
-    def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Ints:
-        """Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template.
+    def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Input:
+        """Return a conversation up to the answer, as an input of `generate`, by the file's chat template.
 
-        messages: a text, or mappings of "role" and "content".
+        It is the ids, (length,); for a model that reads pictures, a mapping of the ids and the pixels.
+
+        messages: a text, or mappings of "role" and "content". A content is a text or, for a model that reads pictures,
+            a list of parts: {"type": "text", "text": …} and {"type": "image", "image": picture}.
         system: a system message before them.
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
-        Raise UnsupportedCallError for a file without a template.
+        UnsupportedCallError for a file without a template.
         """
         self._must_be_decoder_only("chat")
-        text = self._template(conversation(messages, system))
-        return self.inputs.ids(self.engine.decode.step.name, text, add_special_tokens=False)
+        return self.inputs.conversation_input(self._template, conversation(messages, system))
+
+    def pictured_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
+        """Return a prompt with pictures as an input of `generate_batch`, which a list of them may be.
+
+        prompt: a text with a marker for each picture, such as "<image>", or ids with their placeholders.
+        images: names or bytes of files, Pillow images or arrays of uint8, in the order of their markers.
+        Raise UnsupportedCallError for a model that reads no pictures in its prompt.
+        """
+        self._must_generate("read pictures")
+        if not self.manifest.placeholders:
+            raise UnsupportedCallError(
+                f"this model ({self.manifest.task}) reads no pictures in its prompt: leave them out (images, --image)"
+            )
+        if isinstance(prompt, Mapping):
+            raise InputError("the input is a mapping, which has its pictures already: leave out images")
+        (name,) = self.manifest.placeholders
+        return {self.engine.decode.step.name: prompt, name: images}
 
     @cached_property
     def _template(self) -> Template:
@@ -196,6 +218,7 @@ class Model:
         input: Input,
         options: GenerationOptions | None = None,
         prefix: CachedPrefix | None = None,
+        images: Sequence[Any] | None = None,
         **overrides: Any,
     ) -> Iterator[str]:
         """Generate for one input. Yield the text in pieces, without waiting for the last token.
@@ -204,6 +227,7 @@ class Model:
         hidden_states.
         """
         settings = self.stream_settings(options, overrides)
+        input = input if images is None else self.pictured_prompt(input, images)
         request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
         return generate_stream(self.generator, request, settings)
 
@@ -227,7 +251,7 @@ class Model:
         adapter: the name of the adapter to use.
         """
         self._must_generate("score")
-        if self.manifest.encode is not None and target is None:
+        if not self.manifest.takes_prompt and target is None:
             raise InputError("score needs a source and a target for a model with an encoder")
         sources, prompt, start_count = self.inputs.generation_inputs(source)
         sources |= self._adapter_input(adapter)
@@ -589,7 +613,7 @@ class Model:
 
     def _must_be_decoder_only(self, call: str) -> None:
         self._must_generate(call)
-        if self.manifest.encode is not None:
+        if not self.manifest.takes_prompt:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
     @cached_property

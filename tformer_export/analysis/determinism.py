@@ -41,9 +41,14 @@ class Rehearsal:
 
 
 def rehearse(source: Source) -> Rehearsal:
-    """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too."""
+    """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too.
+
+    The number of placeholders has to fit the sizes, so a source with placeholders runs on its example.
+    """
     free = {name: source.axes.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
-    sized = distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
+    sized: Mapping[str, torch.Tensor] = source.example
+    if not source.placeholders:
+        sized = distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
     with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.random.fork_rng(devices=[]):
         try:
             first = _outputs(source.module, sized)

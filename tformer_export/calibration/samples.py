@@ -2,7 +2,8 @@
 
 A line of `--calibration FILE` is one of
 
-- a text, for a model without an encoder, which continues it;
+- a text, for a model without an encoder, which continues it. For a model that reads pictures in its prompt it may be
+  JSON with the pictures: {"input_ids": "<image> a text", "pixel_values": ["picture.png"]};
 - a source, a tab and its target;
 - a source alone, whose target is the greedy result of the unquantised file;
 - JSON, for a model without a tokenizer or with several inputs: a list of ids, or an object of the inputs' names, such
@@ -102,8 +103,7 @@ def draw_samples(gate: ParityGate, engine: Engine) -> Samples:
     max_length = engine.manifest.max_length
     drawn: list[Sample] = []
     for lengths in np.array_split(lengths_drawn, 4):
-        starts = [gate.start(max_length) for _ in lengths]
-        requests = [gate.draw_request(int(n)) for n in lengths]
+        requests, starts = gate.draw_starts(lengths.tolist(), max_length)
         steps = min(RANDOM_TOKENS, max_length - len(starts[0]))
         decoded = decode_greedily(engine, requests, starts, steps, gate.hidden)
         drawn += [
@@ -115,8 +115,8 @@ def draw_samples(gate: ParityGate, engine: Engine) -> Samples:
 
 def draw_long_sample(gate: ParityGate, engine: Engine) -> Sample:
     """Draw a sequence of random ids, of the greatest length that the parity gate checks."""
-    tokens = gate.draw_sequence(min(LONGEST_PROMPT, engine.manifest.max_length))
-    return Sample(gate.draw_request(LONG_SOURCE), tokens if tokens.ndim > 1 else tokens.astype(np.int64), 1)
+    request, tokens = gate.draw_long_sequence(LONG_SOURCE, min(LONGEST_PROMPT, engine.manifest.max_length))
+    return Sample(request, tokens if tokens.ndim > 1 else tokens.astype(np.int64), 1)
 
 
 def read_samples(path: Path, engine: Engine) -> Samples:
@@ -191,6 +191,8 @@ class _Reader:
         sources = [spec for spec in manifest.encode.inputs if spec.role not in derived] if manifest.encode else []
         steps = [self.step] if self.step is not None else []
         names = [spec.name for spec in sources] or steps
+        if manifest.takes_prompt:
+            sources, names = [], steps
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
@@ -215,19 +217,23 @@ class _Reader:
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)
         request, tokens, start = self.inputs.generation_inputs(source)
-        if self.manifest.encode is not None:
+        if self.manifest.encode is not None and not self.manifest.takes_prompt:
             padded_request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
         if self.step is None:
             return single_pass_sample(request)
         scored = max(start, 1)
-        if self.manifest.encode is not None:
+        for placeholder in self.manifest.placeholders.values():  # the text after the last picture is predicted
+            scored = max(scored, 1 + int(np.flatnonzero(tokens == placeholder.token_id).max(initial=-1)))
+        if not self.manifest.takes_prompt:
             scored = len(tokens)
             if target is not None:
                 ids = self.inputs.ids(self.step, target, add_special_tokens=False)
                 tokens = np.concatenate([tokens, ids, self.manifest.special_tokens.eos_token_ids[:1]]).astype(np.int64)
         max_length = self.manifest.max_length
-        if len(tokens) > max_length and self.manifest.encode is not None:
+        if len(tokens) > max_length and not self.manifest.takes_prompt:
             raise InputError(f"the target is {len(tokens)} tokens long and the model holds {max_length}")
+        if scored >= max_length:
+            raise InputError(f"its pictures take {scored} tokens and the model holds {max_length}")
         return Sample(request, tokens[:max_length], scored)
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
@@ -237,8 +243,8 @@ class _Reader:
         if self.plain and self.step is None:
             first, *second = line.split("\t")
             return (first, second[0]) if len(second) == 1 else line, None
-        if self.plain and self.manifest.encode is None:
-            return line, None
+        if self.plain and self.manifest.takes_prompt:
+            return (_prompt_with_items(line) if self.manifest.placeholders else line), None
         if self.plain:
             source, *target = line.split("\t")
             if len(target) > 1:
@@ -250,7 +256,7 @@ class _Reader:
             raise InputError(
                 f"it is not JSON ({error}), such as [5, 9] or {{{json.dumps(self.source)}: [5, 9]}}"
             ) from error
-        if isinstance(value, dict) and self.manifest.encode is not None and self.step is not None:
+        if isinstance(value, dict) and self.step is not None and not self.manifest.takes_prompt:
             target = value.pop(self.step, None)
             return value, target
         return value, None
@@ -273,4 +279,13 @@ def _complete_targets(samples: Iterator[Sample], engine: Engine) -> Iterator[Sam
 
 
 def _lacks_target(sample: Sample, engine: Engine) -> bool:
-    return engine.manifest.encode is not None and len(sample.tokens) <= sample.given_tokens
+    return not engine.manifest.takes_prompt and len(sample.tokens) <= sample.given_tokens
+
+
+def _prompt_with_items(line: str) -> Any:
+    """Return the object of a line of JSON, which has the pictures of its text; any other line as it is."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    return value if isinstance(value, dict) else line

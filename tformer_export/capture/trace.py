@@ -28,6 +28,7 @@ from torch.fx.proxy import TracerBase
 
 from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
+from tformer_export.capture.row_iteration import rows_joined
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import distinct_sizes
@@ -218,7 +219,7 @@ def _trace_or_refuse(
         raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise UnsupportedModelError(explain_trace(error, module, example, step_input, watch)) from error
-    if any(node.target is aten.item.default for node in traced.program.graph.nodes):
+    if any(node.target is aten.item.default for node in _needed_for_outputs(traced.program)):
         return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
     return traced
 
@@ -229,6 +230,18 @@ def _reads_numbers(module: torch.nn.Module, example: Mapping[str, torch.Tensor])
         return any(read.number is not None for read in record(module, [*example.values()]).numbers)
     except Exception:  # the user's code may raise anything
         return True
+
+
+def _needed_for_outputs(program: torch.export.ExportedProgram) -> set[Node]:
+    """Return the nodes on which the outputs depend: all but those of assertions."""
+    needed: set[Node] = set()
+    todo = [_output_node(program.graph)]
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo.extend(node.all_input_nodes)
+    return needed
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
@@ -309,8 +322,18 @@ def _trace(
         lines_of_helpers_recorded(),
     ):
         warnings.simplefilter("ignore")
-        program = torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
-        traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
+
+        def export() -> torch.export.ExportedProgram:
+            return torch.export.export(module, tuple(example.values()), dynamic_shapes=(shapes,), strict=False)
+
+        with rows_joined() as loops:
+            try:
+                program = export()
+            except Exception:  # a loop that does more than join the rows again, or any other
+                if not loops.used:
+                    raise
+                program = None
+        traced: torch.export.ExportedProgram = (program or export()).run_decompositions(DECOMPOSITIONS)
         return traced
 
 

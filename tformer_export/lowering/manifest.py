@@ -57,6 +57,7 @@ def describe(
         chat_tokens=dict(source.chat_tokens) if source.chat_template is not None else {},
         preprocessing={**source.preprocessing, **({series.input: series.manifest_entry} if series is not None else {})},
         adapters=source.adapters,
+        placeholders=dict(source.placeholders),
         target=target,
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},

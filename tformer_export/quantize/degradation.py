@@ -73,8 +73,7 @@ def measure(
     Raises ParityError if a row's result depends on its neighbours by more.
     """
     lengths = [3 + 2 * i for i in range(COMPARED_ROWS)]
-    starts = [gate.start(before.manifest.max_length) for _ in lengths]
-    requests = [gate.draw_request(n) for n in lengths]
+    requests, starts = gate.draw_starts(lengths, before.manifest.max_length)
     steps = min(COMPARED_TOKENS, before.manifest.max_length - len(starts[0]))
     decoded = decode_greedily(before, requests, starts, steps, gate.hidden)
     sequences = [np.concatenate(pair) for pair in zip(starts, decoded, strict=True)]
@@ -146,7 +145,7 @@ def _rms(values: np.ndarray) -> float:
 
 def _speed(gate: ParityGate, before: Engine, after: Engine) -> float:
     """Return how many times as fast as before a step of one row is."""
-    request, start = gate.draw_request(8), gate.start(before.manifest.max_length)
+    (request,), (start,) = gate.draw_starts([8], before.manifest.max_length)
 
     def seconds(engine: Engine) -> float:
         """Return the median time of a step without the first, which reads the start."""

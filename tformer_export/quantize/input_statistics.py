@@ -42,18 +42,28 @@ class StatisticsReader:
         self._engine = Engine(save(model, manifest, path), device="cpu")
 
     def read(self, samples: Sequence[Sample], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs of these names on batches of samples of one length: name → array (…, width)."""
+        """Yield the outputs of these names on batches of samples of one length: name → array (…, width).
+
+        Outputs of the encode stage are missing for requests without items, such as pictures, which are not encoded.
+        """
+        manifest = self._engine.manifest
+        encoded = {extra.name for extra in manifest.encode.extras} if manifest.encode else set()
+        of_encode, of_decode = [n for n in names if n in encoded], [n for n in names if n not in encoded]
         for batch in group_by_length(samples):
             inputs = list(batch[0].request)
             requests = {name: [sample.request[name] for sample in batch] for name in inputs} or None
-            if self._engine.manifest.decode is None:
+            if manifest.decode is None:
                 outputs = self._engine.encode(requests or {}, len(batch), names)
                 yield {name: outputs[name].numpy() for name in names}
-            else:
-                state = self._engine.start(requests, len(batch), extras=names)
-                self._engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), logit_positions="all")
-                outputs_of_step = {**state.encoded, **state.extras}
-                yield {name: outputs_of_step[name] for name in names}
+                continue
+            values: dict[str, np.ndarray] = {}
+            if manifest.placeholders and any(np.size(batch[0].request[name]) for name in manifest.placeholders):
+                outputs = self._engine.encode(requests or {}, len(batch), of_encode)
+                values = {name: outputs[name].numpy() for name in of_encode}
+            extras = of_decode if manifest.placeholders else names
+            state = self._engine.start(requests, len(batch), extras=extras)
+            self._engine.step(state, np.stack([sample.tokens[:-1] for sample in batch]), logit_positions="all")
+            yield {name: value for name, value in {**values, **state.encoded, **state.extras}.items() if name in names}
 
 
 def read_second_moments(
@@ -156,7 +166,7 @@ def _means(
     rows = dict.fromkeys(inputs, 0)
     for values in statistics.read(samples, [name for names in inputs for name in names]):
         for names_of_sum, width in inputs.items():
-            for name in names_of_sum:
+            for name in filter(values.__contains__, names_of_sum):
                 x = values[name].reshape(-1, width)
                 sums[names_of_sum] += x.T @ x
                 rows[names_of_sum] += len(x)

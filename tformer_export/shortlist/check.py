@@ -21,8 +21,7 @@ def check_columns(gate: ParityGate, engine: Engine) -> float:
     """
     vocabulary = int(engine.decode.logits.shape[-1])
     case = next(case for case in cases(engine.manifest.max_length) if len(case.prompts) > 1)
-    requests = [gate.draw_request(length) for length in case.sources]
-    sequences = [gate.draw_sequence(length + case.steps) for length in case.prompts]
+    case, requests, sequences = gate.draw_case(case, engine.manifest.max_length)
     every, *_ = run_case(engine, requests, sequences, case.prompts)
     (lone,), *_ = run_case(engine, requests[:1], sequences[:1], case.prompts[:1])  # one row may have separate kernels
     worst = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,12 @@ from tformer_export.sources.call.adapter_switch import WithAdapters
 from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
 from tformer_export.sources.call.one_row import OverRows
+from tformer_export.sources.pictures_module import PicturesModule
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
-from tformer_runtime.format.manifest import ADAPTER_INPUT, OutputMeaning, Preprocessing, SpecialTokens
+from tformer_runtime.format.manifest import ADAPTER_INPUT, OutputMeaning, Placeholder, Preprocessing, SpecialTokens
+
+PromptPipeline = Callable[[str, Sequence[Any]], Mapping[str, Any]]  # Source.prompt_pipeline
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Source:
     reads_pairs: whether the model takes pairs of texts.
     series: the description of a series, as `analysis.series` reads it; None for models without one.
     preprocessing: name of an input → its preprocessing of raw data, such as pictures or sounds.
+    placeholders: name of a request input → how its items, such as pictures, stand among the ids of the step input.
+    prompt_pipeline: the model's own way from a text and its pictures to its inputs, without a batch axis.
     min_lengths: name of an input → the least number of its positions, where it is more than one.
     decode_output: the model's own way from an output to a text.
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
@@ -80,6 +85,8 @@ class Source:
     reads_pairs: bool = True
     series: Mapping[str, Any] | None = None
     preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
+    placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
+    prompt_pipeline: PromptPipeline | None = None
     min_lengths: Mapping[str, int] = field(default_factory=dict)
     decode_output: Callable[[torch.Tensor], str] | None = None
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
@@ -127,7 +134,9 @@ class Source:
 
 def users_module(module: nn.Module) -> nn.Module:
     """Return the user's own module in the modules that wrap it."""
-    while isinstance(module, (Adapter, EncodeDecode, OverRows, PooledModule, WithAdapters, WithContainers)):
+    while isinstance(
+        module, (Adapter, EncodeDecode, OverRows, PicturesModule, PooledModule, WithAdapters, WithContainers)
+    ):
         module = module.module
     return module
 

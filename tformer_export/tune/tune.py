@@ -173,12 +173,14 @@ def make_timed_request(gate: ParityGate, engine: Engine, clock: Callable[[], flo
     """
     drawing = ParityGate(gate.source, gate.inputs, seed=1, series=gate.series)
     max_length = engine.manifest.max_length
-    inputs = drawing.draw_request(PROMPT_TOKENS)
+    if engine.manifest.takes_prompt:
+        length = max(1, min(PROMPT_TOKENS, max_length - DECODE_STEPS))
+        inputs, start = drawing.draw_long_sequence(PROMPT_TOKENS, length)
+    else:
+        inputs = drawing.draw_request(PROMPT_TOKENS)
+        start = np.zeros(0) if engine.manifest.decode is None else drawing.start(max_length)
     if engine.manifest.decode is None:
         return lambda rows: _seconds(clock, lambda: engine.encode({n: [v] * rows for n, v in inputs.items()}, rows))
-    start = drawing.start(max_length)
-    if not inputs:
-        start = drawing.draw_sequence(max(1, min(PROMPT_TOKENS, max_length - DECODE_STEPS)))
     steps = min(DECODE_STEPS, max_length - len(start))
 
     def request(rows: int) -> float:

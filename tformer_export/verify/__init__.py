@@ -8,4 +8,5 @@ torch_reference  run the source model
 forecasts        whole forecasts
 end_to_end       from raw inputs to results
 speech           from sound to text
+prompts          from texts with pictures to ids and pixels
 """

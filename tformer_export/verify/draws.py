@@ -37,11 +37,19 @@ class InputDraws:
 
     @property
     def hidden(self) -> list[int]:
-        """Return the ids that the model takes for padding, so that it would not see them among decoded tokens."""
+        """Return the ids that are not decoded.
+
+        The model would not see padding among decoded tokens, and has no embedding for further placeholders.
+        """
         facts = self.inputs[self.source.step_input or ""]
         if facts.ids is None:
             return []
-        return [facts.pad] if facts.masked and facts.pad not in self.source.special_tokens.bos_token_ids else []
+        is_padded = facts.masked and facts.pad not in self.source.special_tokens.bos_token_ids
+        return [*([facts.pad] if is_padded else []), *self._placeholder_ids]
+
+    @property
+    def _placeholder_ids(self) -> list[int]:
+        return [placeholder.token_id for placeholder in self.source.placeholders.values()]
 
     def start(self, max_length: int) -> np.ndarray:
         """Return the tokens with which decoding begins: the special tokens, or a prompt if there are none."""
@@ -64,6 +72,7 @@ class InputDraws:
             return self.random.standard_normal((length, *example.shape[2:])).astype(example.numpy().dtype)
         ids = np.arange(facts.ids or 0)
         ids = ids[ids != facts.pad] if name not in self.source.token_types else ids
+        ids = np.setdiff1d(ids, self._placeholder_ids) if name == self.source.step_input else ids
         return self.random.choice(ids, length).astype(example.numpy().dtype)
 
     def draw_requests(self, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
@@ -72,8 +81,53 @@ class InputDraws:
             lengths = [lengths[0]] * len(lengths)
         return [self.draw_request(length) for length in lengths]
 
-    def draw_request(self, length: int) -> dict[str, np.ndarray]:
-        """Return one row of each request input, without its batch axis, of this length or the maximum length."""
+    def draw_prompt(self, request_length: int, length: int, items: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return a request and ids of the step input that begin as decoding does.
+
+        length: of the ids without placeholders. items: of each request input with placeholders; all the placeholders of
+            an item stand together, at a random place.
+        """
+        request, tokens = self.draw_request(request_length, items), self.draw_sequence(length)
+        start = len(self.source.special_tokens.bos_token_ids)
+        for placeholder in self.source.placeholders.values():
+            places = np.sort(self.random.integers(min(start, length), length + 1, items))
+            block = np.full(placeholder.positions, placeholder.token_id)
+            parts = np.split(tokens, places)
+            tokens = np.concatenate([part for i, ids in enumerate(parts) for part in ((block, ids) if i else (ids,))])
+        return request, tokens
+
+    def draw_starts(
+        self, lengths: Sequence[int], max_length: int
+    ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """Return a request of each length, and the tokens with which its decoding begins, equally many for all.
+
+        max_length: of a sequence. Requests whose items have placeholders have one item, if it fits.
+        """
+        starts = [self.start(max_length) for _ in lengths]
+        if not self.source.placeholders:
+            return [self.draw_request(length) for length in lengths], starts
+        items = int(len(starts[0]) + self._positions_of_items < max_length)
+        prompts = [self.draw_prompt(n, len(start), items) for n, start in zip(lengths, starts, strict=True)]
+        return [request for request, _ in prompts], [tokens for _, tokens in prompts]
+
+    def draw_long_sequence(self, request_length: int, length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return a request and a sequence of this length; with one item if the request's items have placeholders."""
+        if not self.source.placeholders:
+            tokens = self.draw_sequence(length)
+            return self.draw_request(request_length), tokens
+        items = int(self._positions_of_items < length)
+        return self.draw_prompt(request_length, length - items * self._positions_of_items, items)
+
+    @property
+    def _positions_of_items(self) -> int:
+        """The positions of one item of each input whose items have placeholders."""
+        return sum(placeholder.positions for placeholder in self.source.placeholders.values())
+
+    def draw_request(self, length: int, items: int = 0) -> dict[str, np.ndarray]:
+        """Return one row of each request input, without its batch axis, of this length or the maximum length.
+
+        items: the number of items of an input whose items have placeholders.
+        """
         drawn = {}
         for name, value in self.source.example.items():
             if name == self.source.step_input or name in self.source.masks:
@@ -86,6 +140,7 @@ class InputDraws:
             size = min(length, facts.max_length or length) if 1 in axes else value.shape[1]
             if name in self.source.min_lengths and 1 in axes:  # half of the model's minimum for each position
                 size = max(self.source.min_lengths[name], self.source.min_lengths[name] * length // 2)
+            size = items if name in self.source.placeholders else size
             if self.series is not None and name == self.series.input:
                 size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
             if facts.ids is not None:

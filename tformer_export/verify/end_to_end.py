@@ -23,6 +23,7 @@ from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_pipeline
 from tformer_export.sources.task_names import CLASSES
 from tformer_export.sources.tokenizer.check import SAMPLE_TEXTS
+from tformer_export.verify.prompts import check_prompts
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime.base.errors import InputError, ParityError
 from tformer_runtime.engine.engine import Engine
@@ -68,6 +69,8 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     """
     if (sounds := check_sounds(source, engine, tolerance)) is not None:
         return RawParity(sounds.error, sounds.relative, sounds=sounds.count, tokens=sounds.tokens)
+    if (prompts := check_prompts(source, engine)) is not None:
+        return RawParity(prompts[0], prompts[0], images=prompts[1])
     input_names = source.caller_inputs
     images = draw_pictures(seed=1) if input_names == list(image_inputs(source.preprocessing)) else []
     if source.step_input is not None or not (images or (len(input_names) == 1 and input_names[0] in source.tokenizers)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ LONG_SOURCE = 96
 RAGGED_ROWS = "ragged rows"
 ADAPTERS = "a row for each adapter"
 RAGGED_LENGTHS = (6, 11, 2, 8)  # lengths of rows that run together
+ITEMS = (2, 0, 1, 3)  # items with placeholders, such as pictures, of the rows of a case
 MAX_CHECKED_LENGTH = 1024  # tokens of the longest compared prompt; tables beyond are proven but not run
 
 
@@ -111,8 +112,7 @@ class ParityGate(InputDraws):
                 check_forecasts(self, engine, report)
             return report
         for case in [*cases(engine.manifest.max_length), *self._cases_of_adapters(engine.manifest.max_length)]:
-            requests = self.draw_requests(case.sources)
-            sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
+            case, requests, sequences = self.draw_case(case, engine.manifest.max_length)
             logits, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
@@ -137,6 +137,26 @@ class ParityGate(InputDraws):
         steps = min(2, max_length - 1)
         return [Case(ADAPTERS, (min(3, max_length - steps),) * rows, steps, (5,) * rows)] if rows > 1 else []
 
+    def draw_case(self, case: Case, max_length: int) -> tuple[Case, list[dict[str, np.ndarray]], list[np.ndarray]]:
+        """Return the requests and the sequences of a case. Items with placeholders lengthen its prompts."""
+        if not self.source.placeholders:
+            sequences = [self.draw_sequence(n + case.steps) for n in case.prompts]
+            return case, self.draw_requests(case.sources), sequences
+        each = self._positions_of_items
+        counts = [ITEMS[row % len(ITEMS)] for row in range(len(case.prompts))]
+        counts = [min(count, max(0, max_length - case.steps - 1) // each) for count in counts]
+        texts = [
+            max(1, min(n, max_length - case.steps - count * each))
+            for n, count in zip(case.prompts, counts, strict=True)
+        ]
+        requests, sequences = [], []
+        for length, text, count in zip(case.sources, texts, counts, strict=True):
+            request, prompt = self.draw_prompt(length, text, count)
+            requests.append(request)
+            sequences.append(np.concatenate([prompt, self.draw_sequence(case.steps)]))
+        prompts = tuple(text + count * each for text, count in zip(texts, counts, strict=True))
+        return replace(case, prompts=prompts), requests, sequences
+
     def sensitivity(self, round_weight: Callable[[torch.Tensor], torch.Tensor], max_length: int) -> float:
         """Return the change of the source's logits, over their range, when only its parameters are rounded.
 
@@ -147,8 +167,8 @@ class ParityGate(InputDraws):
         """
         samples: list[tuple[dict[str, np.ndarray], np.ndarray | None]] = []
         for case in cases(max_length) if self.source.step_input is not None else ():
-            requests = self.draw_requests(case.sources)
-            samples += [(r, self.draw_sequence(n + case.steps)) for r, n in zip(requests, case.prompts, strict=False)]
+            _, requests, sequences = self.draw_case(case, max_length)
+            samples += list(zip(requests, sequences, strict=False))
         if self.source.step_input is None:
             samples = [(self.draw_request(length), None) for length in (4, 11)]
         with rounded_weights(self.source.module, round_weight):
@@ -280,8 +300,7 @@ class ParityGate(InputDraws):
 
     def _check_greedy(self, engine: Engine, report: ParityReport) -> None:
         """Compare greedy tokens wherever the source's two best tokens differ by more than the error."""
-        starts = [self.start(engine.manifest.max_length) for _ in range(3)]
-        requests = [self.draw_request(n) for n in (3, 9, 5)]
+        requests, starts = self.draw_starts((3, 9, 5), engine.manifest.max_length)
         steps = min(GREEDY_STEPS, engine.manifest.max_length - max(map(len, starts)))
         decoded = decode_greedily(engine, requests, starts, steps, self.hidden)
         for row, (request, start, tokens) in enumerate(zip(requests, starts, decoded, strict=True)):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tformer_runtime.base.errors import InputError
 from tformer_runtime.cli.heatmaps import HeatMapWriter
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write, count_several
 from tformer_runtime.cli.options import GROUPS, generation_options
@@ -39,6 +40,13 @@ _RUN_FLAGS = {
         "Read each input as a message, or as a JSON list of messages, and apply the chat template of the file.",
     ),
     "system": Flag("--system", "TEXT", "Begin each conversation with this system message. Needs --chat.", str),
+    "image": Flag(
+        "--image",
+        "FILE",
+        "Put a picture into each prompt: before the message with --chat, else where the text names it. Repeatable.",
+        list,
+        repeated=True,
+    ),
     "stream": switch("--stream", "Write text while it is generated, one input after the other."),
     **MAX_MEMORY_FLAG,
     "no_shortlist": switch("--no-shortlist", "Choose among all ids, although the file has a shortlist of candidates."),
@@ -106,9 +114,11 @@ class _GenerationJob(Job):
         self.draft = Path(draft) if draft else None
         self.batch_size = 1 if draft or self.options.prompt_lookup else 32
         self.streams = bool(flag_values.get("stream"))
+        self.images = list(flag_values.get("image") or ())
         self.chats, self.system = bool(flag_values.get("chat")), flag_values.get("system")
         self._keeps_line_breaks = False  # in texts; see `results`
         self._prompt: Callable[..., Input]  # Model.prompt; set by `prepare`
+        self._pictured: Callable[..., Input]  # Model.pictured_prompt; set by `prepare`
         self.max_memory = bytes_of(flag_values["max_memory"]) if flag_values.get("max_memory") is not None else None
         self.heat_maps = HeatMapWriter(Path(picture), options.force) if picture not in (None, "-") else None
         self.can_resume = self.heat_maps is None
@@ -118,17 +128,19 @@ class _GenerationJob(Job):
             **{names.get(name, f"--{name}"): value for name, value in self.options.to_dict().items()},
             **({"--timing": True} if self.timing else {}),
             **({"--chat": True} if self.chats else {}),
+            **({"--image": self.images} if self.images else {}),
             **({"--system": self.system} if self.system is not None else {}),
             **draft_file,
         }
 
     def read(self, line: str) -> Input:
         if self.chats:
-            return self._prompt(_messages(line), self.system)
-        return ids_of(line) if self.ids else line
+            return self._prompt(_with_images(_messages(line), self.images), self.system)
+        prompt = ids_of(line) if self.ids else line
+        return self._pictured(prompt, self.images) if self.images else prompt
 
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
-        self._prompt = model.prompt
+        self._prompt, self._pictured = model.prompt, model.pictured_prompt
         if self.draft:
             # More threads would wait for the spinning threads of the model: docs/generation.md.
             self.options = self.options.replace({"draft_model": Model.load(self.draft, device, threads=1)})
@@ -185,6 +197,22 @@ class _GenerationJob(Job):
         if result.hidden_states:
             fields["hidden_states"] = {name: _numbers(value) for name, value in result.hidden_states.items()}
         return fields
+
+
+def _with_images(messages: Any, images: list[str]) -> Any:
+    """Return the messages with pictures before the last one.
+
+    Raise InputError for a last message that is not a text.
+    """
+    if not images:
+        return messages
+    *before, last = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    content = last.get("content") if isinstance(last, Mapping) else None
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise InputError("--image puts pictures before a message, and the last of these messages has no content")
+    pictures = [{"type": "image", "image": image} for image in images]
+    return [*before, {**last, "content": [*pictures, *parts]}]
 
 
 def _messages(line: str) -> Any:

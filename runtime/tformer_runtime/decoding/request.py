@@ -122,6 +122,11 @@ def make_request(
     """
     sources, prompt, _ = inputs.generation_inputs(input, starts_prompt=cached_prefix is None)
     if cached_prefix is not None:
+        if any(len(items) for items in sources.values()):
+            raise InputError(
+                f"{', '.join(sources)} cannot follow a cached prefix, whose pictures are read at once: put them "
+                "into the prefix, or leave the prefix out"
+            )
         prompt = np.concatenate([cached_prefix.token_ids, prompt])
     if not len(prompt):
         raise InputError(

@@ -25,6 +25,7 @@ from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryE
 from tformer_runtime.engine.cuda_call import CudaGraphCall
 from tformer_runtime.engine.decode_call import SessionCall
 from tformer_runtime.engine.encoder_context import EncoderContext
+from tformer_runtime.engine.item_context import MISSING_ITEMS, encode_items
 from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.engine.memory_estimate import MemoryEstimate, join_padding
@@ -80,6 +81,8 @@ class Engine:
     @functools.cached_property
     def join_padding(self) -> int:
         """Positions of input padding that pad the end of every axis of the context, as `join` needs."""
+        if self.manifest.placeholders:
+            return MISSING_ITEMS
         return join_padding(self.manifest, self.encode)
 
     @functools.cached_property
@@ -173,7 +176,10 @@ class Engine:
         lengths: dict[str, Ints] = {}
         shortlisted = self._candidates(candidates, budget)
         request_inputs, adapters = split_adapters(self.manifest, requests or {}, rows)
-        if self.manifest.encode is not None:
+        if self.manifest.encode is not None and self.manifest.placeholders:
+            arrays, lengths = self._encode_items(request_inputs, adapters, rows, extras)
+            context = [arrays.pop(output.name) for output in self.manifest.encoded]
+        elif self.manifest.encode is not None:
             padding = self.join_padding if joins else 0
             try:
                 outputs = self.encode(
@@ -195,6 +201,21 @@ class Engine:
         if repeat != 1:
             self.reorder(state, np.repeat(np.arange(rows), repeat))
         return state
+
+    def _encode_items(
+        self, requests: Mapping[str, Sequence[Array]], adapters: Ints | None, rows: int, extras: Sequence[str]
+    ) -> tuple[dict[str, Array], dict[str, Ints]]:
+        """Encode the items of each request, as `encode_items` returns them. adapters: the number of each row's."""
+        stage = self.manifest.encode
+        assert stage is not None
+
+        def encode(row: int, request: Mapping[str, Sequence[Array]]) -> dict[str, Array]:
+            adapter = {} if adapters is None else {ADAPTER_INPUT: [adapters[row]]}
+            outputs = self.encode({**request, **adapter}, 1, extras)
+            return {name: self.session.read_array(value) for name, value in outputs.items()}
+
+        specs = (*self.manifest.encoded, *(extra for extra in stage.extras if extra.name in extras))
+        return encode_items(stage, requests, rows, specs, encode)
 
     def step(
         self, state: State, tokens: Array, counts: Array | None = None, logit_positions: LogitPositions = "last"

@@ -63,7 +63,7 @@ import numpy.typing as npt
 from tformer_runtime.base.errors import ModelFileError, OptionError
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 5
+MANIFEST_VERSION = 6
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -296,6 +296,24 @@ class Preprocessing:
 
 
 @dataclass(frozen=True)
+class Placeholder:
+    """How the items of a request input, such as the pictures of a prompt, stand among the ids of the step input.
+
+    The input has an axis of items after the batch axis. Each item has `positions` placeholders in the prompt, whose
+    embeddings the encode stage computes: the placeholders of a row take them in order.
+
+    token_id: the id of a placeholder.
+    marker: the text that stands for an item in a caller's text; empty in a file without a tokenizer.
+    replacement: the text that replaces a marker before the text is tokenized.
+    """
+
+    token_id: int
+    positions: int
+    marker: str = ""
+    replacement: str = ""
+
+
+@dataclass(frozen=True)
 class SessionSettings:
     """Default settings of the onnxruntime session on the CPU.
 
@@ -320,6 +338,8 @@ class Manifest:
     chat_tokens: the special tokens that the template may name, such as bos_token, and their texts.
     output_meaning: the meaning of the results of a single-pass model.
     preprocessing: name of an input → conversion of a raw input to it.
+    placeholders: name of a request input → how its items stand in the prompt. A file with placeholders takes a prompt
+        besides its request inputs, and a request may have no items. A row of context that holds NaN stands for no item.
     precision: the type of matrix products and caches: "fp32", "fp16" or "bf16".
     session: default settings of the CPU session.
     adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
@@ -351,12 +371,18 @@ class Manifest:
     output_meaning: OutputMeaning = OutputMeaning()
     preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
+    placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
     @property
     def staged(self) -> bool:
         """Whether the graph holds both stages, in one `If`."""
         return self.encode is not None and self.decode is not None
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether a text of the caller is the beginning of the step input, and not the source of an encoder."""
+        return self.decode is not None and (self.encode is None or bool(self.placeholders))
 
     @property
     def encoded(self) -> tuple[TensorSpec, ...]:
@@ -455,6 +481,7 @@ class Manifest:
                 "session": _session(data["session"]),
                 "output_meaning": _output_meaning(data["output_meaning"]),
                 "preprocessing": {name: Preprocessing(**step) for name, step in data["preprocessing"].items()},
+                "placeholders": {name: Placeholder(**it) for name, it in data.get("placeholders", {}).items()},
                 "version": MANIFEST_VERSION,
             }
         )

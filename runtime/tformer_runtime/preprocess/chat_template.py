@@ -11,7 +11,7 @@ from typing import Any
 from tformer_runtime.base.errors import InputError, MissingExtraError, TformerError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest
 
-Message = Mapping[str, str]  # "role" and "content"
+Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
 Template = Callable[[Sequence[Message]], str]
 
 
@@ -40,8 +40,41 @@ def conversation(messages: Any, system: str | None = None) -> list[Message]:
     return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
 
 
+def pictures_of(messages: Sequence[Message]) -> list[Any]:
+    """Return the pictures of a conversation in their order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def without_pictures(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation for the chat template, which places pictures and does not read them."""
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": [{**part, "image": ""} if part["type"] == "image" else part for part in message["content"]],
+        }
+        for message in messages
+    ]
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (isinstance(content, (list, tuple)) and all(map(_is_part, content)))
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether a value is a text or a picture of a message."""
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(value.get("text"), str) if value.get("type") == "text" else _is_picture_part(value)
+
+
+def _is_picture_part(value: Mapping[Any, Any]) -> bool:
+    return value.get("type") == "image" and value.get("image") is not None
 
 
 def compile_template(text: str, tokens: Mapping[str, str]) -> Template:

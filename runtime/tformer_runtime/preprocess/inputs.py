@@ -17,7 +17,14 @@ from tformer_runtime.base.errors import InputError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest, RequestInput
 from tformer_runtime.format.sizes import input_and_output_sizes
 from tformer_runtime.preprocess.audio import audio_of
+from tformer_runtime.preprocess.chat_template import (
+    Message,
+    Template,
+    pictures_of,
+    without_pictures,
+)
 from tformer_runtime.preprocess.images import image_inputs, is_picture
+from tformer_runtime.preprocess.prompt_items import PromptItems
 from tformer_runtime.preprocess.text_reader import Pair, TextReader, TextWindow
 from tformer_runtime.preprocess.tokenizer import Codec
 
@@ -40,6 +47,7 @@ class Inputs:
         self._step = manifest.decode.step.name if manifest.decode else ""
         self._images = image_inputs(manifest.preprocessing)
         self._audio = audio_of(manifest)
+        self._prompt_items = PromptItems.of(manifest, self._images)
 
     @property
     def step(self) -> str:
@@ -92,7 +100,8 @@ class Inputs:
         """Return the arrays of the request inputs, the prompt ids, and how many of these are start tokens.
 
         The prompt of a model with an encoder is its start tokens. The prompt of a decoder-only model is the start
-        tokens and a text, or the ids of the caller without start tokens unless there are none.
+        tokens and a text, or the ids of the caller without start tokens unless there are none. A model that reads
+        pictures in its prompt takes a mapping with both (`prompt_items`).
 
         starts_prompt: whether the input is the beginning of the prompt: start tokens, and the special tokens that the
             tokenizer puts before a text, go before it.
@@ -102,11 +111,15 @@ class Inputs:
         encode, start = self._manifest.encode, np.array(self._manifest.special_tokens.bos_token_ids, np.int64)
         if self._manifest.decode is None:
             return self.single_pass_arrays(input), start, len(start)
-        if encode is not None:
+        if encode is not None and not self._manifest.takes_prompt:
             return self._sources(encode.inputs, input), start, len(start)
-        if isinstance(input, Mapping):
+        sources: dict[str, Array] = {}
+        if self._prompt_items is not None:
+            input, sources = self._prompt_items.read(input, self._step)
+        elif isinstance(input, Mapping):
             self._check_names([self._step], input)
             input = input[self._step]
+        assert not isinstance(input, Mapping)
         start = start if starts_prompt else start[:0]
         ids = self.ids(
             self._step,
@@ -116,9 +129,22 @@ class Inputs:
             starts_prompt=starts_prompt,
             ends_prompt=ends_prompt,
         )
+        if self._prompt_items is not None and starts_prompt:
+            self._prompt_items.check(ids, sources)
         if not isinstance(input, str) and len(ids):
-            return {}, ids, 0
-        return {}, np.concatenate([start, ids]), len(start)
+            return sources, ids, 0
+        return sources, np.concatenate([start, ids]), len(start)
+
+    def conversation_input(self, template: Template, messages: Sequence[Message]) -> Input:
+        """Return the prompt of a conversation: its ids, with the pixels of its pictures if the model reads pictures."""
+        if self._prompt_items is None and not all(isinstance(message["content"], str) for message in messages):
+            raise InputError('the model reads no pictures: the "content" of each message is a text')
+        text = template(without_pictures(messages))
+        if self._prompt_items is None:
+            return self.ids(self._step, text, add_special_tokens=False)
+        prompt = {self._step: text, self._prompt_items.spec.name: pictures_of(messages)}
+        text, sources = self._prompt_items.read(prompt, self._step)
+        return {self._step: self.ids(self._step, text, add_special_tokens=False), **sources}
 
     def ids(
         self,

@@ -32,10 +32,23 @@ from tformer_export.sources.hugging_face.peft_adapter import (
     merge_checked,
     read_adapter,
 )
+from tformer_export.sources.hugging_face.pictures import (
+    from_picture_prompt_model,
+    load_prompt_processor,
+    reads_pictures,
+)
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
-from tformer_export.sources.task_names import FEATURES, GENERATES, RECOGNIZES, TRANSLATES, class_for, task_of_class
+from tformer_export.sources.task_names import (
+    ANSWERS_PICTURES,
+    FEATURES,
+    GENERATES,
+    RECOGNIZES,
+    TRANSLATES,
+    class_for,
+    task_of_class,
+)
 from tformer_export.sources.tokenizer import (
     has_tokenizer,
     load_tokenizer,
@@ -111,6 +124,8 @@ def from_folder(
         peft_model = adapter.apply(module) if adapter is not None else None
         sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
         processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if sound else (None, None)
+        if loaded_task == ANSWERS_PICTURES:
+            processors = (None, load_prompt_processor(folder) if tokenizer else None)
         source = from_transformers(module, name, loaded_task, *processors)
         if adapter is not None:
             merge_checked(peft_model, source, adapter)
@@ -122,7 +137,7 @@ def from_folder(
                 else f"a single-pass model ({source.task}), not stepped over"
             )
             raise SourceError(f"{folder} is {stepped} {step_input!r}: leave --step-input (step_input=) out")
-        if sound:
+        if sound or loaded_task == ANSWERS_PICTURES:
             return source
         if source.step_input is None:
             return _complete_single_pass(folder, texts, source, tokenizer)
@@ -270,6 +285,8 @@ def from_transformers(
         special, defaults = _special(config, generation), read_generation_defaults(generation, 1, None)
         name = name or type(module).__name__
         return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
+    if task == ANSWERS_PICTURES:
+        return _from_picture_prompt_model(module, name or type(module).__name__, tokenizer)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
         return from_image_model(module, task, name)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name in AUDIO_INPUTS:
@@ -300,10 +317,26 @@ def from_transformers(
     )
 
 
-def _special(config: Any, generation: Any) -> SpecialTokens:
+def _from_picture_prompt_model(module: Any, name: str, processor: Any) -> Source:
+    config, generation = module.config, getattr(module, "generation_config", None)
+    if config.is_encoder_decoder or not reads_pictures(module):
+        raise SourceError(
+            f"{type(module).__name__} does not put pictures in the place of ids of its prompt (its config names no "
+            "image_token_id), which is the only way of reading pictures that is supported: load it in Python and give "
+            "an example of its inputs"
+        )
+    special = _special(config, generation, config.get_text_config())
+
+    def defaults(limit: int | None) -> dict[str, Any]:
+        return read_generation_defaults(generation, 0, limit)
+
+    return from_picture_prompt_model(module, name, processor, special, defaults)
+
+
+def _special(config: Any, generation: Any, inner: Any = None) -> SpecialTokens:
     def of(name: str) -> Any:
-        value = getattr(generation, name, None)
-        return getattr(config, name, None) if value is None else value
+        values = (getattr(owner, name, None) for owner in (generation, config, inner))
+        return next((value for value in values if value is not None), None)
 
     end = of("eos_token_id")
     ends = tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (end,)

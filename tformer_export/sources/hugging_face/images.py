@@ -113,6 +113,19 @@ def with_processor(source: Source, processor: Any, name: str | None = None) -> S
     require_pillow()
     name = name or next(iter(source.example))
     channels = _channels(source, name)
+    best = read_picture_steps(processor, channels)
+    source = _with_pixels(_with_example_size(source, name, best), name, best)
+    return replace(
+        source, own_pipeline=_make_pipeline(source, name, lambda sample: _processed_pixels(processor, sample, channels))
+    )
+
+
+def read_picture_steps(processor: Any, channels: int) -> ImagePreprocessor:
+    """Read the steps of a transformers image processor, and compare the pixels of both.
+
+    Raises SourceError for a processor with other steps than resizing, cropping, scaling and normalising, or that fails.
+    """
+    require_pillow()
     pictures = draw_pictures()
     expected = [_processed_pixels(processor, picture, channels) for picture in pictures]
     measured = [
@@ -126,10 +139,7 @@ def with_processor(source: Source, processor: Any, name: str | None = None) -> S
             f"scale and normalise (its pixels are {error:.3g} times what rounding explains from that): {hint}prepare "
             "the images yourself, or describe the preprocessing, preprocessor=image(…)"
         )
-    source = _with_pixels(_with_example_size(source, name, best), name, best)
-    return replace(
-        source, own_pipeline=_make_pipeline(source, name, lambda sample: _processed_pixels(processor, sample, channels))
-    )
+    return best
 
 
 def from_image_model(module: Any, task: str, name: str | None = None) -> Source:

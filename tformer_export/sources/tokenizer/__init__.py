@@ -11,6 +11,7 @@ from tformer_export.sources.tokenizer.load import (
     read_chat_template,
     read_chat_tokens,
     read_encoder_tokenizer,
+    read_prompt_tokenizer,
     read_tokenizers,
     read_writing_tokenizer,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "read_chat_template",
     "read_chat_tokens",
     "read_encoder_tokenizer",
+    "read_prompt_tokenizer",
     "read_tokenizers",
     "read_writing_tokenizer",
 ]

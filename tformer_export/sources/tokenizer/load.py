@@ -77,6 +77,17 @@ def read_writing_tokenizer(tokenizer: Any, below: int | None) -> str:
     return _to_json(original, form, differs)
 
 
+def read_prompt_tokenizer(tokenizer: Any) -> str:
+    """Convert a transformers tokenizer to tokenizers' JSON that reads prompts and writes their continuations.
+
+    Raises SourceError if no conversion agrees with the original.
+    """
+    original = ReferenceTokenizer(tokenizer)
+    _check_vocabulary(original)
+    both, differs = _find_equal_candidate(original, reads=True, writes=True)
+    return _to_json(original, both, differs)
+
+
 def read_chat_template(folder: Path) -> str | None:
     """Read the chat template of a folder, from chat_template.jinja or tokenizer_config.json; None if it has none."""
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"

@@ -1,0 +1,122 @@
+"""Pictures in a prompt: the text with a marker for each picture, and the pixels of all.
+
+A prompt is a text, ids, or a mapping from the names of the inputs: {"input_ids": "… <image> …", "pixel_values":
+[picture, …]}. The pictures take the places of the markers in their order. Ids hold the placeholders of each picture
+already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.errors import InputError, ModelFileError
+from tformer_runtime.format.manifest import Manifest, Placeholder, RequestInput
+from tformer_runtime.preprocess.images import ImagePreprocessor, is_picture
+
+
+@dataclass(frozen=True)
+class PromptItems:
+    """The input that holds the pictures of prompts.
+
+    images: from a picture to pixels; None in a file that takes pixels alone.
+    max_length: tokens that the model holds.
+    """
+
+    spec: RequestInput
+    placeholder: Placeholder
+    images: ImagePreprocessor | None
+    max_length: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, images: Mapping[str, ImagePreprocessor]) -> PromptItems | None:
+        """Return the input of a file; None if it reads none. Raise ModelFileError if it is damaged."""
+        if not manifest.placeholders:
+            return None
+        specs = {spec.name: spec for spec in manifest.encode.inputs} if manifest.encode else {}
+        ((name, placeholder), *others) = manifest.placeholders.items()
+        if others or list(specs) != [name] or placeholder.positions < 1 or manifest.decode is None:
+            raise ModelFileError("the file's placeholders do not fit its inputs: export the model again")
+        return cls(specs[name], placeholder, images.get(name), manifest.max_length)
+
+    def read(self, input: Any, step: str) -> tuple[Any, dict[str, Array]]:
+        """Return the text or the ids of an input, with the placeholders of its pictures, and the pixels.
+
+        step: the name of the input for the text or the ids.
+        Raise InputError for an impossible input.
+        """
+        if isinstance(input, Mapping):
+            if step not in input or not set(input) <= {step, self.spec.name}:
+                raise InputError(
+                    f"the model reads {step} and, if there are pictures, {self.spec.name}, not "
+                    f"{', '.join(map(str, input)) or 'nothing'}"
+                )
+            prompt, pictures = input[step], input.get(self.spec.name)
+        else:
+            prompt, pictures = input, None
+        values = self._listed(pictures)
+        positions = len(values) * self.placeholder.positions
+        if positions >= self.max_length:  # before any picture is decoded
+            raise InputError(
+                f"{len(values)} pictures take {positions} tokens and the model holds {self.max_length}: give fewer"
+            )
+        if isinstance(prompt, str):
+            prompt = self._expanded(prompt, len(values))
+        return prompt, {self.spec.name: self._pixels(values)}
+
+    def check(self, ids: Ints, sources: Mapping[str, Array]) -> None:
+        """Raise InputError unless the ids hold the placeholders of the pictures."""
+        count, pictures = int((ids == self.placeholder.token_id).sum()), len(sources[self.spec.name])
+        if count != pictures * self.placeholder.positions:
+            raise InputError(
+                f"the ids hold {count} placeholders (id {self.placeholder.token_id}), and {pictures} pictures need "
+                f"{pictures * self.placeholder.positions}, {self.placeholder.positions} each"
+            )
+
+    def _listed(self, pictures: Any) -> Sequence[Any]:
+        """Return a sequence of pictures."""
+        if pictures is None:
+            return ()
+        is_one = isinstance(pictures, np.ndarray) and pictures.dtype == np.uint8 and pictures.ndim < 4
+        if isinstance(pictures, (str, bytes, Mapping)) or is_one or not hasattr(pictures, "__len__"):
+            raise InputError(f"{self.spec.name} takes a list of pictures; a single picture is a list of one: [picture]")
+        return pictures  # type: ignore[no-any-return]
+
+    def _expanded(self, text: str, pictures: int) -> str:
+        """Return a text with the placeholders of each picture in the place of its marker."""
+        marker = self.placeholder.marker
+        found = text.count(marker) if marker else 0
+        if found != pictures:
+            raise InputError(
+                f"the text names {found} pictures ({marker}), and {pictures} are given: write {marker} where each "
+                "picture belongs, or use the chat template of the file"
+            )
+        return text.replace(marker, self.placeholder.replacement) if marker else text
+
+    def _pixels(self, pictures: Sequence[Any]) -> Array:
+        """Return the pixels of all pictures, (pictures, …). Raise InputError with the number of a bad picture."""
+        shape = tuple(self.spec.shape[2:])
+        pixels: Array = np.zeros((len(pictures), *map(int, shape)), self.spec.dtype)
+        for number, picture in enumerate(pictures, 1):
+            try:
+                pixels[number - 1] = self._pixels_of(picture, shape)
+            except InputError as error:
+                raise InputError(f"picture {number}: {error}" if len(pictures) > 1 else str(error)) from error
+        return pixels
+
+    def _pixels_of(self, picture: Any, shape: tuple[int | str, ...]) -> Array:
+        if is_picture(picture):
+            if self.images is None:
+                raise InputError(f"the file does not say how pictures become {self.spec.name}: give pixels {shape}")
+            return self.images.pixels(picture)
+        try:
+            pixels = np.asarray(picture, self.spec.dtype)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{self.spec.name} takes pictures or arrays of {self.spec.dtype}: {error}") from error
+        if pixels.shape != shape or not np.isfinite(pixels).all():
+            raise InputError(f"{self.spec.name} takes finite numbers {shape}, and this is {pixels.shape}")
+        return pixels

@@ -1,0 +1,265 @@
+"""Files that read pictures in their prompt generate what transformers' processor and generate() do, token for token."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import picture_models
+from support.command_lines import failed, run
+from support.picture_models import MARKER_ID
+
+from tformer_export import Quantization, export
+from tformer_export.sources import load_source
+from tformer_runtime import GenerationOptions, InputError, Model, UnsupportedCallError
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Return paths of pictures of several sizes and modes."""
+    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(5)
+    paths = []
+    for (height, width), mode in (((20, 31), "RGB"), ((40, 22), "L"), ((16, 16), "RGBA")):
+        coarse = Image.fromarray(random.integers(0, 256, (4, 5, 3), np.uint8)).resize((width, height))
+        paths.append(folder / f"{mode}.png")
+        coarse.convert(mode).save(paths[-1])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return module, processor, file and report of an export from a folder."""
+    module, processor = picture_models.llava(), picture_models.llava_processor()
+    folder = tmp_path_factory.mktemp("llava")
+    module.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    report = export(load_source(folder), folder / "model.onnx")
+    return module, processor, folder / "model.onnx", report
+
+
+@pytest.fixture(scope="module")
+def model(exported):
+    return Model.load(exported[2], "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompts(pictures):
+    """Return texts with their pictures: several, none, one, and two without text between them."""
+    one, two, three = pictures
+    return [
+        ("what <image> is <image>this", [one, two]),
+        ("no picture here", []),
+        ("<image>abc", [three]),
+        ("look <image><image><image> now", [three, one, two]),
+    ]
+
+
+def expected_ids(exported, text, images, tokens=TOKENS, **options):
+    """Return the ids that transformers generates."""
+    module, processor, *_ = exported
+    opened = [Image.open(path).convert("RGB") for path in images]
+    inputs = processor(text=[text], images=opened or None, return_tensors="pt")
+    return generated(module, inputs, tokens, **options)
+
+
+def generated(module, inputs, tokens=TOKENS, **options):
+    with torch.no_grad():
+        ids = module.generate(**inputs, max_new_tokens=tokens, do_sample=False, eos_token_id=2, **options)
+    return tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def test_export_is_proven_with_pictures(exported):
+    report = exported[3]
+    assert report.task == "image-text-to-text"
+    assert report.parity.relative_error < 1e-4
+    assert (report.parity.tokens_equal, report.parity.tokens) == (36, 36)
+    assert report.parity.raw.images > 0
+
+
+def test_generated_ids_match_transformers(exported, model, prompts):
+    expected = [expected_ids(exported, *prompt) for prompt in prompts]
+    assert [
+        model.generate(text, images=images, max_new_tokens=TOKENS).token_ids for text, images in prompts
+    ] == expected
+    assert len(set(expected)) == len(expected)
+
+
+def test_generated_placeholder_takes_no_picture(exported, model, prompts):
+    """generate() gives a placeholder that the model writes its own embedding, as it does any other id."""
+    text, images = prompts[2]
+    bias = {(MARKER_ID,): 100.0}
+    expected = expected_ids(exported, text, images, sequence_bias=bias, tokens=4)
+    assert expected == (MARKER_ID,) * 4
+    options = GenerationOptions(logit_bias={MARKER_ID: 100.0}, max_new_tokens=4)
+    after = model.generate(text, options, images=images)
+    assert after.token_ids == expected
+    module, processor, *_ = exported
+    inputs = processor(text=[text], images=[Image.open(images[0]).convert("RGB")], return_tensors="pt")
+    with torch.no_grad():
+        scores = module.generate(
+            **inputs, max_new_tokens=4, do_sample=False, eos_token_id=2, sequence_bias=bias, output_logits=True,
+            return_dict_in_generate=True,
+        ).logits  # fmt: skip
+    logprobs = [float(row[0].log_softmax(-1)[MARKER_ID]) for row in scores]
+    assert after.token_logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_requests_with_and_without_pictures_decode_together(exported, model, prompts):
+    """More requests than rows: rows join while others decode, with more pictures and with fewer."""
+    inputs = [model.pictured_prompt(*prompt) for prompt in prompts * 2]
+    lengths = [TOKENS, 3, 7, 5]
+    expected = [expected_ids(exported, *prompt) for prompt in prompts * 2]
+    for batch_size in (2, 3, 8):
+        results = model.generate_batch(inputs, max_new_tokens=TOKENS, batch_size=batch_size)
+        assert [result.token_ids for result in results] == expected
+    asynchronous = run_asynchronously(model, inputs, lengths * 2)
+    assert asynchronous == [ids[:length] for ids, length in zip(expected, lengths * 2, strict=True)]
+
+
+def run_asynchronously(model, inputs, lengths):
+    import asyncio
+
+    from tformer_runtime import AsyncModel
+
+    async def all_results():
+        async with AsyncModel(model, max_batch_size=3) as served:
+            calls = [served.generate(value, max_new_tokens=n) for value, n in zip(inputs, lengths, strict=True)]
+            return [result.token_ids for result in await asyncio.gather(*calls)]
+
+    return asyncio.run(all_results())
+
+
+def test_beams_match_transformers(exported, model, prompts):
+    for text, images in prompts[:3]:
+        expected = expected_ids(exported, text, images, num_beams=3, tokens=6)
+        assert model.generate(text, images=images, num_beams=3, max_new_tokens=6).token_ids == expected
+
+
+def test_speculation_and_cached_prefix_change_nothing(model, prompts):
+    text, images = prompts[0]
+    expected = model.generate(text, images=images, max_new_tokens=TOKENS)
+    guessed = model.generate(text, images=images, max_new_tokens=TOKENS, prompt_lookup=True)
+    assert guessed.token_ids == expected.token_ids
+    before, after = text[:-4], text[-4:]
+    prefix = model.cache_prefix(model.pictured_prompt(before, images))
+    assert model.generate(after, prefix=prefix, max_new_tokens=TOKENS).token_ids == expected.token_ids
+    with pytest.raises(InputError, match="cannot follow a cached prefix"):
+        model.generate("<image>", prefix=prefix, images=images[:1])
+
+
+def conversation(pictures, *questions):
+    parts = [{"type": "image", "image": path} for path in pictures]
+    return [*parts, {"type": "text", "text": questions[0]}]
+
+
+def template_ids(exported, messages, tokens=8):
+    """Return the ids that transformers generates for a conversation."""
+    module, processor, *_ = exported
+    opened = [
+        {**message, "content": [
+            {"type": "image", "image": Image.open(part["image"]).convert("RGB")} if part["type"] == "image" else part
+            for part in message["content"]
+        ]}
+        if isinstance(message["content"], list) else message
+        for message in messages
+    ]  # fmt: skip
+    inputs = processor.apply_chat_template(
+        opened, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    return generated(module, inputs, tokens)
+
+
+def test_conversation_with_pictures_matches_transformers(exported, model, pictures):
+    """A picture in the first turn, none in the second, another in the third."""
+    chat, messages = model.chat(), []
+    turns = [conversation(pictures[:1], "what is it?"), "and then?", conversation(pictures[1:], "these two?")]
+    for content in turns:
+        messages.append({"role": "user", "content": content})
+        expected = template_ids(exported, messages)
+        result = chat.send(content, max_new_tokens=8)
+        assert result.token_ids == expected
+        assert model.generate(model.prompt(messages), max_new_tokens=8).token_ids == expected
+        messages.append({"role": "assistant", "content": result.text})
+    chat.rewind(1)
+    assert chat.send(turns[-1], max_new_tokens=8).token_ids == expected
+
+
+def test_command_line_puts_pictures_before_the_message(exported, pictures):
+    path = exported[2]
+    content = conversation(pictures[:2], "what?")
+    expected = template_ids(exported, [{"role": "user", "content": content}])
+    flags = ["--image", pictures[0], "--image", pictures[1], "--max-new-tokens", 8, "--json"]
+    result = run(path, "what?", "--chat", *flags)
+    assert result.exit_code == 0
+    assert tuple(json.loads(result.stdout)["token_ids"]) == expected
+    as_json = json.dumps(
+        [{"role": "user", "content": [{**part, "image": str(part["image"])} if "image" in part else part
+          for part in content]}]
+    )  # fmt: skip
+    assert tuple(json.loads(run(path, as_json, "--chat", *flags[4:]).stdout)["token_ids"]) == expected
+    plain = run(path, "a <image> b <image>", *flags)
+    assert tuple(json.loads(plain.stdout)["token_ids"]) == expected_ids(
+        exported, "a <image> b <image>", pictures[:2], 8
+    )
+
+
+def test_quantization_is_calibrated_with_pictures(exported, pictures, tmp_path):
+    """The text after the last picture is predicted; every fourth line is measured."""
+    module, processor, path, _ = exported
+    texts = [f"<image>{'abcdefgh'[i:]} and {'hgfedcba'[: i + 1]}" for i in range(8)]
+    images = [pictures[i % len(pictures)] for i in range(8)]
+    lines = [
+        json.dumps({"input_ids": text, "pixel_values": [str(image)]}) for text, image in zip(texts, images, strict=True)
+    ]
+    lines[0] = texts[0] = "no picture here"
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    quantization = Quantization("int8", kv_cache="int8", calibration=tmp_path / "lines.txt")
+    report = export(load_source(path.parent), tmp_path / "int8.onnx", quantization=quantization)
+    measured = [processor(text=[texts[i]], images=[Image.open(images[i]).convert("RGB")]) for i in (3, 7)]
+    after = [inputs["input_ids"][0][::-1].index(MARKER_ID) for inputs in measured]
+    assert report.degradation.positions == sum(after)
+    assert report.degradation.token_agreement > 0.8
+    assert {name.split("/")[0] for name in report.products} == {"encode", "decode"}
+    model = Model.load(tmp_path / "int8.onnx", "cpu")
+    inputs = processor(text=[texts[3]], images=[Image.open(images[3]).convert("RGB")], return_tensors="pt")
+    with torch.no_grad():
+        expected = module(**inputs).logits[0].log_softmax(-1)
+    scores = model.score(model.pictured_prompt(texts[3], [images[3]]))
+    targets = inputs["input_ids"][0, 1:, None]
+    assert np.abs(scores - expected[:-1].gather(1, targets)[:, 0].numpy()).mean() < 0.2
+
+
+def test_wrong_pictures_are_refused(exported, model, pictures, tmp_path):
+    (tmp_path / "torn.png").write_bytes(pictures[0].read_bytes()[:60])
+    path = exported[2]
+    with pytest.raises(InputError, match=r"names 1 pictures \(<image>\), and 2 are given: write <image> where each"):
+        model.generate("one <image>", images=pictures[:2])
+    with pytest.raises(InputError, match=r"names 1 pictures .* and 0 are given"):
+        model.generate("one <image>")
+    with pytest.raises(InputError, match=r"picture 2: .*torn.png is a damaged image"):
+        model.generate("<image><image>", images=[pictures[0], tmp_path / "torn.png"])
+    with pytest.raises(InputError, match="99 pictures take 396 tokens and the model holds 128: give fewer"):
+        model.generate("", images=[tmp_path / "never read.png"] * 99)
+    with pytest.raises(InputError, match="a single picture is a list of one"):
+        model.generate("<image>", images=str(pictures[0]))
+    with pytest.raises(InputError, match=r"the ids hold 1 placeholders .id 5., and 1 pictures need 4"):
+        model.generate([9, MARKER_ID, 9], images=pictures[:1])
+    with pytest.raises(InputError, match="a conversation is a text, or a list of messages"):
+        model.prompt([{"role": "user", "content": [{"type": "image"}]}])
+    message = failed(run(path, "<image>", "--image", tmp_path / "none.png"))
+    assert message.endswith("none.png cannot be read: No such file or directory")
+    assert "names 0 pictures (<image>), and 1 are given" in failed(run(path, "hi", "--image", pictures[0]))
+
+
+def test_text_model_refuses_pictures(tmp_path, pictures):
+    from support import hf_models
+
+    export(hf_models.gpt2(), tmp_path / "text.onnx", chat_template=None)
+    text_model = Model.load(tmp_path / "text.onnx", "cpu")
+    with pytest.raises(UnsupportedCallError, match="reads no pictures in its prompt"):
+        text_model.generate([4, 5], images=pictures[:1])

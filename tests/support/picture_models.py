@@ -1,0 +1,71 @@
+"""Tiny seeded transformers models that read pictures in their prompt, with a processor made of nothing but code."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+
+SIZE, PATCH = 16, 8
+MARKER, MARKER_ID = "<image>", 5
+LETTERS = sorted(set("abcdefghijklmnopqrstuvwxyz:.?! \n"))
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<other>", MARKER]
+VOCABULARY = len(SPECIAL) + len(LETTERS)
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{{ '<image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+TEXT_CONFIG = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=VOCABULARY, max_position_embeddings=128, pad_token_id=0,
+)  # fmt: skip
+VISION_CONFIG = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=SIZE, patch_size=PATCH,
+    projection_dim=32,
+)  # fmt: skip
+
+
+@functools.cache
+def llava(seed: int = 0) -> Any:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION_CONFIG),
+        text_config=transformers.LlamaConfig(**TEXT_CONFIG),
+        image_token_id=MARKER_ID, vision_feature_layer=-2, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    return seeded(transformers.LlavaForConditionalGeneration, config, seed)
+
+
+def seeded(kind: Any, config: Any, seed: int = 0) -> Any:
+    """Return a model with random weights, large enough that pictures change its results."""
+    torch.manual_seed(seed)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.2)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with a token for each letter."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *LETTERS])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    inner.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        extra_special_tokens={"image_token": MARKER},
+    )  # fmt: skip
+
+
+def llava_processor() -> Any:
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    return transformers.LlavaProcessor(
+        image_processor=images, tokenizer=tokenizer(), patch_size=PATCH, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, chat_template=TEMPLATE,
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Decoders that read pictures in their prompt: a vision encoder gives embeddings in the place of placeholder ids.
+
+The config names the placeholder (`image_token_id`). The processor describes how pictures become pixels, and the text
+that stands for a picture in a prompt. Both are read by running them, so the class of the processor does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode
+from tformer_export.sources.call.adapter import Adapter
+from tformer_export.sources.call.signature import parameters_of
+from tformer_export.sources.hugging_face.images import draw_pictures, load_processor, read_picture_steps
+from tformer_export.sources.pictures_module import IDS, PIXELS, PicturesModule
+from tformer_export.sources.task_names import ANSWERS_PICTURES
+from tformer_export.sources.tokenizer import read_prompt_tokenizer
+from tformer_runtime.base.errors import SourceError
+from tformer_runtime.format.manifest import Placeholder, SpecialTokens
+
+TEXT_TOKENS = 512  # of the default maximum length
+DEFAULT_PICTURES = 4  # of the default maximum length
+IGNORED_OUTPUTS = {IDS, PIXELS, "attention_mask"}  # of a processor; rows run without padding of their own
+FIXED = {"use_cache": False}
+
+
+def reads_pictures(module: Any) -> bool:
+    """Return whether a transformers model reads ids and pictures, and its config names a placeholder."""
+    return {IDS, PIXELS} <= set(parameters_of(module)) and _placeholder_id(module.config) is not None
+
+
+def load_prompt_processor(folder: Path) -> Any | None:
+    """Load a folder's processor of texts and pictures, with Pillow and numpy; None if it has none.
+
+    Raises SourceError if that fails.
+    """
+    images = load_processor(folder)
+    if images is None:
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SourceError(f"{folder}'s processor cannot be loaded: {reason}") from error
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        return None
+    processor.image_processor = images
+    return processor
+
+
+def from_picture_prompt_model(
+    module: Any,
+    name: str,
+    processor: Any | None,
+    special: SpecialTokens,
+    defaults: Callable[[int | None], Mapping[str, Any]],
+) -> Source:
+    """Read a model that continues a prompt with pictures.
+
+    processor: transformers' own, of texts and pictures; without it the file takes ids and pixels.
+    special: special tokens. defaults: from the greatest length to the generation options of its generation config.
+
+    Raises SourceError for a model or a processor whose pictures do not all have one size and one number of positions.
+    """
+    single, text_config = as_float32(module), module.config.get_text_config()
+    images = None if processor is None else read_picture_steps(processor.image_processor, 3)
+    shape = (3, *(_config_size(module.config) if images is None else images.shape or ()))
+    pixels = torch.randn((1, *shape), generator=torch.Generator().manual_seed(0))
+    positions, has_axis = _count_positions(single, pixels)
+    token = _placeholder_id(module.config)
+    assert token is not None
+    placeholder = Placeholder(token, positions)
+    if processor is not None:
+        placeholder = _with_texts(placeholder, processor)
+    wrapped = PicturesModule(single, has_axis)
+    example = {PIXELS: pixels.expand(2, 1, *shape).clone(), IDS: _example_ids(placeholder)}
+    limits = [getattr(text_config, limit, None) for limit in ("max_position_embeddings", "n_positions")]
+    limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
+    default_length = TEXT_TOKENS + DEFAULT_PICTURES * positions
+    source = Source(
+        module=Adapter(wrapped, list(example), fixed_arguments=FIXED),
+        example=example,
+        step_input=IDS,
+        name=name,
+        task=ANSWERS_PICTURES,
+        axes={PIXELS: (0, 1)},
+        special_tokens=special,
+        generation_defaults=defaults(limit),
+        max_length=min(limit, default_length) if limit else default_length,
+        placeholders={PIXELS: placeholder},
+        preprocessing={} if images is None else {PIXELS: images.manifest_entry},
+        tokenizers={} if processor is None else {IDS: read_prompt_tokenizer(processor.tokenizer)},
+        chat_template=_chat_template(processor),
+        chat_tokens={} if processor is None else _chat_tokens(processor.tokenizer),
+        prompt_pipeline=None if processor is None else make_prompt_pipeline(processor),
+    )
+    if processor is not None:
+        _check_inputs(source, single, processor)
+    return source
+
+
+def make_prompt_pipeline(processor: Any) -> PromptPipeline:
+    """Make the processor's own way from a text and its pictures to the inputs of a row."""
+
+    def inputs(text: str, pictures: Sequence[Any]) -> dict[str, np.ndarray]:
+        read = _processed(processor, text, pictures)
+        ids = np.asarray(read[IDS])[0]
+        pixels = np.asarray(read[PIXELS], np.float32) if pictures else np.zeros((0,), np.float32)
+        return {IDS: ids, PIXELS: pixels.reshape(-1, *pixels.shape[-3:]) if pictures else pixels}
+
+    return inputs
+
+
+def _processed(processor: Any, text: str, pictures: Sequence[Any], **options: Any) -> Mapping[str, Any]:
+    """Return the outputs of the processor. Raises SourceError if it fails."""
+    try:
+        read: Mapping[str, Any] = processor(text=[text], images=list(pictures) or None, return_tensors=None, **options)
+    except Exception as error:  # a processor may raise anything
+        raise SourceError(
+            f"the processor {type(processor).__name__} does not read a text with {len(pictures)} pictures: {error}"
+        ) from error
+    return read
+
+
+def _with_texts(placeholder: Placeholder, processor: Any) -> Placeholder:
+    """Add the marker of a picture in a text, and the text that replaces it.
+
+    Raises SourceError if the number of positions depends on the picture.
+    """
+    marker = getattr(processor, "image_token", None)
+    kind = type(processor).__name__
+    if not isinstance(marker, str) or not marker:
+        raise SourceError(f"the processor {kind} names no image_token, the text that stands for a picture in a prompt")
+    replacements = set()
+    for picture in draw_pictures():
+        read = _processed(processor, marker, [picture.convert("RGB")], return_text_replacement_offsets=True)
+        ((offsets, *_), *others) = read.get("text_replacement_offsets") or [[None]]
+        if offsets is None or others:
+            raise SourceError(f"the processor {kind} does not say which text stands for a picture in a prompt")
+        replacements.add(str(offsets["replacement"]))
+        placeholders = int((np.asarray(read[IDS]) == placeholder.token_id).sum())
+        if placeholders != placeholder.positions:
+            raise SourceError(
+                f"the processor {kind} gives a picture of {picture.width} × {picture.height} pixels {placeholders} "
+                f"placeholders, and the model computes {placeholder.positions} embeddings for a picture of the one "
+                "size that is supported: pictures that are split into tiles or keep their size are not supported: "
+                "switch that off in the processor's config if it has a setting for it (such as do_image_splitting, "
+                "crop_to_patches)"
+            )
+    if len(replacements) > 1:
+        raise SourceError(f"the text by which the processor {kind} replaces a picture depends on the picture")
+    return Placeholder(placeholder.token_id, placeholder.positions, marker, replacements.pop())
+
+
+def _check_inputs(source: Source, module: Any, processor: Any) -> None:
+    """Raise SourceError if the model gives other logits with an output of the processor that the file does not have."""
+    placeholder = source.placeholders[PIXELS]
+    text = f"{placeholder.marker} a"
+    read = _processed(processor, text, [draw_pictures()[0].convert("RGB")])
+    names = [name for name in read if name not in IGNORED_OUTPUTS and name in parameters_of(module)]
+    if not names:
+        return
+    inputs = {name: torch.as_tensor(np.asarray(read[name])) for name in (IDS, PIXELS, *names)}
+    with eval_mode(module), torch.no_grad():
+        whole = module(**inputs, **FIXED).logits
+        alone = module(**{name: inputs[name] for name in (IDS, PIXELS)}, **FIXED).logits
+    if not torch.allclose(whole, alone, rtol=1e-4, atol=1e-4):
+        raise SourceError(
+            f"the model's results depend on {', '.join(names)}, which the processor {type(processor).__name__} gives "
+            "besides ids and pixels, and which a file cannot compute: models that let the prompt attend to later "
+            "positions, or give pictures positions of their own, are not supported"
+        )
+
+
+def _count_positions(module: Any, pixels: torch.Tensor) -> tuple[int, bool]:
+    """Return the embeddings that a picture gets, and whether the model takes an axis of the pictures of a row.
+
+    Raises SourceError for a model that computes none from pixels alone.
+    """
+    width = module.get_input_embeddings().weight.shape[1]
+    failures = []
+    for has_axis in (False, True):
+        try:
+            with eval_mode(module), torch.no_grad():
+                features = module.get_image_features(pixel_values=pixels[None] if has_axis else pixels)
+            features = getattr(features, "pooler_output", features)
+            numbers = (
+                sum(part.numel() for part in features) if isinstance(features, (list, tuple)) else features.numel()
+            )
+        except Exception as error:  # the module may raise anything
+            failures.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            continue
+        return numbers // width, has_axis
+    raise SourceError(
+        f"{type(module).__name__} computes no embeddings of a picture from its pixels alone ({failures[0]}): models "
+        "that need the sizes of pictures or of their tiles are not supported"
+    )
+
+
+def _example_ids(placeholder: Placeholder) -> torch.Tensor:
+    """Return two rows of ids, each with the placeholders of one picture."""
+    other = [0, 1, 2, 3][placeholder.token_id <= 2]
+    ids = [other, *[placeholder.token_id] * placeholder.positions, other]
+    return torch.tensor([ids, ids])
+
+
+def _placeholder_id(config: Any) -> int | None:
+    named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((token for token in named if isinstance(token, int)), None)
+
+
+def _config_size(config: Any) -> tuple[int, int]:
+    size = getattr(getattr(config, "vision_config", config), "image_size", None) or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return int(height), int(width)
+
+
+def _chat_template(processor: Any) -> str | None:
+    for owner in (processor, getattr(processor, "tokenizer", None)):
+        template = getattr(owner, "chat_template", None)
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        if isinstance(template, str):
+            return template
+    return None
+
+
+def _chat_tokens(tokenizer: Any) -> dict[str, str]:
+    return {str(name): str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
