@@ -10,6 +10,7 @@ input_facts         vocabulary, padding and maximum length of each input
 size_branches       code that depends on a size
 determinism         refusal of results that depend on chance or on earlier calls
 step_checks         refusal of models that cannot be decoded step by step
+placeholders        tokens in the places of which the rows of pictures are put
 last_position       models that return logits for the last position only
 relative_shift      products with a table of distances, shifted row by row
 series              the options of a forecaster's series, checked against the graph
