@@ -42,8 +42,8 @@ class Scan:
     def __call__(self, *operands: Any) -> list[Any]:
         states, sequences, others = self.split(operands)
         if not states:
-            rows = tuple(0 for _ in sequences), tuple(None for _ in others)
-            return list(torch.vmap(lambda xs, ys: tuple(self.body(*xs, *ys)), rows)(tuple(sequences), tuple(others)))
+            axes = tuple(0 for _ in sequences), tuple(None for _ in others)
+            return list(torch.vmap(lambda xs, ys: tuple(self.body(*xs, *ys)), axes)(tuple(sequences), tuple(others)))
         if get_proxy_mode() is not None or any(isinstance(o, FakeTensor) for o in operands):
             states = [state.clone(memory_format=torch.contiguous_format) for state in states]  # with strides of its own
             sequences = [sequence.contiguous() for sequence in sequences]
@@ -68,7 +68,7 @@ class Scan:
         return [value.clone(memory_format=torch.contiguous_format) for value in self.body(*operands)]
 
     def guarded(self, axes: Sequence[tuple[int, int, bool]]) -> Scan:
-        """Return the operation with one more sequence, (time, batch) booleans: where one is false, states do not change.
+        """Return the operation with one more sequence, (time, batch) booleans. Where one is false, states stay.
 
         axes: of each state, the axis of the rows of the batch, the number of its entries for each row, and whether
             those of one row are neighbours.

@@ -391,7 +391,7 @@ class DecodeEmitter(Emitter):
         return _CacheTensors(index, shape, self.input(names[0], state.dtype, shape))
 
     def _state_before(self, state: CarriedState, carry: _CacheTensors, initial: Any) -> Node:
-        """Return a state before the new positions: the carry, or the model's initial state where there is no token yet."""
+        """Return a state before the new positions: the carry, or the model's initial state of rows without tokens."""
         value = carry.input
         if state.rows.batch_axis != 0:
             value = self.call(onnx_operators.move_axes, value, 0, state.rows.batch_axis)

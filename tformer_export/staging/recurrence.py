@@ -75,7 +75,9 @@ def find_recurrence(graph: Graph, node: Node) -> Recurrence | None:
     initial, sequences, others = scan.split(node.args)
     if not all(graph.time_axes(x) == [0] and graph.is_exact(x, 0) for x in sequences):
         return None
-    if any(graph.level[x] == Level.REQUEST for x in sequences) or not all(_is_steady(graph, x) for x in initial + others):
+    if any(graph.level[x] == Level.REQUEST for x in sequences) or not all(
+        _is_steady(graph, x) for x in initial + others
+    ):
         return None
     states = tuple(_state(graph, node, initial[i], i) for i in range(scan.num_states))
     if None in states or not _continues(graph, node):

@@ -36,8 +36,8 @@ class Loop:
 def find_loops(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> list[list[Loop]]:
     """Return the loops of each recording, in their order.
 
-    Raises DisagreementError if further positions run other operations than those of a loop, of which the first recording
-    has two runs or more.
+    Raises DisagreementError if further positions run other operations than those of a loop. The first recording has to
+    have two runs of it or more.
     """
     first, *others = ([_key(step) for step in recording.steps] for recording in recordings)
     growths = [_growth(first, other, _further(sizes[0], more)) for other, more in zip(others, sizes[1:], strict=True)]

@@ -39,8 +39,8 @@ _TENSORS = (StepResult, InputRef, Constant)
 def roll_loops(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> list[Recording]:
     """Return the recordings with each loop over positions as one operation.
 
-    Raises LoopError if a loop cannot be rolled, and DisagreementError if the recordings differ in other ways than in the
-    number of runs of their loops. Cost: grows with the number of operations.
+    Raises LoopError if a loop cannot be rolled, and DisagreementError if the recordings differ in other ways than in
+    the number of runs of their loops. Cost: grows with the number of operations.
     """
     normal = [remove_dead_steps(normalise_rows(recording), keep_alike=True) for recording in recordings]
     loops = find_loops(normal, sizes)
@@ -289,7 +289,11 @@ class _Roller:
             return None
         initial = [state.initial for state in loop.states.values() if state.place == place]
         runs = self._runs(loop, place, entries[1 : loop.count])
-        return (loop, place, False) if _key(entries[0]) in map(_key, initial) and runs == [*range(loop.count - 1)] else None
+        return (
+            (loop, place, False)
+            if _key(entries[0]) in map(_key, initial) and runs == [*range(loop.count - 1)]
+            else None
+        )
 
     # -- loops -----------------------------------------------------------------------------------------------------
 
@@ -355,7 +359,9 @@ class _Roller:
             loop.reads[place] = read
             return
         operands = [self._operand(loop, values, step) for values in leaves]
-        if all(isinstance(x, _Operand) and x.kind == "other" for x in operands if isinstance(x, (_Operand, StepResult))):
+        if all(
+            isinstance(x, _Operand) and x.kind == "other" for x in operands if isinstance(x, (_Operand, StepResult))
+        ):
             outside = pytree.tree_unflatten([self._outside(values[0]) for values in leaves], spec)
             loop.fixed[place] = self._emit(replace(step, args=outside[0], kwargs=outside[1]))
             return
@@ -371,21 +377,23 @@ class _Roller:
         where = [self._where(value) for value in values]
         inside = [found is not None and found[0] is loop for found in where]
         places = {found[2] for found in where[1:] if found is not None}
-        if all(inside) and len(places) == 1 and [found[1] for found in where] == [*range(loop.count)]:  # type: ignore[index]
+        runs = [found[1] for found in where if found is not None and found[0] is loop]
+        if len(places) == 1 and runs == [*range(loop.count)]:
             return self._inside(loop, places.pop())
-        if all(inside[1:]) and not inside[0] and len(places) == 1:
-            if [found[1] for found in where[1:]] == [*range(loop.count - 1)]:  # type: ignore[index]
-                place = places.pop()
-                key = place, _key(values[0])
-                loop.states.setdefault(key, _State(place, values[0]))
-                return _Operand("state", [*loop.states].index(key))
+        if len(places) == 1 and not inside[0] and runs == [*range(loop.count - 1)]:
+            place = places.pop()
+            key = place, _key(values[0])
+            loop.states.setdefault(key, _State(place, values[0]))
+            return _Operand("state", [*loop.states].index(key))
         if not any(inside):
             if all(_is_same(value, values[0]) for value in values):
                 return self._other(loop, self._outside(values[0]))
             rows = self._rows_of_runs(loop, values, step)
             if rows is not None:
                 return rows
-        raise LoopError("it reads a value that is neither a row of this position nor of the run before", step.stack_trace)
+        raise LoopError(
+            "it reads a value that is neither a row of this position nor of the run before", step.stack_trace
+        )
 
     def _rows_of_runs(self, loop: _Rolled, values: Sequence[Any], step: Step) -> _Operand | None:
         """Return the sequence of operands that differ from run to run: constants, or results of another loop."""
@@ -465,9 +473,11 @@ class _Roller:
         rising = [*range(begins[0], begins[0] + loop.count)]
         if begins == rising:
             return source, _RowRead(axis, begins[0], window, is_reversed=False)
-        return (source, _RowRead(axis, begins[-1], window, is_reversed=True)) if begins[::-1] == [
-            *range(begins[-1], begins[-1] + loop.count)
-        ] else None
+        return (
+            (source, _RowRead(axis, begins[-1], window, is_reversed=True))
+            if begins[::-1] == [*range(begins[-1], begins[-1] + loop.count)]
+            else None
+        )
 
     def _is_fixed(self, loop: _Rolled, value: StepResult) -> bool:
         owner, _, place = self.place_of.get(value.number, (None, 0, 0))
@@ -554,5 +564,7 @@ def _key(operand: Any) -> Any:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Constant) and isinstance(other, Constant):
-        return one.value is other.value or (one.value.dtype == other.value.dtype and torch.equal(one.value, other.value))
+        return one.value is other.value or (
+            one.value.dtype == other.value.dtype and torch.equal(one.value, other.value)
+        )
     return type(one) is type(other) and bool(one == other)

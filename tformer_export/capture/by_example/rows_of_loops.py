@@ -215,7 +215,11 @@ def _written_rows(
             others.append(user)
             continue
         place = step.place
-        if place is None or write.args[0] != StepResult(user) or _form(steps, write.args[1]) != (place.shape, place.dtype):
+        if (
+            place is None
+            or write.args[0] != StepResult(user)
+            or _form(steps, write.args[1]) != (place.shape, place.dtype)
+        ):
             return None
         if users.get(StepResult(row_users[0])):
             return None
@@ -232,4 +236,4 @@ def _form(steps: Sequence[Step], operand: Any) -> tuple[Any, ...] | None:
     if isinstance(operand, Constant):
         return tuple(operand.value.shape), operand.value.dtype
     place = steps[operand.number].place if isinstance(operand, StepResult) else None
-    return place and (place.shape, place.dtype)
+    return None if place is None else (place.shape, place.dtype)
