@@ -1,7 +1,7 @@
 """Removal of nodes that compute nothing from a traced graph: assertions, clones, whole slices, casts to the same dtype.
 
 Operations that read only the size or the dtype of a tensor, such as `zeros_like`, no longer have it as an operand. A
-scan of torch becomes an operation that holds its body (`common/scan.py`).
+scan of torch becomes an operation that holds its body (`capture/scan.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tformer_export.common.fx_nodes import arguments, aten, meta
-from tformer_export.common.scan import Scan
+from tformer_export.capture.scan import Scan
 
 _ASSERTIONS = {
     aten._assert_tensor_metadata.default,

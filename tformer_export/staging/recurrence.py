@@ -1,6 +1,6 @@
 """Loops over positions that carry states of fixed size: recurrent layers, linear attention, state-space models.
 
-A loop over positions (`common/scan.py`) runs its body on the states after the position before. A step runs it for the
+A loop over positions (`capture/scan.py`) runs its body on the states after the position before. A step runs it for the
 new positions alone, from the states after the last position. The states are carries, caches without a time axis. So a
 step costs the same at any length.
 
@@ -20,7 +20,7 @@ from tformer_export.analysis.batch_axes import BatchAxis, find_rows
 from tformer_export.analysis.binding_time import Level
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import is_read_from_data, meta
-from tformer_export.common.scan import Scan
+from tformer_export.capture.scan import Scan
 
 MAX_ROUNDING = 1e-4  # of the range of the values
 

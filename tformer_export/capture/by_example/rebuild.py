@@ -22,7 +22,7 @@ from tformer_export.capture.by_example.unify import (
     Slice,
 )
 from tformer_export.common.fx_nodes import aten
-from tformer_export.common.scan import Scan
+from tformer_export.capture.scan import Scan
 
 
 class RebuiltModule(nn.Module):

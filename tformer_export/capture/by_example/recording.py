@@ -96,7 +96,7 @@ class Step:
     args, kwargs: with StepResult, InputRef and Constant in the place of tensors.
     place: the place of its result, if that is one tensor.
     is_view: whether its results show elements of its operands.
-    body: the operations of a loop over positions, whose results are those of `common/scan.py`.
+    body: the operations of a loop over positions, whose results are those of `capture/scan.py`.
     """
 
     target: Callable[..., Any]

@@ -15,7 +15,7 @@ from tformer_export.capture.by_example.recording import Step
 from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.by_example.unify import DisagreementError, LoopError
 from tformer_export.capture.trace import lines_of_helpers_recorded
-from tformer_export.common.scan import Scan
+from tformer_export.capture.scan import Scan
 
 WIDTH, MAX_LENGTH = 4, 24
 
