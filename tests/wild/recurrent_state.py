@@ -149,24 +149,6 @@ class CellsAndAttention(TinyDecoder):
         return self.attention(torch.cat(rows, 1), self.mask(idx))
 
 
-class ChangedInPlace(TinyDecoder):
-    """A moving average that is changed in place."""
-
-    def mix(self, x, idx):
-        mean, rows = torch.zeros(x.shape[0], WIDTH), []
-        for t in range(x.shape[1]):
-            mean.mul_(0.7).add_(x[:, t], alpha=0.3)
-            rows.append(mean.clone())
-        return self.attention(torch.stack(rows, 1), self.mask(idx))
-
-
-class RowsMapped(TinyDecoder):
-    """A loop that carries nothing."""
-
-    def mix(self, x, idx):
-        return self.attention(torch.stack([F.gelu(row) * 2 for row in x.unbind(1)], 1), self.mask(idx))
-
-
 class BothDirections(GruModel):
     """A recurrent layer that looks ahead."""
 
@@ -194,8 +176,6 @@ CASES = [
     Case("gru", GruModel),
     Case("lstm", LstmModel),
     Case("cells-and-attention", CellsAndAttention),
-    Case("changed-in-place", ChangedInPlace),
-    Case("rows-mapped", RowsMapped),
     Case("both-directions", BothDirections, refusal="looks ahead"),
     Case("growing-state", GrowingState, refusal="a value has another shape in each run"),
 ]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tformer_export.common.fx_nodes import arguments, aten, meta
 from tformer_export.capture.scan import Scan
+from tformer_export.common.fx_nodes import arguments, aten, meta
 
 _ASSERTIONS = {
     aten._assert_tensor_metadata.default,

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level
+from tformer_export.capture.scan import Scan
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import arguments, aten, meta, source_line
-from tformer_export.capture.scan import Scan
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput
 from tformer_export.staging.emitter import CachedValue, ContextTensor, Emitter, Port, Program, context_shape
 from tformer_export.staging.layouts import Layout

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from tformer_export.analysis.batch_axes import BatchAxis, find_rows
 from tformer_export.analysis.binding_time import Level
+from tformer_export.capture.scan import Scan
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import is_read_from_data, meta
-from tformer_export.capture.scan import Scan
 
 MAX_ROUNDING = 1e-4  # of the range of the values
 

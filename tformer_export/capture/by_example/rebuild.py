@@ -21,8 +21,8 @@ from tformer_export.capture.by_example.unify import (
     GeneralStep,
     Slice,
 )
-from tformer_export.common.fx_nodes import aten
 from tformer_export.capture.scan import Scan
+from tformer_export.common.fx_nodes import aten
 
 
 class RebuiltModule(nn.Module):

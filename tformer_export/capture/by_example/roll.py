@@ -30,8 +30,8 @@ from tformer_export.capture.by_example.rows_of_loops import normalise_rows
 from tformer_export.capture.by_example.simplify import remove_dead_steps
 from tformer_export.capture.by_example.size_fit import Sizes
 from tformer_export.capture.by_example.unify import LoopError
-from tformer_export.common.fx_nodes import aten
 from tformer_export.capture.scan import Scan
+from tformer_export.common.fx_nodes import aten
 
 _TENSORS = (StepResult, InputRef, Constant)
 

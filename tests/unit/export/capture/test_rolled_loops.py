@@ -14,8 +14,8 @@ from tformer_export.capture.by_example.find_loops import Loop, find_loops
 from tformer_export.capture.by_example.recording import Step
 from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.by_example.unify import DisagreementError, LoopError
-from tformer_export.capture.trace import lines_of_helpers_recorded
 from tformer_export.capture.scan import Scan
+from tformer_export.capture.trace import lines_of_helpers_recorded
 
 WIDTH, MAX_LENGTH = 4, 24
 
@@ -141,6 +141,14 @@ def written_rows(module, x):
     return output
 
 
+def changed_in_place(module, x):
+    mean, rows = torch.zeros(x.shape[0], WIDTH), []
+    for t in range(x.shape[1]):
+        mean.mul_(0.7).add_(x[:, t], alpha=0.3)
+        rows.append(mean.clone())
+    return torch.stack(rows, 1)
+
+
 def states_before(module, x):
     state, rows = torch.ones(x.shape[0], WIDTH), []
     for t in range(x.shape[1]):
@@ -196,6 +204,10 @@ def layers_in_a_loop(module, x):
     return torch.stack(rows, 1)
 
 
+def rows_mapped(module, x):
+    return torch.stack([module.layers[0](row) for row in x.unbind(1)], 1)
+
+
 def layer_of_torch(module, x):
     return module.both(x)[0]
 
@@ -205,7 +217,9 @@ ROLLED = [  # function, and the numbers of states and sequences of its loops
     (backwards, [(1, 1)]),
     (last_state, [(1, 1)]),
     (written_rows, [(1, 1)]),
+    (changed_in_place, [(1, 1)]),
     (states_before, [(1, 1)]),
+    (rows_mapped, [(0, 1)]),
     (joined_slices, [(1, 1)]),
     (windows, [(1, 1)]),
     (loop_after_loop, [(1, 1), (1, 1)]),
